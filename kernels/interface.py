@@ -210,7 +210,9 @@ class Kernels(Protocol):
         """Shapes of one layer's keys and of its values, equal in their number of elements."""
 
     def set_num_threads(self, num_threads: int, /) -> None:
-        """Number of threads for kernels that the calling thread runs from now on. CPU only."""
+        """Number of threads for the kernels of this process from now on; the calling thread starts
+        them. CPU only.
+        """
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """One call per kernel of a greedy step, so that each is compiled; the slowest to compile

@@ -37,11 +37,15 @@ logger = logging.getLogger("eagleray")
 
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it is imported
+# How often a thread of torch's OpenMP library looks for work before it sleeps, when it is imported.
+OPENMP_SPINS, OPENMP_WAITS = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+_SPINS = "3000"  # about 0.1 ms; left to itself it is 10 ms, while others wait for the core
 
 
 def actor_environment() -> dict[str, Any]:
     """Runtime environment of our actors: the checkout on the path, and huge pages for torch's large
-    tensors on a CPU where the system leaves them to programs.
+    tensors on a CPU where the system leaves them to programs. torch's threads soon stop to spin
+    when they have nothing to do, unless the user has said how they wait.
 
     An actor passes its environment on to the actors it starts, so nothing about GPUs may be set
     here: the driver does not have one, but the ranks that it starts do.
@@ -49,10 +53,12 @@ def actor_environment() -> dict[str, Any]:
     # What was installed is found without.
     folders = [] if IS_INSTALLED else [str(CHECKOUT)]
     folders += filter(None, [os.environ.get("PYTHONPATH")])
+    spins = os.environ.get(OPENMP_SPINS, None if OPENMP_WAITS in os.environ else _SPINS)
     faults = os.environ.get(FAULTS)  # set by tests alone
     variables = {
         **({"PYTHONPATH": ":".join(folders)} if folders else {}),
         HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
+        **({OPENMP_SPINS: spins} if spins is not None else {}),
         **({FAULTS: faults} if faults else {}),
     }
     return {"env_vars": variables}

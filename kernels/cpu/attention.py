@@ -12,7 +12,6 @@ G. A task is one tile of queries of one row and one KV head.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from numba import types
@@ -35,6 +34,7 @@ from kernels.cpu.jit import (
 )
 from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.pool import get_num_threads
 from kernels.cpu.tile import LANES, PAIR, STEP_BYTES, add_16_columns, add_64_columns
 from kernels.metadata import AttentionMetadata
 
@@ -62,7 +62,7 @@ def paged_attention(
         attn.block_table_BW.numpy(),
         np.float32(scale),
         _BFLOAT16 if k_laid_out.shape[-1] == PAIR else _FLOAT32,
-        numba.get_num_threads(),
+        get_num_threads(),
     )
     return out_THD
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.cpu import attention, elementwise, few_rows, linear, parallel, sampling
+from kernels.cpu import attention, elementwise, few_rows, linear, pool, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
@@ -41,8 +41,8 @@ class CpuKernels:
     write_tokens = staticmethod(write_tokens_reference)
 
     def set_num_threads(self, num_threads: int, /) -> None:
-        """Threads of torch and of numba."""
-        parallel.set_num_threads(num_threads)
+        """Threads of torch and of our loops."""
+        pool.set_num_threads(num_threads)
         torch.set_num_threads(num_threads)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:

@@ -30,6 +30,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.pool import leave_cores
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
@@ -55,7 +56,7 @@ class CpuInt8:
         """A product of few rows, and one of many."""
         codes, scale = torch.zeros(PANEL, PANEL, dtype=torch.int8), torch.ones(PANEL)
         weight = self.pack_weight(Int8Weight(codes_YX=codes, scale_Y=scale))
-        x = torch.zeros(max_rows() + 1, PANEL, dtype=dtype)
+        x = torch.zeros(max_rows(PANEL, PANEL) + 1, PANEL, dtype=dtype)
         return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
 
     def pack_weight(self, weight: Int8Weight, /) -> PackedInt8Weight:
@@ -81,10 +82,11 @@ class CpuInt8:
         x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
         scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
-        if weight.address is not None and num_rows <= max_rows():
+        if weight.address is not None and num_rows <= max_rows(size_in, size_out):
             _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
             return out_TY
         _quantize(x, codes, scales[2])
+        leave_cores()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),

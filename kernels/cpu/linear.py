@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from kernels.cpu import few_rows
 from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.pool import leave_cores
 from kernels.cpu.tile import has_dot_products
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
@@ -57,10 +58,11 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = vars(packed_YX).get(_ADDRESS_ATTRIBUTE)
-    if address is not None and len(x_TX) <= max_rows():
+    if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
+    leave_cores()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)

@@ -26,15 +26,19 @@ PANEL = 64
 _LANE_BYTES = 4
 
 _ROW_MULTIPLE_BYTES = 64
+_SMALL_PRODUCT = 1 << 27  # multiplications; about 1 ms on one thread
 
 
 @functools.cache
-def max_rows() -> int:
-    """Products of more rows than this are about as fast by oneDNN, or faster. With matrix
+def max_rows(size_in: int, size_out: int) -> int:
+    """Products of more rows than this are about as fast by oneDNN, or faster. It needs torch's
+    threads, which sleep meanwhile: waking them takes a tenth of a small product. With matrix
     instructions (AMX) oneDNN computes faster, so our kernels pay off only for so few rows that
     memory is the limit.
     """
-    return 8 if llvm.get_host_cpu_features().get("amx-bf16") else 96
+    if llvm.get_host_cpu_features().get("amx-bf16"):
+        return 8
+    return max(96, min(256, _SMALL_PRODUCT // (size_in * size_out)))
 
 
 def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:

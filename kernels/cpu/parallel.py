@@ -1,35 +1,32 @@
-"""Loops over tasks on torch's OpenMP threads.
+"""Loops over tasks on the threads of `pool.py`.
 
-`numba.prange` compiles a loop's body once for each layer that it wraps around it, and takes the
-interpreter's lock before each loop, even in a function that has released it, so every kernel would
-wait for the other Python threads of a rank. `parallel_for` calls numba's threads directly: the body
-is compiled as a function and as a part of the loop, and no lock is taken.
+`numba.prange` compiles a loop's body once for each layer that it wraps around it, takes the
+interpreter's lock before each loop, even in a function that has released it, and its threads wait
+for each other at the end, whether they have a core or not. `parallel_for` compiles the body as a
+function and as a part of the loop, and takes no lock.
 """
 
 from __future__ import annotations
 
-import ctypes
-from pathlib import Path
 from typing import Any
 
-import numba
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.pool import RUN_LOOP
+
 _BYTE = ir.IntType(8)
-_POINTER = _BYTE.as_pointer()
 
 
 @intrinsic
 def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any) -> Any:
     """Call `task(index, *arguments)` for each int64 index below `num_tasks`. `task` is a compiled
-    function without a result, `arguments` a tuple. Each thread takes one run of consecutive
-    indices; the lengths of the runs differ by one at most.
+    function without a result, `arguments` a tuple. Each thread takes the
+    tasks of its own part, which are consecutive, in order, and then those that are left of others.
 
-    Raises `RuntimeError` in the calling kernel, after all threads have ended, when a task raised.
+    Raises `RuntimeError` in the calling kernel, after the last task, when a task raised.
     """
     signature = task.get_call_type(typing_context, (types.int64, *arguments.types), {})
 
@@ -37,29 +34,15 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
         task_count, _, argument_tuple = argument_values
         argument_tuple = _borrowed(context, builder, arguments, argument_tuple)
         intp = context.get_value_type(types.intp)
-        num_threads = builder.call(_declare(builder, "get_num_threads", intp, []), [])
         shared_struct = cgutils.alloca_once(
-            builder, ir.LiteralStructType([_BYTE, intp, intp, argument_tuple.type])
+            builder, ir.LiteralStructType([_BYTE, argument_tuple.type])
         )
-        for field_index, value in enumerate((_BYTE(0), task_count, num_threads, argument_tuple)):
+        for field_index, value in enumerate((_BYTE(0), argument_tuple)):
             builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
         run_function = _run_of_tasks(context, builder, task, signature, shared_struct.type)
-
-        # numba's threads are made for universal functions of numpy, which walk over arrays. Here
-        # the only array is one of bytes at address 0, with one element per thread, so the address
-        # of an element is the number of a thread.
-        bytes_base = cgutils.alloca_once_value(builder, ir.Constant(_POINTER, None))
-        size, step = (
-            cgutils.alloca_once_value(builder, number) for number in (num_threads, intp(1))
-        )
-        pointers = [
-            builder.bitcast(pointer, _POINTER)
-            for pointer in (run_function, bytes_base, size, step, shared_struct)
-        ]
-        parallel_for_function = _declare(
-            builder, "numba_parallel_for", ir.VoidType(), [_POINTER] * 5 + [intp] * 3
-        )
-        builder.call(parallel_for_function, [*pointers, intp(0), intp(1), num_threads])
+        run_loop = _declare(builder, RUN_LOOP, ir.VoidType(), [intp] * 3)
+        addresses = [builder.ptrtoint(pointer, intp) for pointer in (run_function, shared_struct)]
+        builder.call(run_loop, [*addresses, task_count])
         has_raised = builder.load(cgutils.gep_inbounds(builder, shared_struct, 0, 0))
         with cgutils.if_unlikely(builder, cgutils.is_true(builder, has_raised)):
             context.call_conv.return_user_exc(
@@ -71,30 +54,20 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 
 
 def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_type: Any) -> Any:
-    """The function that a thread calls, in the form of the inner loop of a universal function:
-    `(thread, size, step, shared_struct)`. It runs the part of the tasks that belongs to `*size`
-    threads from `*thread` on. `shared_struct` holds whether a task raised, the number of tasks,
-    that of threads, and the arguments.
+    """The function that a thread calls for tasks from `start` to `end`: `(shared_struct, start,
+    end)`. `shared_struct`, an address, holds whether a task raised, and the arguments.
     """
     intp = context.get_value_type(types.intp)
-    parameter_types = [_POINTER.as_pointer(), intp.as_pointer(), intp.as_pointer(), _POINTER]
     name = caller.module.get_unique_name(f"{caller.function.name}.tasks")
-    run_function = ir.Function(caller.module, ir.FunctionType(ir.VoidType(), parameter_types), name)
+    run_function = ir.Function(caller.module, ir.FunctionType(ir.VoidType(), [intp] * 3), name)
     run_function.linkage = "internal"
     builder = ir.IRBuilder(run_function.append_basic_block())
-    shared_struct = builder.bitcast(run_function.args[3], shared_type)
-    raised_pointer, *field_pointers = (
-        cgutils.gep_inbounds(builder, shared_struct, 0, field_pointer) for field_pointer in range(4)
+    shared_struct = builder.inttoptr(run_function.args[0], shared_type)
+    start, end = run_function.args[1:]
+    raised_pointer, argument_pointer = (
+        cgutils.gep_inbounds(builder, shared_struct, 0, field_pointer) for field_pointer in range(2)
     )
-    task_count, num_threads, argument_tuple = (
-        builder.load(field_pointer) for field_pointer in field_pointers
-    )
-    thread = builder.ptrtoint(builder.load(run_function.args[0]), intp)
-    rounding = builder.sub(num_threads, intp(1))  # upward, so that the caller's part comes first
-    start, end = (
-        builder.sdiv(builder.add(builder.mul(task_count, thread_number), rounding), num_threads)
-        for thread_number in (thread, builder.add(thread, builder.load(run_function.args[1])))
-    )
+    argument_tuple = builder.load(argument_pointer)
     compiled_task = task.dispatcher.get_compile_result(signature)
     context.add_linking_libs([compiled_task.library])
     task_function = context.declare_function(builder.module, compiled_task.fndesc)
@@ -129,25 +102,3 @@ def _declare(builder: Any, name: str, result_type: Any, parameter_types: list[An
     return cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(result_type, parameter_types), name
     )
-
-
-def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads for kernels that the calling thread runs from now on."""
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-
-
-def _start_threads() -> None:
-    """Make numba's functions for loops known to compiled code. Its OpenMP layer must find torch's
-    OpenMP library before any other, so that both use the same pool of threads: of two pools, each
-    would spin while the other works. Where torch brings no libgomp (macOS), numba uses its own.
-    """
-    num_torch_threads = torch.get_num_threads()
-    for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        numba.config.THREADING_LAYER = "omp"
-        break
-    numba.get_num_threads()  # starts them, and gives torch's OpenMP all cores
-    torch.set_num_threads(num_torch_threads)
-
-
-_start_threads()

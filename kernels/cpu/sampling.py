@@ -11,13 +11,13 @@ is a row's `BLOCK_COLUMNS` columns, the last one shorter.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu import sampling_limits, sampling_weights
 from kernels.cpu.jit import as_array
+from kernels.cpu.pool import get_num_threads
 from kernels.cpu.sampling_weights import GapArrays
 from kernels.interface import GapRows
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES
@@ -88,7 +88,7 @@ def gap_histogram(
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
     # One histogram per task; with few rows, each row is split so that every thread has a part.
-    num_parts = -(-numba.get_num_threads() // max(1, num_rows))
+    num_parts = -(-get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     sampling_limits.gap_histogram(
         _arrays(gap_rows),

@@ -84,7 +84,7 @@ def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.zeros(len(x), size_out, dtype=torch.bfloat16)
 
     monkeypatch.setattr(few_rows, "linear", spy)
-    most = max_rows()
+    most = max_rows(64, 128)
     for rows in (1, most, most + 1):
         out = linear.linear(normal(rows, 64, seed=2), whole, None)
         assert out.shape == (rows, 128)

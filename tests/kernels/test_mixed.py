@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kernels.cpu import parallel
+from kernels.cpu import pool
 from kernels.cpu.mixed import PANEL, CpuMixed
 
 MIXED = CpuMixed()
@@ -29,9 +29,9 @@ def make_weight(size_out: int, size_in: int) -> torch.Tensor:
 
 @pytest.fixture(params=[1, 2, 3])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    parallel.set_num_threads(request.param)
+    pool.set_num_threads(request.param)
     yield request.param
-    parallel.set_num_threads(1)
+    pool.set_num_threads(1)
 
 
 @pytest.mark.parametrize(("size_out", "size_in"), SHAPES)
@@ -61,11 +61,11 @@ def test_a_row_has_the_same_bits_in_any_batch_on_any_number_of_threads(
     try:
         found = []
         for threads in (1, 2, 3):
-            parallel.set_num_threads(threads)
+            pool.set_num_threads(threads)
             found += [MIXED.linear(x[:rows], packed, size_out, None) for rows in ROWS]
             found += [MIXED.linear(x[rows:], packed, size_out, None) for rows in ROWS[:-1]]
     finally:
-        parallel.set_num_threads(1)
+        pool.set_num_threads(1)
     whole = found[len(ROWS) - 1]
     for part in found:
         first = 0 if torch.equal(part, whole[: len(part)]) else len(whole) - len(part)

@@ -49,8 +49,9 @@ ENVIRONMENT_VARIABLES = {
     " machine can read command lines",
     "EAGLERAY_CACHE_DIR": "where compiled CPU kernels are kept, by default `~/.cache/eagleray`, or"
     " below `TMPDIR` where that cannot be written; all clones of one version share them",
-    "OMP_WAIT_POLICY=passive": "on a CPU that other programs use as well: ranks stop spinning while"
-    " they wait. Set it before the engine starts; it costs about 15% on an idle machine",
+    "OMP_WAIT_POLICY=passive": "on a CPU: torch's threads, which compute products of many rows,"
+    " sleep as soon as they have nothing to do, and not after 0.1 ms. Set it before the engine"
+    " starts",
     "RAY_worker_niceness": "0 in a local Ray that Eagleray starts, so that ranks get their share of"
     " a busy core; Ray's own default is 15",
 }

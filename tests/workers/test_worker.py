@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -15,12 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
-import numba
 import pytest
 import torch
 
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.paths import CHECKOUT
+from kernels.cpu import pool
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, ints
 from tests.scheduler.fake_model import mask_bytes
@@ -303,10 +304,10 @@ def test_threads_are_set_where_start_is_called_and_may_change(small_checkpoint: 
     try:
         worker = Worker(config_of(small_checkpoint), 0)
         worker.start(None, num_threads=1)
-        assert torch.get_num_threads() == numba.get_num_threads() == 1
+        assert torch.get_num_threads() == pool.get_num_threads() == 1
         worker.set_num_threads(2)
         assert torch.get_num_threads() == 2
-        assert numba.get_num_threads() == min(2, numba.config.NUMBA_NUM_THREADS)
+        assert pool.get_num_threads() == min(2, os.cpu_count() or 1)
     finally:
         worker.set_num_threads(before)
 
@@ -327,7 +328,7 @@ def test_ranks_share_memory_unless_the_user_says_no(
 
 
 def test_the_first_setting_of_threads_in_a_process_counts() -> None:
-    """Importing the kernels starts numba's threads, which must not give torch all cores."""
+    """Importing the kernels starts no threads of torch."""
     program = (
         "import torch; from kernels.select import select_backend;"
         " select_backend('cpu', 'cpu').set_num_threads(1); print(torch.get_num_threads())"

@@ -23,16 +23,15 @@ so a peer that leaves right after an operation does not make it fail for those s
 
 from __future__ import annotations
 
-import platform
 from typing import Any
 
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.atomics import load_acquire, pause, store_release
 from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit, narrow, widen
 
 PART_BYTES = 128 * 1024
@@ -62,49 +61,6 @@ def compile_advance() -> None:
 def segment_bytes(size: int) -> int:
     """Length of a segment for `size` ranks."""
     return int(_buffer.py_func(0, size, size, 0))
-
-
-@intrinsic
-def _load_acquire(typing_context: Any, address: Any) -> Any:
-    """The int64 at an address; later operations in program order are not moved before it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(pointer, ordering="acquire", align=8)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
-def _store_release(typing_context: Any, address: Any, value: Any) -> Any:
-    """Store an int64 at an address; earlier operations in program order are not moved after it."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(args[1], pointer, ordering="release", align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
-def _pause(typing_context: Any) -> Any:
-    """Tell the processor that this is a waiting loop."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        void, word = ir.VoidType(), ir.IntType(32)
-        if platform.machine() in ("x86_64", "AMD64"):
-            function = ir.FunctionType(void, [])
-            builder.call(
-                cgutils.get_or_insert_function(builder.module, function, "llvm.x86.sse2.pause"), []
-            )
-        elif platform.machine() in ("aarch64", "arm64"):
-            function = ir.FunctionType(void, [word])
-            isb = cgutils.get_or_insert_function(builder.module, function, "llvm.aarch64.isb")
-            builder.call(isb, [ir.Constant(word, 15)])
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic
@@ -140,24 +96,24 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
     """
     base, rank, size, spins = state[BASE], state[RANK], state[SIZE], _SPINS
     if kind == LEAVE:
-        _store_release(_closed(base, rank), 1)
+        store_release(_closed(base, rank), 1)
         return 0  # another thread may be inside an operation, so its state is kept
     label = num_bytes * 8 + kind
     while state[OFFSET] < num_bytes:
         part, offset = state[PART], state[OFFSET]
         length = min(PART_BYTES, num_bytes - offset)
-        if _load_acquire(_published(base, rank)) < part:
+        if load_acquire(_published(base, rank)) < part:
             buffer = _buffer(base, size, rank, part)
             if rank == 0 or kind != BROADCAST:
                 _copy(source + offset, buffer + _LINE, length)
             numba.carray(_pointer(buffer), 1, np.int64)[0] = label
-            _store_release(_published(base, rank), part)
+            store_release(_published(base, rank), part)
         for peer in range(size):
-            while _load_acquire(_published(base, peer)) < part:
+            while load_acquire(_published(base, peer)) < part:
                 if spins <= 0:
                     return _why_waiting(base, size, peer, part)  # type: ignore[no-any-return]
                 spins -= 1
-                _pause()
+                pause()
         for peer in range(size):
             if numba.carray(_pointer(_buffer(base, size, peer, part)), 1, np.int64)[0] != label:
                 return DIFFERS * OUTCOME + peer
@@ -171,7 +127,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
 @inlined_jit
 def _why_waiting(base: int, size: int, awaited: int, part: int) -> int:
     for peer in range(size):
-        if _load_acquire(_closed(base, peer)) and _load_acquire(_published(base, peer)) < part:
+        if load_acquire(_closed(base, peer)) and load_acquire(_published(base, peer)) < part:
             return CLOSED * OUTCOME + peer
     return WAITS * OUTCOME + awaited
 

@@ -45,10 +45,12 @@ from workers.parallel.advance import (
     segment_bytes,
 )
 
-# A waiting rank yields for this long, then sleeps between checks. Where the kernel shares the cores
-# out by session, a yield lets only processes of the same session run: with ranks that yielded for
-# 2 ms, a client in a session of its own waited up to 0.7 s for a core.
-_YIELD_S = 0.0002
+# A waiting rank yields for this long at most, then sleeps between checks. Where the kernel shares
+# the cores out by session, a yield lets only processes of the same session run: with ranks that
+# yielded for 2 ms, a client in a session of its own waited up to 0.7 s for a core. A peer that
+# comes later than that has lost its core, and may do so again: each such wait halves the time, and
+# each shorter one doubles it.
+_MAX_YIELD_S, _MIN_YIELD_S = 0.0002, 0.00001
 _MAX_SLEEP_S = 0.001
 _LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
 
@@ -87,6 +89,7 @@ class SharedMemoryReducer:
         self._state = np.array([self._memory.ctypes.data, index, self._size, 1, 0], np.int64)
         self._unusable = ""
         self._leaving = threading.Lock()
+        self._yield_s = _MAX_YIELD_S
         self._watched: dict[int, int] = {}  # rank by file descriptor
         self._poll = select.poll()
         try:
@@ -231,10 +234,13 @@ class SharedMemoryReducer:
                     if not advance(self._state, *operation):
                         return
                     self._fail(name, f"{self._described(dead)} has died")
-            if waited_s < _YIELD_S:
+            if waited_s < self._yield_s:
                 os.sched_yield()
             else:
                 time.sleep(min(_MAX_SLEEP_S, waited_s / 20))
+        was_soon = time.monotonic() - started < _MAX_YIELD_S
+        yield_s = self._yield_s * 2 if was_soon else self._yield_s / 2
+        self._yield_s = min(max(yield_s, _MIN_YIELD_S), _MAX_YIELD_S)
 
     def _dead_peer(self) -> int | None:
         ended = self._poll.poll(0)

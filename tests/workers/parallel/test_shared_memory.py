@@ -500,6 +500,44 @@ def test_interrupted_operation_is_not_gone_on_with(monkeypatch: pytest.MonkeyPat
     assert in_threads(2, run)[0] == "rank 0 of 2 has failed before: KeyboardInterrupt"
 
 
+# -- what waiting costs ----------------------------------------------------------------------------
+
+
+def test_a_rank_that_waits_for_a_late_peer_leaves_its_core_to_others() -> None:
+    def run(reducer: SharedMemoryReducer) -> float:
+        if reducer.rank == 1:
+            time.sleep(1)
+        before_s = time.thread_time()
+        reducer.all_reduce(torch.zeros(8))
+        return time.thread_time() - before_s
+
+    assert in_threads(2, run)[0] < 0.2
+
+
+def test_a_rank_whose_peer_is_often_late_soon_stops_to_yield(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_yields, sched_yield = 0, os.sched_yield
+
+    def count_yield() -> None:
+        nonlocal num_yields
+        num_yields += 1
+        sched_yield()
+
+    def run(reducer: SharedMemoryReducer) -> None:
+        nonlocal num_yields
+        for num_before in range(20):
+            if reducer.rank == 1:
+                time.sleep(0.005)
+            elif num_before == 10:
+                num_yields = 0
+            reducer.all_reduce(torch.zeros(8))
+
+    monkeypatch.setattr(os, "sched_yield", count_yield)
+    in_threads(2, run)
+    assert num_yields < 100  # where each yields for 0.2 ms, there are hundreds
+
+
 # -- what is left ----------------------------------------------------------------------------------
 
 

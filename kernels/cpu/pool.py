@@ -1,0 +1,329 @@
+"""The threads that share the tasks of a loop: the caller, which needs the result, and helpers.
+
+The caller never waits for a helper to come. It takes tasks, those of its own part first, until none
+is left, and then waits only for helpers that are in the middle of one. So whoever else uses the
+cores, a loop takes at most one task longer than on one thread. A helper watches for the next loop
+for a moment, since a step is a row of short loops, and then sleeps. A loop wakes it that has run
+for a while and is not done, so short loops wake nobody. A helper that had to wait for its core
+leaves it to others for a while, twice as long each time.
+
+Helpers sleep in `read` of a pipe of their own. Everything else is in words of memory, each on a
+line of its own or written rarely. `_STATE` holds the number of the loop, whether it is `_OPEN`,
+whether the caller is `_AWAITING` the last helper in its pipe, and how many helpers are inside. A
+helper enters with one atomic operation that fails unless the loop is still open. The caller closes
+it with another: from then on nobody enters, and once nobody is inside, nobody uses the arguments,
+which lie on the caller's stack. A call that comes while another thread's loop runs, does all its
+tasks itself.
+"""
+
+from __future__ import annotations
+
+import _thread
+import os
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from kernels.cpu.atomics import (
+    call_tasks,
+    fetch_and_add,
+    load_acquire,
+    now_ns,
+    pause,
+    put_byte,
+    replace_if,
+    store_release,
+    take_byte,
+    thread_ns,
+)
+from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit
+
+_WATCH_NS = 100_000  # a helper without a task watches for the next loop this long
+_WAKE_AFTER_NS = 20_000  # a loop that has run this long wakes helpers
+_AWAIT_NS = 50_000  # the caller watches the last helpers this long, and then sleeps
+_PAUSES_PER_LOOK = 16  # about 0.5 us
+_LOST_CORE_NS = 50_000  # between two looks that are this far apart, something else had the core
+# How long a helper leaves its core to others at first, and at most.
+_FIRST_REST_NS, _MAX_REST_NS = 2_000_000, 64_000_000
+_MAX_WAITING_SHARE = 4  # it does if, while awake, it had to wait for more than one part in this
+
+_MAX_THREADS = os.cpu_count() or 1
+_LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
+_WORD_BYTES = 8
+# Lines of the pool. Those of its threads follow, first the caller's.
+_NUM_THREADS, _BUSY, _STATE, _LOOP, _ALONE_AFTER, _COUNTS, _FIRST_THREAD = range(7)
+_FUNCTION, _ARGUMENT, _NUM_TASKS, _NUM_PARTS = range(0, 4 * _WORD_BYTES, _WORD_BYTES)  # of _LOOP
+_NUM_WOKEN, _NUM_ENTERED = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS
+_NEXT_TASK, _SLEEP, _LINES_PER_THREAD = range(3)
+_IS_ASLEEP, _WOKEN_AT_NS, _RESTS_UNTIL_NS, _PIPE_END, _OTHER_END = range(
+    0, 5 * _WORD_BYTES, _WORD_BYTES
+)  # of _SLEEP
+_OPEN, _AWAITING, _ONE_LOOP = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE
+_INSIDE = _OPEN - 1  # helpers inside
+
+_SYMBOL = "eagleray_pool"
+
+
+def _aligned_words() -> np.ndarray[Any, np.dtype[np.int64]]:
+    num_bytes = _LINE_BYTES * (_FIRST_THREAD + _LINES_PER_THREAD * _MAX_THREADS)
+    memory = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
+    return memory[-memory.ctypes.data % _LINE_BYTES :][:num_bytes].view(np.int64)
+
+
+_words = _aligned_words()
+_words[_NUM_THREADS * _LINE_BYTES // _WORD_BYTES] = 1
+# Compiled code comes from a cache, and the words are elsewhere in each process.
+llvm.add_symbol(_SYMBOL, _words.ctypes.data)
+
+
+@intrinsic
+def _address(typing_context: Any) -> Any:
+    """Of the words."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        variables, word = builder.module.globals, ir.IntType(64)
+        if _SYMBOL not in variables:
+            ir.GlobalVariable(builder.module, word, _SYMBOL)
+        return builder.ptrtoint(variables[_SYMBOL], word)
+
+    return types.int64(), generate
+
+
+@inlined_jit
+def _line(line: int) -> int:
+    return _address() + _LINE_BYTES * line  # type: ignore[no-any-return]
+
+
+@inlined_jit
+def _thread_line(thread: int, line: int) -> int:
+    return _line(_FIRST_THREAD + _LINES_PER_THREAD * thread + line)  # type: ignore[no-any-return]
+
+
+@inlined_jit
+def _first_task(part: int, num_tasks: int, num_parts: int) -> int:
+    """Parts differ by one task at most; rounded upward, so that the caller's is the largest."""
+    return (part * num_tasks + num_parts - 1) // num_parts
+
+
+# -- tasks -----------------------------------------------------------------------------------------
+
+
+@exact_jit
+def _take_tasks(thread: int) -> int:
+    """Run tasks of the open loop until none is left, those of the thread's own part first; how many
+    it has run.
+    """
+    loop = _line(_LOOP)
+    function, argument = load_acquire(loop + _FUNCTION), load_acquire(loop + _ARGUMENT)
+    num_tasks, num_parts = load_acquire(loop + _NUM_TASKS), load_acquire(loop + _NUM_PARTS)
+    num_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
+    for distance in range(num_parts):
+        part = (thread + distance) % num_parts
+        end = _first_task(part + 1, num_tasks, num_parts)
+        while True:
+            task = fetch_and_add(_thread_line(part, _NEXT_TASK), 1)
+            if task >= end:
+                break
+            if next_to_wake < num_parts:
+                now = now_ns()
+                began_ns = began_ns if num_run else now
+                next_to_wake = _wake_next(next_to_wake, num_parts, began_ns, now)
+            call_tasks(function, argument, task, task + 1)
+            num_run += 1
+    return num_run
+
+
+@exact_jit
+def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
+    """If the loop has run for a while, wake the first helper from `helper` on that sleeps and does
+    not rest. Returns the helper that may be woken next.
+    """
+    while helper < num_parts:
+        line = _thread_line(helper, _SLEEP)
+        if load_acquire(line + _IS_ASLEEP) and load_acquire(line + _RESTS_UNTIL_NS) <= now:
+            if now - began_ns < _WAKE_AFTER_NS:
+                return helper
+            if replace_if(line + _IS_ASLEEP, 1, 0):
+                store_release(line + _WOKEN_AT_NS, now)
+                put_byte(load_acquire(line + _OTHER_END))
+                fetch_and_add(_line(_COUNTS) + _NUM_WOKEN, 1)
+                return helper + 1
+        helper += 1
+    return helper
+
+
+# -- the caller ------------------------------------------------------------------------------------
+
+
+@exact_jit
+def _await_helpers() -> None:
+    """Return when no helper is inside the loop, which is closed."""
+    state, pipe = _line(_STATE), load_acquire(_thread_line(0, _SLEEP) + _PIPE_END)
+    until_ns = now_ns() + _AWAIT_NS
+    while load_acquire(state) & _INSIDE and now_ns() < until_ns:
+        for _ in range(_PAUSES_PER_LOOK):
+            pause()
+    current = load_acquire(state)
+    while current & _INSIDE and not replace_if(state, current, current | _AWAITING):
+        current = load_acquire(state)
+    if current & _INSIDE:
+        # A byte may be left over from an earlier loop, and signals end a wait.
+        while load_acquire(state) & _INSIDE:
+            take_byte(pipe)
+        fetch_and_add(state, -_AWAITING)
+
+
+@numba.cfunc(types.void(*[types.int64] * 3), cache=True, error_model="numpy")
+def _run_loop(function: int, argument: int, num_tasks: int) -> None:
+    """Call `function(argument, start, end)` until all tasks below `num_tasks` are done; the first
+    two are addresses.
+    """
+    num_parts = min(load_acquire(_line(_NUM_THREADS)), num_tasks)
+    if num_parts <= 1 or not replace_if(_line(_BUSY), 0, 1):
+        call_tasks(function, argument, 0, num_tasks)
+        return
+    loop, state = _line(_LOOP), _line(_STATE)
+    store_release(loop + _FUNCTION, function)
+    store_release(loop + _ARGUMENT, argument)
+    store_release(loop + _NUM_TASKS, num_tasks)
+    store_release(loop + _NUM_PARTS, num_parts)
+    for part in range(num_parts):
+        store_release(_thread_line(part, _NEXT_TASK), _first_task(part, num_tasks, num_parts))
+    fetch_and_add(state, _ONE_LOOP + _OPEN)
+    _take_tasks(0)
+    if fetch_and_add(state, -_OPEN) & _INSIDE:
+        _await_helpers()
+    store_release(_line(_BUSY), 0)
+
+
+# -- helpers ---------------------------------------------------------------------------------------
+
+
+@exact_entry_jit
+def _help(helper: int) -> None:
+    """What a helper does until its process ends."""
+    began_ns, began_thread_ns, rest_ns = now_ns(), thread_ns(), 0
+    while True:
+        _watch(helper)
+        awake_ns = now_ns() - began_ns
+        waited_ns = awake_ns - (thread_ns() - began_thread_ns)
+        if _MAX_WAITING_SHARE * waited_ns > awake_ns:
+            rest_ns = min(max(2 * rest_ns, _FIRST_REST_NS), _MAX_REST_NS)
+        else:
+            rest_ns = 0
+        began_ns = _sleep(helper, now_ns() + rest_ns)
+        began_thread_ns = thread_ns()
+
+
+@exact_jit
+def _watch(helper: int) -> None:
+    """Help with one loop after the other, until none has come for a while or the core is lost."""
+    state, number_of_last = _line(_STATE), np.int64(0)
+    looked_ns = worked_ns = now_ns()
+    while True:
+        current = load_acquire(state)
+        number = current // _ONE_LOOP
+        if current & _OPEN and number != number_of_last:
+            number_of_last = number
+            if _enter(helper, number):
+                looked_ns = worked_ns = now_ns()
+                continue
+        for _ in range(_PAUSES_PER_LOOK):
+            pause()
+        now = now_ns()
+        is_over = now - worked_ns > _WATCH_NS or now - looked_ns > _LOST_CORE_NS
+        if is_over or load_acquire(_line(_ALONE_AFTER)) == number:
+            return
+        looked_ns = now
+
+
+@exact_jit
+def _enter(helper: int, number: int) -> bool:
+    """Help with a loop if it is still open; whether there was a task left."""
+    state, current = _line(_STATE), np.int64(0)
+    while True:
+        current = load_acquire(state)
+        if not current & _OPEN or current // _ONE_LOOP != number:
+            return False
+        if replace_if(state, current, current + 1):
+            break
+    num_run = 0
+    if helper < load_acquire(_line(_LOOP) + _NUM_PARTS):
+        num_run = _take_tasks(helper)
+    if num_run:
+        fetch_and_add(_line(_COUNTS) + _NUM_ENTERED, 1)
+    before = fetch_and_add(state, -1)
+    if before & _AWAITING and before & _INSIDE == 1:
+        put_byte(load_acquire(_thread_line(0, _SLEEP) + _OTHER_END))
+    return num_run > 0
+
+
+@exact_jit
+def _sleep(helper: int, rests_until_ns: int) -> int:
+    """Sleep until a loop wakes the helper, not before `rests_until_ns`; when it did."""
+    line = _thread_line(helper, _SLEEP)
+    store_release(line + _RESTS_UNTIL_NS, rests_until_ns)
+    store_release(line + _IS_ASLEEP, 1)
+    while load_acquire(line + _IS_ASLEEP):
+        take_byte(load_acquire(line + _PIPE_END))
+    return load_acquire(line + _WOKEN_AT_NS)  # type: ignore[no-any-return]
+
+
+# -- from Python -----------------------------------------------------------------------------------
+
+RUN_LOOP = "eagleray_run_loop"  # the name of `_run_loop` in compiled code
+llvm.add_symbol(RUN_LOOP, _run_loop.address)
+_pipes: list[tuple[int, int]] = []  # the caller's and those of the helpers that were started
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set on how many threads the loops of this process run from now on, at most one per core. The
+    calling thread starts helpers, which inherit its name, cores and priority.
+    """
+    num_threads = max(1, min(num_threads, _MAX_THREADS))
+    if num_threads > 1:
+        _help.compile((types.int64,))
+    while len(_pipes) < num_threads > 1:
+        helper = len(_pipes)
+        _pipes.append(os.pipe())
+        first_word = _word(_FIRST_THREAD + _LINES_PER_THREAD * helper + _SLEEP, _PIPE_END)
+        _words[first_word : first_word + 2] = _pipes[-1]
+        if helper:
+            # Not `threading`: from Python 3.14 on it would give the thread a name of its own.
+            _thread.start_new_thread(_help, (helper,))
+    _words[_word(_NUM_THREADS)] = num_threads
+
+
+def get_num_threads() -> int:
+    """On how many threads the loops of this process run."""
+    return int(_words[_word(_NUM_THREADS)])
+
+
+def leave_cores() -> None:
+    """Have helpers sleep until the next loop: torch is about to use its own threads."""
+    _words[_word(_ALONE_AFTER)] = _words[_word(_STATE)] // _ONE_LOOP
+
+
+def counts() -> tuple[int, int]:
+    """How often a helper was woken so far, and how often one had a task of a loop."""
+    return int(_words[_word(_COUNTS, _NUM_WOKEN)]), int(_words[_word(_COUNTS, _NUM_ENTERED)])
+
+
+def _word(line: int, offset_bytes: int = 0) -> int:
+    return (line * _LINE_BYTES + offset_bytes) // _WORD_BYTES
+
+
+def _forget_helpers() -> None:
+    """A forked process has none of the threads."""
+    _pipes.clear()
+    _words[:] = 0
+    _words[_word(_NUM_THREADS)] = 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_helpers)
