@@ -146,18 +146,9 @@ def generate(
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
     _start_logging(config.log_level)
-    from cluster.commands.generate import GenerateJob, run_generate  # loads Ray
+    from cluster.commands.generate import run_generate  # loads Ray
 
-    run_generate(
-        GenerateJob(
-            config=config,
-            defaults=defaults,
-            prompts=tuple(prompts or ()),
-            input=input,
-            output=output,
-            raw=raw,
-        )
-    )
+    run_generate(config, defaults, prompts=prompts or [], input=input, output=output, raw=raw)
 
 
 @app.command()

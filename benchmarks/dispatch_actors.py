@@ -20,6 +20,9 @@ from scheduler.messages import StepPlan, StepResult, ints
 from workers.report import WorkerReport
 from workers.worker import Worker
 
+# Of the default model's tokenizer: each is some letters.
+_TEXT_TOKENS = range(300, 500)
+
 
 class TimedDriver(Driver):
     """Notes the moment at which the result of each step has been applied."""
@@ -101,7 +104,7 @@ class SleepingWorker(Worker):
             self._launched.wait_for(lambda: step_id in self._done_s)
             done_s, num_rows = self._done_s.pop(step_id)
         time.sleep(max(0.0, done_s - time.perf_counter()))
-        tokens = ints([7]) * num_rows
+        tokens = ints(_TEXT_TOKENS[(step_id + row) % len(_TEXT_TOKENS)] for row in range(num_rows))
         return StepResult(
             step_id=step_id,
             epoch=epoch,

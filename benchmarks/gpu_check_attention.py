@@ -22,7 +22,7 @@ from kernels.gpu.fp8 import Fp8Read
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
-from kernels.reference.fp8 import to_fp8, widened
+from kernels.reference.fp8 import cache_as_float32, to_fp8
 from workers.batch.state import StepRows
 
 Attend = Callable[..., torch.Tensor]
@@ -197,7 +197,7 @@ def _attention_case(
     with poisoned():
         out_THD = (attend or kernels.paged_attention)(q_THD, k_cache, v_cache, attn, dim**-0.5)
     exact = paged_attention_reference(
-        q_THD.float(), widened(k_cache), widened(v_cache), attn, dim**-0.5
+        q_THD.float(), cache_as_float32(k_cache), cache_as_float32(v_cache), attn, dim**-0.5
     )
     # Each softmax weight is rounded before it is multiplied with a value, and so is the output.
     return judge(out_THD, exact, 2)

@@ -145,7 +145,7 @@ def attention_of(
         seq_start_B1=running_sum(seq_lens).to(device),
         seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         block_table_BW=table_BW.to(device),
-        slot_mapping_T=torch.cat(slots).to(device),
+        kv_places_T=torch.cat(slots).to(device),
         max_query_len=max(query_lens),
         max_seq_len=max_seq_len or max(seq_lens),
     )

@@ -19,8 +19,8 @@ from benchmarks.gpu_check_attention import attention
 from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
 from kernels.interface import GapRows, Kernels, SamplingKernels
+from kernels.reference import sampling as SAMPLING_REFERENCE
 from kernels.reference.activation import silu_and_mul_reference
-from kernels.reference.backend import REFERENCE_SAMPLING as SAMPLING_REFERENCE
 from kernels.reference.norm import rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_reference
 from kernels.reference.sampling import RADIX_PASSES, TOP_P_ONE
@@ -112,31 +112,39 @@ def _store_case(
     angle_LE = check.normal(4096, dim // 2, dtype=torch.float32) * 10
     cos_sin_LD = torch.cat((angle_LE.cos(), angle_LE.sin()), dim=1)
     positions_T = torch.randint(4096, (num_tokens,), device=check.device, dtype=torch.int32)
-    slots_T = torch.randperm(num_blocks * block_size, device=check.device)[:num_tokens]
-    slots_T[::4] = -1
+    places_T = torch.randperm(num_blocks * block_size, device=check.device)[:num_tokens]
+    places_T[::4] = -1
     shape = (num_blocks, block_size, kv_heads, dim)
     k_cache, v_cache = (
         torch.full(shape, torch.nan, dtype=check.dtype, device=check.device) for _ in range(2)
     )
     with poisoned():
         q_THD = kernels.qk_norm_rope_store(
-            qkv_TXD, q_weight_D, k_weight_D, EPS, cos_sin_LD, positions_T, k_cache, v_cache, slots_T
+            qkv_TXD,
+            q_weight_D,
+            k_weight_D,
+            EPS,
+            cos_sin_LD,
+            positions_T,
+            k_cache,
+            v_cache,
+            places_T,
         )
     q, k, v_TKD = qkv_TXD.split((heads, kv_heads, kv_heads), dim=1)
     exact_q, exact_k = qk_norm_rope_reference(
         q.float(), k.float(), q_weight_D.float(), k_weight_D.float(), EPS, cos_sin_LD, positions_T
     )
-    written_T = slots_T >= 0
+    written_T = places_T >= 0
     keys, values = k_cache.flatten(0, 1), v_cache.flatten(0, 1)
     others = torch.ones(len(keys), dtype=torch.bool, device=check.device)
-    others[slots_T[written_T]] = False
-    same = torch.equal(values[slots_T[written_T]], v_TKD[written_T])
+    others[places_T[written_T]] = False
+    same = torch.equal(values[places_T[written_T]], v_TKD[written_T])
     untouched = bool(keys[others].isnan().all() and values[others].isnan().all())
     # Two roundings before the rotation, which adds two values, up to sqrt(2) times the larger; one
     # after it.
     row = worst_of(
         judge(q_THD.flatten(0, 1), exact_q.flatten(0, 1), 4),
-        judge(keys[slots_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
+        judge(keys[places_T[written_T]].flatten(0, 1), exact_k[written_T].flatten(0, 1), 4),
     )
     return row | {"passed": row["passed"] and same and untouched}
 
@@ -203,17 +211,17 @@ def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
     return equal((got_R, SAMPLING_REFERENCE.draw_index(seeds_R, positions_R, kept_NR, 1)))
 
 
-def _same_best(kernels: SamplingKernels, gaps: GapRows) -> Row:
+def _same_best(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     with poisoned():
-        got = kernels.row_best(gaps.logits_BV)
-    want = SAMPLING_REFERENCE.row_best(gaps.logits_BV)
+        got = kernels.row_best(gap_rows.logits_BV)
+    want = SAMPLING_REFERENCE.row_best(gap_rows.logits_BV)
     has_best_B = want[0] > -torch.inf  # for a row that is all NaN any column will do
     return equal((got[0], want[0]), (got[1][has_best_B], want[1][has_best_B]), (got[2], want[2]))
 
 
-def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
+def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     """The lists of nearest tokens, and the limits that follow from them."""
-    num_rows, device = len(gaps.rows_R), gaps.rows_R.device
+    num_rows, device = len(gap_rows.rows_R), gap_rows.rows_R.device
     top_k_R = torch.tensor([20, 1, 50, 7, 3], device=device)[:num_rows]
     top_p_R = torch.tensor(
         [TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device
@@ -221,9 +229,9 @@ def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
     max_gap_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[
         :num_rows
     ]
-    want_RK = SAMPLING_REFERENCE.list_nearest(gaps, top_k_R, 50)
+    want_RK = SAMPLING_REFERENCE.list_nearest(gap_rows, top_k_R, 50)
     with poisoned():
-        got_RK = kernels.list_nearest(gaps, top_k_R, 50)
+        got_RK = kernels.list_nearest(gap_rows, top_k_R, 50)
         limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, max_gap_R)
     want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
         want_RK[None], top_k_R, top_p_R, max_gap_R
@@ -232,19 +240,19 @@ def _same_lists(kernels: SamplingKernels, gaps: GapRows) -> Row:
     return worst_of(row, near(kept_NR, want_kept_NR, 50))
 
 
-def _same_histograms(kernels: SamplingKernels, gaps: GapRows) -> Row:
+def _same_histograms(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     """All three digits of one descent, of counts and of weights."""
-    within_R = torch.full_like(gaps.max_R, torch.inf)
+    within_R = torch.full_like(gap_rows.max_R, torch.inf)
     rows = []
     for by_weight in (False, True):
-        prefix_R = torch.zeros_like(gaps.rows_R, dtype=torch.int32)
+        prefix_R = torch.zeros_like(gap_rows.rows_R, dtype=torch.int32)
         for radix_pass in range(len(RADIX_PASSES)):
-            arguments = (gaps, within_R, prefix_R, radix_pass, by_weight)
+            arguments = (gap_rows, within_R, prefix_R, radix_pass, by_weight)
             with poisoned():
                 got_RX = kernels.gap_histogram(*arguments)
             want_RX = SAMPLING_REFERENCE.gap_histogram(*arguments)
             rows.append(
-                near(got_RX, want_RX, gaps.logits_BV.shape[1])
+                near(got_RX, want_RX, gap_rows.logits_BV.shape[1])
                 if by_weight
                 else equal((got_RX, want_RX))
             )
@@ -253,31 +261,31 @@ def _same_histograms(kernels: SamplingKernels, gaps: GapRows) -> Row:
     return worst_of(*rows)
 
 
-def _same_weights(kernels: SamplingKernels, gaps: GapRows) -> Row:
+def _same_weights(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     rows = []
     for limit in (torch.inf, 3.0, 0.0):
-        limit_R = torch.full_like(gaps.max_R, limit)
+        limit_R = torch.full_like(gap_rows.max_R, limit)
         with poisoned():
-            got = kernels.block_weights(gaps, limit_R)
-        want = SAMPLING_REFERENCE.block_weights(gaps, limit_R)
-        rows += [near(got[0], want[0], 128), near(got[1], want[1], gaps.logits_BV.shape[1])]
+            got = kernels.block_weights(gap_rows, limit_R)
+        want = SAMPLING_REFERENCE.block_weights(gap_rows, limit_R)
+        rows += [near(got[0], want[0], 128), near(got[1], want[1], gap_rows.logits_BV.shape[1])]
         rows.append(equal((got[0].sum(dim=1), got[1])))
     return worst_of(*rows)
 
 
-def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
+def _same_picks(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     """The column at which the running sum of the kernel's own weights, each taken alone, exceeds an
     index.
     """
-    limit_R = torch.full_like(gaps.max_R, 20.0)
+    limit_R = torch.full_like(gap_rows.max_R, 20.0)
     weights_RV = torch.stack(
-        [_weights_alone(kernels, gaps, r, limit_R) for r in range(len(limit_R))]
+        [_weights_alone(kernels, gap_rows, r, limit_R) for r in range(len(limit_R))]
     )
     with poisoned():
-        sums_RX, total_R = kernels.block_weights(gaps, limit_R)
+        sums_RX, total_R = kernels.block_weights(gap_rows, limit_R)
     running_RV = weights_RV.cumsum(dim=1)
     rows = [equal((running_RV[:, -1], total_R))]
-    middle_R = (torch.rand_like(gaps.max_R).double() * total_R).to(torch.int64)
+    middle_R = (torch.rand_like(gap_rows.max_R).double() * total_R).to(torch.int64)
     edge_R = running_RV[:, running_RV.shape[1] // 2].contiguous()
     for index_R in (
         torch.zeros_like(total_R),
@@ -290,26 +298,26 @@ def _same_picks(kernels: SamplingKernels, gaps: GapRows) -> Row:
         place_R = (running_RV <= index_R[:, None]).sum(dim=1)
         want_R = torch.where((index_R >= 0) & (index_R < total_R), place_R, -1)
         with poisoned():
-            got_R = kernels.pick_column(gaps, limit_R, sums_RX, index_R)
+            got_R = kernels.pick_column(gap_rows, limit_R, sums_RX, index_R)
         rows.append(equal((got_R, want_R)))
     return worst_of(*rows)
 
 
 def _weights_alone(
-    kernels: SamplingKernels, gaps: GapRows, place: int, limit_R: torch.Tensor
+    kernels: SamplingKernels, gap_rows: GapRows, place: int, limit_R: torch.Tensor
 ) -> torch.Tensor:
     """Weights of the tokens of one row, int64 [V], each computed as the one token of a row of its
     own.
     """
-    logits_V1 = gaps.logits_BV[gaps.rows_R[place]][:, None].contiguous()
+    logits_V1 = gap_rows.logits_BV[gap_rows.rows_R[place]][:, None].contiguous()
     num_rows = len(logits_V1)
     alone = dataclasses.replace(
-        gaps,
+        gap_rows,
         logits_BV=logits_V1,
         block_max_BX=SAMPLING_REFERENCE.row_best(logits_V1)[2],
         rows_R=torch.arange(num_rows, device=logits_V1.device),
-        max_R=gaps.max_R[place].repeat(num_rows),
-        temperature_R=gaps.temperature_R[place].repeat(num_rows),
+        max_R=gap_rows.max_R[place].repeat(num_rows),
+        temperature_R=gap_rows.temperature_R[place].repeat(num_rows),
     )
     with poisoned():
         return kernels.block_weights(alone, limit_R[place].repeat(num_rows))[1]

@@ -56,7 +56,7 @@ def _sampler_call(check: Check, num_rows: int, num_columns: int, sampling: Sampl
     for slot in range(num_rows):
         sampler.admit(slot, sampling, [1, 2, 3], 2)
     logits_BV = 3 * check.normal(num_rows, num_columns, dtype=torch.bfloat16)
-    return partial(sampler.sample, logits_BV, sampler.batch(range(num_rows), [3] * num_rows))
+    return partial(sampler.sample, logits_BV, sampler.state.batch(range(num_rows), [3] * num_rows))
 
 
 def products(check: Check) -> None:

@@ -364,11 +364,11 @@ def _block_weights(check: Check, num_rows: int, num_columns: int) -> Call:
     kernels = check.backends["triton"].sampling
     logits_BV = check.normal(num_rows, num_columns, dtype=torch.bfloat16)
     max_R, _, block_max_BX = kernels.row_best(logits_BV)
-    gaps = GapRows(
+    gap_rows = GapRows(
         logits_BV=logits_BV,
         block_max_BX=block_max_BX,
         rows_R=torch.arange(num_rows, device=check.device),
         max_R=max_R,
         temperature_R=torch.ones_like(max_R),
     )
-    return partial(kernels.block_weights, gaps, torch.full_like(max_R, torch.inf))
+    return partial(kernels.block_weights, gap_rows, torch.full_like(max_R, torch.inf))

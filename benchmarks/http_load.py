@@ -17,9 +17,11 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,6 +102,23 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
 
 
+def processor_s(session: int) -> dict[str, float]:
+    """Seconds of processor time so far of the processes of a session, by name."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    used_s: dict[str, float] = defaultdict(float)
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                if os.getsid(int(path.name)) != session:
+                    continue
+                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
+                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode().split("/")[-1]
+            except OSError:
+                continue
+            used_s[name[:40]] += (int(fields[11]) + int(fields[12])) / ticks
+    return used_s
+
+
 def free_port() -> int:
     """A port that nobody uses at the moment."""
     with socket.socket() as probe:
@@ -150,3 +169,50 @@ async def _stream(url: str, body: dict[str, Any], timings: Timings) -> None:
     writer.close()
     timings.num_tokens += body["max_tokens"] if is_complete else 0
     timings.num_failed += not is_complete
+
+
+class _Chat(asyncio.Protocol):
+    """One streamed chat: counts the events with text, and looks at nothing else."""
+
+    def __init__(self, request: bytes, done: asyncio.Future[int]) -> None:
+        self._request, self._done = request, done
+        self._num_events, self._tail = 0, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_events += (self._tail[-10:] + data).count(b'"content":"')
+        self._tail = (self._tail + data)[-16:]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._done.done():
+            self._done.set_result(self._num_events if b"[DONE]" in self._tail else 0)
+
+
+def run_chats(port: int, prompt: str, num_chats: int, num_tokens: int, model: str = "model") -> int:
+    """Stream chats, all at once, with less work per event than `run_streams`. How many events came
+    in those that ended well.
+    """
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": num_tokens,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    data = json.dumps(body).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n"
+
+    async def run() -> int:
+        loop = asyncio.get_running_loop()
+        ends = [loop.create_future() for _ in range(num_chats)]
+        for done in ends:
+            make = partial(_Chat, head.encode() + data, done)
+            await loop.create_connection(make, "127.0.0.1", port)
+        return sum(await asyncio.gather(*ends))
+
+    return asyncio.run(run())

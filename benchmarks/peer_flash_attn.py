@@ -69,7 +69,7 @@ class FlashAttn2:
             seq_start_B1=cu_seqlens_k,
             seq_lens_B=cu_seqlens_k.diff(),
             block_table_BW=block_table,
-            slot_mapping_T=cu_seqlens_q,  # attention does not read it
+            kv_places_T=cu_seqlens_q,  # attention does not read it
             max_query_len=max_seqlen_q,
             max_seq_len=max_seqlen_k,
         )
@@ -96,7 +96,7 @@ class FlashAttn2:
             seq_start_B1=self._starts[num_rows],  # FlashAttention-3 takes the lengths instead
             seq_lens_B=cache_seqlens,
             block_table_BW=block_table,
-            slot_mapping_T=cache_seqlens,  # attention does not read it
+            kv_places_T=cache_seqlens,  # attention does not read it
             max_query_len=1,
             max_seq_len=block_table.shape[1] * k_cache.shape[1],
         )
@@ -152,7 +152,7 @@ class FlashAttn2:
                 softmax_scale=scale,
                 causal=True,
             ).squeeze(1)
-        slots = attn.slot_mapping_T
+        slots = attn.kv_places_T
         k, v = (
             (cache.flatten(0, 1)[slots] for cache in (k_cache, v_cache))
             if name == "packed"

@@ -14,19 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from benchmarks.http_load import Timings, free_port, run_streams, running
+from benchmarks.http_load import Timings, free_port, processor_s, run_streams, running
 from cluster.resources.local_ray import LOCAL_RAY
 from configs.paths import CHECKOUT
 
@@ -120,9 +118,9 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
         asyncio.run(run_streams(url, bodies(2, 8, seed + 10**6)))  # warm-up
         lines = []
         for streams in args.streams:
-            before = _cpu_by_process(pid)
+            before = processor_s(pid)
             timings = asyncio.run(run_streams(url, bodies(streams, args.tokens, seed + streams)))
-            used = _cpu_by_process(pid)
+            used = processor_s(pid)
             per_token = {
                 name: round(1e3 * (used[name] - before.get(name, 0.0)) / timings.num_tokens, 3)
                 for name in used
@@ -153,23 +151,6 @@ def _measure_in_process(args: argparse.Namespace, seed: int) -> list[dict[str, A
             timings = asyncio.run(run_in_process(llm, bodies(streams, args.tokens, seed + streams)))
             lines.append({"way": "in-process", "streams": streams} | timings.line())
     return lines
-
-
-def _cpu_by_process(session: int) -> dict[str, float]:
-    """Seconds of processor time so far of the processes of a session, by name."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    found: dict[str, float] = defaultdict(float)
-    for path in Path("/proc").iterdir():
-        if path.name.isdigit():
-            try:
-                if os.getsid(int(path.name)) != session:
-                    continue
-                fields = (path / "stat").read_text().rsplit(")", 1)[1].split()
-                name = (path / "cmdline").read_bytes().split(b"\0")[0].decode().split("/")[-1]
-            except OSError:
-                continue
-            found[name[:40]] += (int(fields[11]) + int(fields[12])) / ticks
-    return found
 
 
 def main() -> None:

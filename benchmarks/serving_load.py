@@ -3,13 +3,13 @@ generator.
 
     python -m benchmarks.serving_load --model DIR --load-command "CMD" [--peer-command "CMD"]
         [--options "OPTIONS"] [--tp 2] [--shares 25,50,75,100,120] [--seconds 30]
-        [--input-len 128] [--output-len 64]
+        [--input-len 128] [--output-len 64] [--saturation REQUESTS_PER_S]
 
 `--load-command` is the beginning of `vllm bench serve`; `--peer-command` starts the peer, with the
 placeholders {model}, {port} and {tp}; with `--options`, our server is measured with those as well.
-Saturation is the highest of the servers' rates when all requests come at once. Then every server
-gets Poisson arrivals at the shares of that rate, the same requests for all. Prints one JSON line
-per server and rate.
+Saturation is the highest of the servers' rates when all requests come at once, unless it is given,
+so that runs can be compared. Then every server gets Poisson arrivals at the shares of that rate,
+the same requests for all. Prints one JSON line per server and rate.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--saturating", type=int, default=64, help="requests sent at once")
+    parser.add_argument("--saturation", type=float, help="requests per second, if it is known")
     args = parser.parse_args()
     commands = {"eagleray": OURS}
     if args.options:
@@ -103,7 +104,7 @@ def main() -> None:
         return lines
 
     saturated: list[Load] = [("saturated", args.saturating, float("inf"))]
-    most = max(run(name, saturated)[0]["requests_per_s"] for name in commands)
+    most = args.saturation or max(run(name, saturated)[0]["requests_per_s"] for name in commands)
     rates = [(share, most * share / 100) for share in args.shares or [25, 50, 75, 100, 120]]
     loads: list[Load] = [(share, max(8, round(rate * args.seconds)), rate) for share, rate in rates]
     for name in commands:

@@ -84,7 +84,7 @@ class Timeouts:
     give_up_s: float  # how long a replacement is tried, not counting the last attempt
     replaced_s: float  # the longest that a replacement may take
     health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
-    lease_s: float  # how long a request waits for one of several engines
+    lease_wait_s: float  # how long a request waits for one of several engines
     first_engine_s: float  # how long an API waits for the first engine
 
     @classmethod
@@ -114,7 +114,7 @@ class Timeouts:
             # Ending what is left, waiting for room, and the last attempt's start.
             replaced_s=give_up_s + NODE_TIMEOUT_S + give_up_s + start_s,
             health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, min_health_timeout_s),
-            lease_s=driver_silent_s + start_s,
+            lease_wait_s=driver_silent_s + start_s,
             first_engine_s=options.wait_for_nodes_s + start_s + CALL_TIMEOUT_S,
         )
 

@@ -1,9 +1,9 @@
 """Engine options: `EngineConfig` as the user gives them, `ResolvedConfig` as the engine runs them.
 
-Everything that can be known to be wrong is refused here, before any actor starts: `EngineConfig`
-checks each field and how they go together, `resolve` checks them against the checkpoint and the
-device. Unknown keys are refused by name. An option is declared once, as a field with its limits and
-its flag; the command line is derived from that.
+What is known to be wrong is refused before any actor starts: `EngineConfig` checks each field and
+how they go together, `workers/configuration.py` checks them against the checkpoint and the device.
+Unknown keys are refused by name. An option is declared once, as a field with its limits and its
+flag; the command line is derived from that.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from configs.model import DTYPES, ModelConfig, rope_max_length
+from configs.model import DTYPES, ModelConfig
 from configs.options import check_option, option
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.quantization import QUANTIZATIONS, Quantization
 from scheduler.errors import ConfigError
 
 DEVICES = ("auto", "cpu", "cuda")
+# "auto" and the names in `kernels/select.py`, which this package does not import.
 ATTENTION_BACKENDS = ("auto", "cpu", "triton", "flash_attn", "hybrid", "reference")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -89,13 +89,15 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        help="On GPUs flash_attn, triton, hybrid (FlashAttention-3 for prompts and Triton for"
-        " decoding, on Hopper) or reference; on CPU cpu, reference, or triton in its interpreter.",
+        help="Which kernels run, not only those of attention: on GPUs flash_attn, triton, hybrid"
+        " (FlashAttention-3 for prompts and Triton for decoding, on Hopper) or reference; on CPU"
+        " cpu, reference, or triton in its interpreter.",
         choices=ATTENTION_BACKENDS,
     )
     block_size: int | None = option(
         None,
-        help="Tokens per KV block; by default 64 on CPU, 16 with Triton, 128 with flash-attn 3.",
+        help="Tokens per KV block; by default 64 with cpu and triton, 128 with FlashAttention-3"
+        " (hybrid too), 256 with FlashAttention-2, 16 with reference.",
         at_least=1,
         at_most=2**20,
     )
@@ -132,7 +134,7 @@ class EngineConfig:
     max_decode_slowdown: float = option(
         3.0,
         help="Prompts beside sequences that decode may lengthen a step to so many times one that"
-        " only decodes; 0: no limit.",
+        " usually decodes, except for one token in 128; 0: no limit.",
         above=1,
         or_zero=True,
         at_most=1000,
@@ -250,103 +252,3 @@ def num_seqs(engine: EngineConfig, device: str) -> int:
     """Sequences that run at once on device "cpu" or "cuda"."""
     default = DEFAULT_NUM_SEQS[device]
     return engine.max_num_seqs or min(default, engine.max_num_batched_tokens or default)
-
-
-class Backend(Protocol):
-    """What `resolve` asks of the kernels that were chosen; see `kernels.interface.Capabilities`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def default_block_size(self) -> int: ...
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-    @property
-    def fast_dtypes(self) -> tuple[str, ...]: ...
-    @property
-    def quantizations(self) -> tuple[str, ...]: ...
-    @property
-    def weight_dtypes(self) -> tuple[str, ...]: ...
-    @property
-    def kv_cache_dtypes(self) -> tuple[str, ...]: ...
-
-
-def resolve(
-    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, backend: Backend
-) -> ResolvedConfig:
-    """Check the options against the checkpoint, the device ("cpu" or "cuda") and the backend, and
-    fill in those that were left unset. Raises `ConfigError`.
-    """
-    model.check_tensor_parallel_size(engine.tensor_parallel_size)
-    dtype = _dtype(engine, model, device, backend)
-    keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
-    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
-    return ResolvedConfig(
-        engine=engine,
-        model=model,
-        model_dir=str(model_dir),
-        device=device,
-        dtype=dtype,
-        weight_dtype=model.dtype if keeps_dtype else dtype,
-        quantization=_quantization(engine, model, device, backend),
-        kv_cache_dtype=_kv_cache_dtype(engine, dtype, backend),
-        attention_backend=backend.name,
-        block_size=engine.block_size or backend.default_block_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens
-        or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
-        max_model_len=_max_model_len(engine, model),
-        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
-    )
-
-
-def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
-    rope_max_len = rope_max_length(model)
-    max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
-    if max_model_len > rope_max_len:
-        rope_type = model.rope.rope_type
-        raise ConfigError(
-            f"max_model_len {max_model_len} is beyond the {rope_max_len} positions this checkpoint"
-            " serves" + ("" if rope_type == "default" else f" (rope scaling {rope_type!r})")
-        )
-    return max_model_len
-
-
-def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Backend) -> str:
-    """The dtype to compute in: float32 in place of a checkpoint's that the device has no
-    instructions for.
-    """
-    auto_dtype = model.dtype if model.dtype in backend.fast_dtypes else "float32"
-    dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
-    if dtype not in backend.dtypes:
-        raise ConfigError(
-            f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
-            f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
-        )
-    return dtype
-
-
-def _quantization(
-    engine: EngineConfig, model: ModelConfig, device: str, backend: Backend
-) -> Quantization | None:
-    quantization = model.quantization
-    if quantization is None and engine.quantization is not None:
-        quantization = Quantization(stored=False, vocabulary=True)
-    if quantization is not None and "int8" not in backend.quantizations:
-        raise ConfigError(
-            f"quantization 'int8' is not possible on device {device!r} with kernel backend"
-            f" {backend.name!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
-            " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
-        )
-    return quantization
-
-
-def _kv_cache_dtype(engine: EngineConfig, dtype: str, backend: Backend) -> str:
-    possible_dtypes = ("auto", *backend.kv_cache_dtypes)
-    if engine.kv_cache_dtype not in possible_dtypes:
-        raise ConfigError(
-            f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
-            f" {backend.name!r}; possible are {' and '.join(possible_dtypes)}. Choose one of them,"
-            " or another attention_backend"
-        )
-    return dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype

@@ -13,7 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
-_SET_BY_LAUNCH = ("listen", "bound_host")
+_SET_BY_LAUNCH = ("listen", "shared_port", "bound_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ServeConfig:
     )
     api_replicas: int = option(
         1,
-        help="Processes that answer HTTP for several engines; more than one go through Ray Serve.",
+        help="Processes that answer HTTP; on one machine all of them listen on the port.",
         at_least=1,
         at_most=MAX_REPLICAS,
     )
@@ -81,7 +81,8 @@ class ServeConfig:
     )
     max_open_requests: int = option(
         1024,
-        help="Outputs that run or wait, per engine; beyond it requests get 503.",
+        help="Outputs that run or wait, per engine; a request with n counts n times. Beyond it,"
+        " requests get 503.",
         at_least=1,
         at_most=2**20,
     )
@@ -105,8 +106,10 @@ class ServeConfig:
         at_most=MAX_TIMEOUT_S,
     )
 
-    # Host and port at which the replica itself listens; without them, requests come through Serve.
+    # Host and port at which the API process itself listens, or where several of them join the port
+    # that they share; without either, requests come through Serve.
     listen: tuple[str, int] | None = None
+    shared_port: str | None = None
     # Host at which HTTP arrives, if it is known.
     bound_host: str | None = None
 
@@ -118,11 +121,6 @@ class ServeConfig:
             raise ConfigError(
                 f"max_replicas {self.max_replicas} is below replicas {self.replicas}, with which"
                 " serving starts; raise it, or leave it out for a fixed number"
-            )
-        if self.api_replicas > 1 and self.is_single:
-            raise ConfigError(
-                f"api_replicas {self.api_replicas} needs several engines: with one, it answers HTTP"
-                " itself; give replicas or max_replicas with it"
             )
         if self.target_ongoing_requests is not None and self.max_replicas is None:
             raise ConfigError(
@@ -137,10 +135,22 @@ class ServeConfig:
         return self.replicas == (self.max_replicas or 1) == 1
 
     @property
-    def max_open_per_api(self) -> int:
-        """The number of outputs that one API process lets run or wait at a time."""
-        num_engines = self.max_replicas or self.replicas
-        return -(-self.max_open_requests * num_engines // self.api_replicas)
+    def api_has_engine(self) -> bool:
+        """Whether one process holds the API and the engine."""
+        return self.is_single and self.api_replicas == 1
+
+    @property
+    def max_open(self) -> int:
+        """The number of outputs that may run or wait at a time, in all API processes if they share
+        a port, otherwise in each.
+        """
+        max_open = self.max_open_requests * (self.max_replicas or self.replicas)
+        return max_open if self.shared_port else -(-max_open // self.api_replicas)
+
+    @property
+    def listens_itself(self) -> bool:
+        """Whether the API takes connections itself, and not from Ray Serve's proxy."""
+        return self.listen is not None or self.shared_port is not None
 
     @staticmethod
     def names(text: str | None) -> tuple[str, ...]:

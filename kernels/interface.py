@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from kernels.metadata import AttentionMetadata
 
@@ -63,11 +64,11 @@ class GapRows:
     temperature_R: float32, above 0.
     """
 
-    logits_BV: torch.Tensor
-    block_max_BX: torch.Tensor
-    rows_R: torch.Tensor
-    max_R: torch.Tensor
-    temperature_R: torch.Tensor
+    logits_BV: Tensor
+    block_max_BX: Tensor
+    rows_R: Tensor
+    max_R: Tensor
+    temperature_R: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +79,8 @@ class Int8Weight:
     scale_Y : float32.
     """
 
-    codes_YX: torch.Tensor
-    scale_Y: torch.Tensor
+    codes_YX: Tensor
+    scale_Y: Tensor
 
 
 class Int8Kernels(Protocol):
@@ -91,9 +92,7 @@ class Int8Kernels(Protocol):
     def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
         """The weight in the layout `linear` needs, perhaps the same object."""
 
-    def linear(
-        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
-    ) -> torch.Tensor:
+    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
         """x @ weight.T + bias, with x quantized per row: [T, Y] in the dtype of x."""
 
 
@@ -105,22 +104,22 @@ class MixedKernels(Protocol):
     def first_step(self) -> list[Callable[[], object]]:
         """As `Kernels.first_step`, for these kernels."""
 
-    def pack_weight(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
         """The weight in the layout `linear` needs, in the memory of the argument, which is
         overwritten.
         """
 
-    def rows(self, packed: torch.Tensor, ids_T: torch.Tensor, /) -> torch.Tensor:
+    def rows(self, packed: Tensor, ids_T: Tensor, /) -> Tensor:
         """[T, X] in float32: the rows of the weight with these numbers."""
 
     def linear(
         self,
-        x_TX: torch.Tensor,
-        packed: torch.Tensor,
+        x_TX: Tensor,
+        packed: Tensor,
         size_out: int,
-        bias_Y: torch.Tensor | None,
+        bias_Y: Tensor | None,
         /,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
 
 
@@ -130,52 +129,53 @@ class SamplingKernels(Protocol):
     The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
     """
 
-    def row_best(
-        self, logits_BV: torch.Tensor, /
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def row_best(self, logits_BV: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
         """(largest logit of each row, its column, largest logit of each block)"""
 
-    def pack_value_and_id(self, values: torch.Tensor, ids: torch.Tensor, /) -> torch.Tensor:
+    def pack_value_and_id(self, values: Tensor, ids: Tensor, /) -> Tensor:
         """(value, token id) as one int64 whose maximum is the best token."""
 
-    def unpack_value_and_id(self, packed: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+    def unpack_value_and_id(self, packed: Tensor, /) -> tuple[Tensor, Tensor]:
         """(values, ids) of `pack_value_and_id`."""
 
-    def block_weights(
-        self, gaps: GapRows, limit_R: torch.Tensor, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
         """Weights within the limit, summed per block and per row."""
 
     def draw_index(
-        self, seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int, /
-    ) -> torch.Tensor:
+        self, seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int, /
+    ) -> Tensor:
         """Where each row's drawn token lies in the running sum of this rank's weights."""
 
     def pick_column(
-        self, gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor, /
-    ) -> torch.Tensor:
+        self,
+        gap_rows: GapRows,
+        limit_R: Tensor,
+        sums_RX: Tensor,
+        index_R: Tensor,
+        /,
+    ) -> Tensor:
         """The column at that place in the running sum; -1 where another rank has it."""
 
-    def list_nearest(self, gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int, /) -> torch.Tensor:
+    def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""
 
     def listed_limits(
         self,
-        list_NRK: torch.Tensor,
-        top_k_R: torch.Tensor,
-        top_p_R: torch.Tensor,
-        max_gap_R: torch.Tensor,
+        list_NRK: Tensor,
+        top_k_R: Tensor,
+        top_p_R: Tensor,
+        max_gap_R: Tensor,
         /,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
         every rank.
         """
 
     def mask_columns(
         self,
-        logits_BV: torch.Tensor,
-        rows_R: torch.Tensor,
-        mask_words_RW: torch.Tensor,
+        logits_BV: Tensor,
+        rows_R: Tensor,
+        mask_words_RW: Tensor,
         first_bit: int,
         /,
     ) -> None:
@@ -183,13 +183,13 @@ class SamplingKernels(Protocol):
 
     def gap_histogram(
         self,
-        gaps: GapRows,
-        limit_R: torch.Tensor,
-        prefix_R: torch.Tensor,
+        gap_rows: GapRows,
+        limit_R: Tensor,
+        prefix_R: Tensor,
         radix_pass: int,
         by_weight: bool,
         /,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Tokens, or their weights, by one digit of their gap."""
 
 
@@ -220,27 +220,25 @@ class Kernels(Protocol):
     def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """One call per kernel that only other kinds of sampling need."""
 
-    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight in the layout `linear` needs, perhaps the same tensor."""
 
-    def linear(
-        self, x_TE: torch.Tensor, packed_YE: torch.Tensor, bias_Y: torch.Tensor | None, /
-    ) -> torch.Tensor:
+    def linear(self, x_TE: Tensor, packed_YE: Tensor, bias_Y: Tensor | None, /) -> Tensor:
         """x @ weight.T + bias, [T, Y]."""
 
     def qk_norm_rope_store(
         self,
-        qkv_TJD: torch.Tensor,
-        q_weight_D: torch.Tensor,
-        k_weight_D: torch.Tensor,
+        qkv_TJD: Tensor,
+        q_weight_D: Tensor,
+        k_weight_D: Tensor,
         eps: float,
-        cos_sin_LD: torch.Tensor,
-        positions_T: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        slot_mapping_T: torch.Tensor,
+        cos_sin_LD: Tensor,
+        positions_T: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        kv_places_T: Tensor,
         /,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
 
     def decode_places(
@@ -250,46 +248,46 @@ class Kernels(Protocol):
         0 where `paged_attention` does not use them.
         """
 
-    def look_up(
+    def look_up_tokens(
         self,
-        tokens_SL: torch.Tensor,
-        block_table_SW: torch.Tensor,
-        slots_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        num_cached_T: torch.Tensor,
+        tokens_SL: Tensor,
+        block_table_SW: Tensor,
+        slots_T: Tensor,
+        positions_T: Tensor,
+        num_cached_T: Tensor,
         block_size: int,
         /,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """(token ids of a step, where their KV goes)."""
 
     def write_tokens(
         self,
-        tokens_SL: torch.Tensor,
-        slots_R: torch.Tensor,
-        positions_R: torch.Tensor,
-        token_ids_R: torch.Tensor,
+        tokens_SL: Tensor,
+        slots_R: Tensor,
+        positions_R: Tensor,
+        token_ids_R: Tensor,
         /,
     ) -> None:
         """Put tokens into the table, except at position 0, which marks a row of padding."""
 
     def paged_attention(
         self,
-        q_THD: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        q_THD: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
         attn: AttentionMetadata,
         scale: float,
         /,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attention output [T, H, D]."""
 
-    def rms_norm(self, x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, /) -> torch.Tensor:
+    def rms_norm(self, x_TE: Tensor, weight_E: Tensor, eps: float, /) -> Tensor:
         """The normalized rows, [T, E]."""
 
     def add_rms_norm(
-        self, x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float, /
+    ) -> tuple[Tensor, Tensor]:
         """(rms_norm(x + residual), x + residual)"""
 
-    def silu_and_mul(self, gate_up_T2F: torch.Tensor, /) -> torch.Tensor:
+    def silu_and_mul(self, gate_up_T2F: Tensor, /) -> Tensor:
         """silu(gate) * up, [T, F]."""

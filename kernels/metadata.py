@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class DecodeParts:
 
     num_rows: int
     num_places: int
-    start_B1: torch.Tensor
-    arrived_BK: torch.Tensor
+    start_B1: Tensor
+    arrived_BK: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +39,17 @@ class AttentionMetadata:
         last query sees).
     block_table_BW : int32 [B, W], block ids of each sequence; entries past its length are arbitrary
         valid ids.
-    slot_mapping_T : int64 [T], block_id * block_size + offset where the token's KV is written; -1
+    kv_places_T    : int64 [T], block_id * block_size + offset where the token's KV is written; -1
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
     decode         : for backends that ask for it with `Kernels.decode_places`; others ignore it.
     """
 
-    query_start_B1: torch.Tensor
-    seq_start_B1: torch.Tensor
-    seq_lens_B: torch.Tensor
-    block_table_BW: torch.Tensor
-    slot_mapping_T: torch.Tensor
+    query_start_B1: Tensor
+    seq_start_B1: Tensor
+    seq_lens_B: Tensor
+    block_table_BW: Tensor
+    kv_places_T: Tensor
     max_query_len: int
     max_seq_len: int
     decode: DecodeParts | None = None

@@ -3,7 +3,7 @@
 Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest),
 `hybrid` (FlashAttention-3 for the rows of several queries, Triton for the rest) and `reference`
 (plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can tell what would
-run; `load` imports the backend.
+run; `select_backend` imports the backend.
 """
 
 from __future__ import annotations
@@ -13,21 +13,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kernels.gpu.capabilities import TRITON
 from kernels.interface import Capabilities, Kernels
+from kernels.reference.capabilities import REFERENCE
 
 
 def select_backend(
-    device: str,
-    name: str = "auto",
-    *,
-    dtype: str | None = None,
-    head_dim: int = 128,
-    block_size: int | None = None,
+    device: str, name: str = "auto", head_dim: int = 128, block_size: int | None = None
 ) -> Kernels:
-    """`choose` a backend and `load` it. Raises `ValueError`."""
-    return load(
-        device, choose(device, name, dtype=dtype, head_dim=head_dim, block_size=block_size).name
-    )
+    """The kernels of the backend that `choose` chooses. Raises `ValueError`."""
+    capabilities = choose(device, name, head_dim=head_dim, block_size=block_size)
+    return _backends_of(device)[capabilities.name].load()
 
 
 def choose(
@@ -59,11 +55,6 @@ def choose(
     capabilities = backends[name].describe()
     capabilities.check_shape(head_dim, block_size or capabilities.default_block_size)
     return capabilities
-
-
-def load(device: str, name: str) -> Kernels:
-    """The kernels of a backend that `choose` named."""
-    return _backends_of(device)[name].load()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +110,6 @@ def _load_cpu() -> Kernels:
 
 
 def _describe_triton() -> Capabilities:
-    from kernels.gpu.capabilities import TRITON
-
     if importlib.util.find_spec("triton") is None:
         raise ValueError("kernel backend 'triton' needs the package triton, which is not installed")
     return TRITON
@@ -167,19 +156,13 @@ def _load_hybrid() -> Kernels:
     return HybridKernels(installed_flash_attn_3())
 
 
-def _describe_reference() -> Capabilities:
-    from kernels.reference.capabilities import REFERENCE
-
-    return REFERENCE
-
-
 def _load_reference() -> Kernels:
     from kernels.reference.backend import REFERENCE_KERNELS
 
     return REFERENCE_KERNELS
 
 
-_REFERENCE = Backend(describe=_describe_reference, load=_load_reference, automatic=False)
+_REFERENCE = Backend(describe=lambda: REFERENCE, load=_load_reference, automatic=False)
 # Best first. The last automatic backend of a device can always be chosen.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "cpu": {

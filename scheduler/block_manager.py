@@ -8,17 +8,21 @@ published with. Called by the scheduler, from one thread.
 A block is *published* when its content is known and every step that fills it has been submitted:
 steps run in order and a layer stores KV before it attends, so every step planned later may read it.
 Publishing gives a *serial*; a second copy of the same content takes the serial of the first. So a
-block's tokens, the serial of its parent and, in a first block, the salt name a whole prefix
-exactly: a match is compared by these, and the hash only has to be fast. The salt is the request's
-`cache_salt`: requests with different salts share nothing, so nobody can tell by a faster answer
-what others have asked. A free block keeps its content and stays findable until it is taken for
-something new.
+block's tokens, the serial of its parent and the salt name a whole prefix exactly: a match is
+compared by these, and the hash only has to be fast. The salt is the request's `cache_salt`:
+requests with different salts share nothing, so nobody can tell by a faster answer what others have
+asked. Every block is compared with it, although only first blocks need that: the parent of a later
+one has it. It is in the hash too, so that equal prompts with different salts do not push each other
+out of the index. A free block keeps its content and stays findable until it is taken for something
+new.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 import xxhash
@@ -28,35 +32,19 @@ NO_HASH = -1
 ROOT_SERIAL = 0
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One block of the cache. `ref_count` 0 is free, 1 owned, more shared; `hash` is `NO_HASH`
     until published.
-
-    `previous` and `next` link the free list, least recently used first.
     """
 
-    __slots__ = (
-        "block_id",
-        "cache_salt",
-        "hash",
-        "next",
-        "parent_serial",
-        "previous",
-        "ref_count",
-        "serial",
-        "token_ids",
-    )
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.hash = NO_HASH
-        self.token_ids: tuple[int, ...] = ()
-        self.cache_salt = ""
-        self.serial = ROOT_SERIAL
-        self.parent_serial = ROOT_SERIAL
-        self.previous: Block | None = None
-        self.next: Block | None = None
+    block_id: int
+    ref_count: int = 0
+    hash: int = NO_HASH
+    token_ids: tuple[int, ...] = ()
+    cache_salt: str = ""
+    serial: int = ROOT_SERIAL
+    parent_serial: int = ROOT_SERIAL
 
 
 class BlockUser(Protocol):
@@ -89,16 +77,16 @@ class BlockManager:
         assert num_blocks >= 1 and block_size >= 1
         self.block_size = block_size
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
-        self.num_free_blocks = 0
         self.num_evictions = 0
+        self._free = OrderedDict((block.block_id, block) for block in self.blocks)  # by last use
         self._caches_prefixes = enable_prefix_caching
         self._hash_function = hash_function
         self._index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
-        self._sentinel = Block(-1)  # of the circular free list
-        self._sentinel.previous = self._sentinel.next = self._sentinel
-        for block in self.blocks:
-            self._push_free(block)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -121,7 +109,7 @@ class BlockManager:
         cached_blocks = self._find_cached(seq)
         for block in cached_blocks:
             if block.ref_count == 0:
-                self._remove_free(block)
+                del self._free[block.block_id]
             block.ref_count += 1
         block_table = seq.block_table
         block_table.extend(block.block_id for block in cached_blocks)
@@ -153,7 +141,7 @@ class BlockManager:
                 f"block {block_id} was released more often than it was taken"
             )
             if block.ref_count == 0:
-                self._push_free(block)
+                self._free[block_id] = block
         seq.block_table.clear()
         seq.num_published_blocks = 0
 
@@ -240,39 +228,17 @@ class BlockManager:
         start = index * self.block_size
         return tuple(seq.token_ids[start : start + self.block_size])
 
-    # -- free list ---------------------------------------------------------------------------------
-
     def _take_free(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
-        block = self._sentinel.next
-        assert block is not None and block is not self._sentinel, (
-            "no free block; ask can_allocate or can_append first"
-        )
-        self._remove_free(block)
+        assert self._free, "no free block; ask can_allocate or can_append first"
+        block_id, block = self._free.popitem(last=False)
         if block.hash != NO_HASH:
             if self._index.get(block.hash) is block:
                 del self._index[block.hash]
                 self.num_evictions += 1
             _forget(block)
         block.ref_count = 1
-        return block.block_id
-
-    def _push_free(self, block: Block) -> None:
-        sentinel = self._sentinel
-        last_block = sentinel.previous
-        assert last_block is not None
-        block.previous, block.next = last_block, sentinel
-        last_block.next = sentinel.previous = block
-        self.num_free_blocks += 1
-
-    def _remove_free(self, block: Block) -> None:
-        previous_block, next_block = block.previous, block.next
-        assert previous_block is not None and next_block is not None, (
-            f"block {block.block_id} is not free"
-        )
-        previous_block.next, next_block.previous = next_block, previous_block
-        block.previous = block.next = None
-        self.num_free_blocks -= 1
+        return block_id
 
     # -- laws --------------------------------------------------------------------------------------
 
@@ -294,7 +260,10 @@ class BlockManager:
                 f"block {block.block_id}: ref_count {block.ref_count}, but"
                 f" {num_users[block.block_id]} tables name it"
             )
-        self._check_free_list()
+        unused_ids = {block.block_id for block in self.blocks if block.ref_count == 0}
+        assert self._free.keys() == unused_ids, (
+            f"blocks {sorted(self._free)} are in the free list, {sorted(unused_ids)} are unused"
+        )
         for indexed_hash, block in self._index.items():
             assert indexed_hash == block.hash != NO_HASH, (
                 f"index entry of block {block.block_id} has another block's hash"
@@ -302,24 +271,6 @@ class BlockManager:
             assert len(block.token_ids) == self.block_size, (
                 f"block {block.block_id} is indexed, but not full"
             )
-
-    def _check_free_list(self) -> None:
-        num_free = 0
-        block = self._sentinel.next
-        while block is not None and block is not self._sentinel:
-            assert block.ref_count == 0, (
-                f"block {block.block_id} is free and used {block.ref_count} times"
-            )
-            assert block.next is not None and block.next.previous is block, (
-                f"free list broken at {block.block_id}"
-            )
-            num_free += 1
-            block = block.next
-        num_unused = sum(block.ref_count == 0 for block in self.blocks)
-        assert num_free == num_unused == self.num_free_blocks, (
-            f"{num_free} blocks in the free list, {num_unused} unused, {self.num_free_blocks}"
-            " counted"
-        )
 
 
 def _has_content(

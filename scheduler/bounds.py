@@ -297,29 +297,3 @@ def shown(value: object) -> str:
     """A value in an error message: at most 100 characters, made without reading all of it."""
     text = _SHORT_REPR.repr(value)
     return text if len(text) <= 100 else text[:100] + "..."
-
-
-def page() -> str:
-    """docs/limits.md."""
-    lines = [
-        "# What a request may hold",
-        "",
-        "Every input has a bound, and what exceeds it is refused before anything is built from it,"
-        " so that one request",
-        "cannot hurt others. The bounds are in [one table](../scheduler/bounds.py), from which this"
-        " page is made; those of its",
-        "fields hold in Python too, as far as they are sampling parameters. What is not listed,"
-        " such as the text of a message,",
-        "is bounded by the size of the body and by the context.",
-    ]
-    for title, bounds in TABLES.items():
-        lines += ["", f"## {title}", "", "| what | at most | why not more |", "|---|---|---|"]
-        lines += [
-            f"| {bound.where} | {bound.most:,} {bound.unit} | {bound.reason} |"
-            for bound in bounds.values()
-        ]
-    return "\n".join([*lines, ""])
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -1,4 +1,4 @@
-"""The step loop: a scheduler on one side, an executor that runs its plans on the other.
+"""One step after another: a scheduler on one side, an executor that runs its plans on the other.
 
 `Engine.step` keeps `num_steps_ahead` steps submitted beyond the one whose result it reads, so the
 executor always has the next step while the host reads the last. The executor may be a group of Ray

@@ -30,8 +30,8 @@ class Request:
 
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
-    earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, in seconds since the
-    epoch: resubmitted requests keep their place in line. `grammar` says what its output must
+    earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, as Unix time in
+    seconds: resubmitted requests keep their place in line. `grammar` says what its output must
     match, for the driver's `Grammars`; empty if any output will do.
     """
 
@@ -224,6 +224,9 @@ class EngineStats:
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
     the last result while steps are under way. recovery_waits_for names the missing resources while
     ranks cannot be placed, or says why the last start failed while another one follows.
+
+    Several engines are shown as one: fields whose names begin with `num_` are added up, and so are
+    the times of steps and in the queue; the others are those of one engine that is ready.
     """
 
     num_running: int

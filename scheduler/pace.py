@@ -4,15 +4,27 @@ A sequence that decodes waits for the whole step, including the prompts of other
 differs by processor and model, so it is learned from the steps that have run:
 
     seconds = base(rows that decode) + slope * prompt tokens
-    budget  = (max_decode_slowdown - 1) * base / slope
+    longest = max_decode_slowdown * base(usual rows)
+    budget  = (longest - base) / slope, or no limit for one token in 128
 
 `base` is the median of the last steps without prompts, by the number of rows; `slope` that of the
-steps with prompts, after `base` is taken off. Then a step takes `max_decode_slowdown` times as long
-as one that only decodes. While prompts arrive there may be no step without them to learn from, and
-`base` grows with the rows: growth that goes unnoticed would be mistaken for the cost of the
-prompts. So where no number of rows near this one has run without prompts, a step gets few prompt
-tokens, and its time without them is taken as a first guess of `base`. Has no clock: seconds come
-with the results, so a replay decides the same.
+steps with prompts, after `base` is taken off. While prompts arrive there may be no step without
+them to learn from, and `base` grows with the rows: growth that goes unnoticed would be mistaken for
+the cost of the prompts. So where no number of rows near this one has run without prompts, a step
+gets few prompt tokens, and its time without them is taken as a first guess of `base`.
+
+The usual rows are the mean of the last few hundred steps. A reader notices the longest gaps, so
+while fewer rows decode than usual prompts may lengthen a step to what is allowed beside more, and
+beside more rows than usual they get less. After a sudden growth the present rows count.
+
+A prompt that comes beside few rows is worth more than their smooth streams: computed at once, it
+delays one token of each of them, once. So one token in `TOKENS_PER_LONG_GAP` may wait for a step
+without that limit, which does not show in the 99th percentile. Every row that decodes counts
+towards the next such step, and each row of such a step costs that many; what is saved is enough for
+`MAX_LONG_GAP_ROWS` rows at the most, so the limit holds beside more of them. Under load there are
+more, and nothing changes.
+
+Has no clock: seconds come with the results, so a replay decides the same.
 """
 
 from __future__ import annotations
@@ -21,13 +33,16 @@ from collections import deque
 from statistics import median
 
 MIN_PROMPT_TOKENS = 32  # per step, so that prompts make progress whatever they cost
+TOKENS_PER_LONG_GAP = 128
+MAX_LONG_GAP_ROWS = 2
 _NUM_REMEMBERED_STEPS = 9
 _NEAR_RATIO = 1.5  # numbers of rows whose ratio is at most this are near each other
+_USUAL_STEPS = 256
 
 
 class Pace:
-    """Learns from `observe`, answers `budget` and `shortest_s`. With `max_decode_slowdown` 0 there
-    is no limit.
+    """Learns from `observe`, answers `budget` and `shortest_s`; `spend` is told what was planned.
+    With `max_decode_slowdown` 0 there is no limit.
     """
 
     def __init__(self, max_decode_slowdown: float, max_prompt_tokens: int) -> None:
@@ -36,6 +51,8 @@ class Pace:
         self._decode_s: dict[int, deque[float]] = {}  # by number of rows
         self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
         self._base_s_by_rows: dict[int, float] = {}
+        self._usual_rows = 0.0  # that decode
+        self._num_saved_tokens = 0  # that decoded since the last long gaps
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step that has taken `seconds`."""
@@ -82,16 +99,39 @@ class Pace:
 
     def budget(self, num_decoding: int) -> int:
         """The most prompt tokens that a step may hold beside this many decoding rows."""
+        if num_decoding * TOKENS_PER_LONG_GAP <= self._num_saved_tokens:
+            return self.max_prompt_tokens
+        return self._smooth_budget(num_decoding)
+
+    def spend(self, num_decoding: int, num_prompt_tokens: int) -> None:
+        """Account for a planned step: rows that decode are saved up, or wait for whole prompts."""
+        if num_prompt_tokens and num_prompt_tokens > self._smooth_budget(num_decoding):
+            num_spent_tokens = num_decoding * TOKENS_PER_LONG_GAP
+            self._num_saved_tokens = max(0, self._num_saved_tokens - num_spent_tokens)
+        else:
+            most_tokens = MAX_LONG_GAP_ROWS * TOKENS_PER_LONG_GAP
+            self._num_saved_tokens = min(most_tokens, self._num_saved_tokens + num_decoding)
+        if num_decoding:
+            self._usual_rows = self._usual_rows or num_decoding
+            self._usual_rows += (num_decoding - self._usual_rows) / _USUAL_STEPS
+
+    def _smooth_budget(self, num_decoding: int) -> int:
+        """The most prompt tokens with which a step takes no longer than usual ones may."""
         if not self.max_decode_slowdown or not num_decoding or not self._prompt_token_s:
             return self.max_prompt_tokens
         base_s = self.base_s(num_decoding)
         if base_s is None or self._is_new(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
-        allowed_prompt_s = (self.max_decode_slowdown - 1) * base_s
+        allowed_prompt_s = self._longest_s(num_decoding) - base_s
         token_s = median(self._prompt_token_s)
         if self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
+
+    def _longest_s(self, num_decoding: int) -> float:
+        """Seconds that a step with so many decoding rows may take."""
+        num_rows = max(self._usual_rows, num_decoding / _NEAR_RATIO)
+        return self.max_decode_slowdown * (self.base_s(max(1, round(num_rows))) or 0.0)
 
     def shortest_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last

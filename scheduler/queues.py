@@ -13,7 +13,9 @@ from collections import deque
 from scheduler.block_manager import BlockManager
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
 
-RUNNING, WAITING, FINISHED = SequenceStatus.RUNNING, SequenceStatus.WAITING, SequenceStatus.FINISHED
+RUNNING = SequenceStatus.RUNNING
+WAITING = SequenceStatus.WAITING
+FINISHED = SequenceStatus.FINISHED
 
 
 class Queues:

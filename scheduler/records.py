@@ -11,9 +11,12 @@ from operator import add
 MAX_RECORDS = 4096
 
 # Why the first sequence in line was not admitted.
-WAITS_FOR_SLOT, WAITS_FOR_BLOCKS = "max_num_seqs", "kv blocks"
-WAITS_FOR_TOKEN_BUDGET, WAITS_FOR_PACE = "max_num_batched_tokens", "max_decode_slowdown"
-WAITS_FOR_LAST_TOKEN, WAITS_FOR_SUSPECT = "its last token is in flight", "a suspect runs alone"
+WAITS_FOR_SLOT = "max_num_seqs"
+WAITS_FOR_BLOCKS = "kv blocks"
+WAITS_FOR_TOKEN_BUDGET = "max_num_batched_tokens"
+WAITS_FOR_PACE = "max_decode_slowdown"
+WAITS_FOR_LAST_TOKEN = "its last token is in flight"
+WAITS_FOR_SUSPECT = "a suspect runs alone"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -164,7 +164,9 @@ class Scheduler:
         plan = step.plan(self._last_step_id, self.epoch, self.queues.take_released())
         submitted_step = step.submitted(plan, self.queues, self._clock())
         self.submitted.append(submitted_step)
-        self.records.add(submitted_step.record)
+        record = submitted_step.record
+        self.records.add(record)
+        self.pace.spend(record.num_decoding, record.num_prompt_tokens)
         self.stats.num_steps += 1
         return plan
 

@@ -13,9 +13,11 @@ A sequence is only changed by the scheduler.
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from scheduler.messages import Request
+from scheduler.params import Sampling
 
 
 class SequenceStatus(Enum):
@@ -27,46 +29,47 @@ class SequenceStatus(Enum):
 NO_SLOT = -1
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """State of one request in the scheduler. `max_total` is the length, prompt included, at which
     it ends.
     """
 
-    __slots__ = (
-        "arrival",
-        "arrival_s",
-        "block_hashes",
-        "block_table",
-        "cache_salt",
-        "finish_reason",
-        "grammar",
-        "is_held",
-        "last_step_id",
-        "max_total",
-        "must_restart",
-        "next_scored",
-        "num_cached_tokens",
-        "num_computed",
-        "num_pending",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_published_blocks",
-        "num_total",
-        "request_id",
-        "sampling",
-        "slot",
-        "status",
-        "stop_token_ids",
-        "strikes",
-        "strikes_without_token",
-        "token_ids",
-        "tokens_at_strike",
-        "valid_from_step",
-    )
+    request: InitVar[Request]
+    arrival: int
+    max_total: int
+    request_id: str = field(init=False)
+    arrival_s: float = field(init=False)
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    sampling: Sampling = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    cache_salt: str = field(init=False)
+    grammar: bytes = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: str | None = None
+    block_table: list[int] = field(default_factory=list)
+    block_hashes: list[int] = field(default_factory=list)
+    num_published_blocks: int = 0
+    slot: int = NO_SLOT
+    num_computed: int = 0
+    num_pending: int = 0
+    num_total: int = field(init=False)
+    num_cached_tokens: int | None = None  # from the first admission
+    next_scored: int = 1  # the first prompt token without a log probability, if they are wanted
+    num_preemptions: int = 0
+    last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
+    # Crashes it took part in since it last got a few tokens without one, or a single token.
+    strikes: int = 0
+    strikes_without_token: int = 0
+    tokens_at_strike: int = field(init=False)  # or where it began
+    # See `Scheduler.hold` and `Scheduler.retract`.
+    is_held: bool = False
+    must_restart: bool = False
+    valid_from_step: int = 0  # what earlier steps of this epoch sample for it is void
 
-    def __init__(self, request: Request, *, arrival: int, max_total: int) -> None:
+    def __post_init__(self, request: Request) -> None:
         self.request_id = request.request_id
-        self.arrival = arrival
         self.arrival_s = request.arrival_s
         self.token_ids = list(request.token_ids)
         self.num_prompt_tokens = request.num_prompt_tokens
@@ -74,27 +77,7 @@ class Sequence:
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
         self.grammar = request.grammar
-        self.max_total = max_total
-        self.status = SequenceStatus.WAITING
-        self.finish_reason: str | None = None
-        self.block_table: list[int] = []
-        self.block_hashes: list[int] = []
-        self.num_published_blocks = 0
-        self.slot = NO_SLOT
-        self.num_computed = 0
-        self.num_pending = 0
-        self.num_total = len(self.token_ids)
-        self.num_cached_tokens: int | None = None  # from the first admission
-        self.next_scored = 1  # the first prompt token without a log probability, if they are wanted
-        self.num_preemptions = 0
-        self.last_step_id = -1  # the last step it may have run in, once it has given up its slot
-        # Crashes it took part in since it last got a few tokens without one, or a single token.
-        self.strikes = self.strikes_without_token = 0
-        self.tokens_at_strike = self.num_total  # or where it began
-        # See `Scheduler.hold` and `Scheduler.retract`.
-        self.is_held = False
-        self.must_restart = False
-        self.valid_from_step = 0  # what earlier steps of this epoch sample for it is void
+        self.num_total = self.tokens_at_strike = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -28,7 +28,6 @@ import cluster.serve.run
 import launch
 from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.commands.bench import BenchJob
-from cluster.commands.generate import GenerateJob
 from cluster.resources.session import SESSION
 from cluster.serve.run import ServeJob
 from configs.engine import EngineConfig
@@ -305,7 +304,7 @@ def test_a_refused_run_leaves_no_output_behind(
 def test_a_fault_of_ours_is_1_and_an_interruption_130(
     monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int, message: str
 ) -> None:
-    def fail(_: GenerateJob) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     monkeypatch.setattr(cluster.commands.generate, "run_generate", fail)
@@ -547,17 +546,27 @@ def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> No
     assert jobs[1].config.api_key == "given"
 
 
+def recorded(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[tuple[Any, ...]]:
+    """The calls of a function of a module, as their arguments and a dict of those with names."""
+    calls: list[tuple[Any, ...]] = []
+
+    def record(*arguments: object, **named: object) -> None:
+        calls.append((*arguments, named))
+
+    monkeypatch.setattr(module, name, record)
+    return calls
+
+
 def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[GenerateJob] = []
-    monkeypatch.setattr(cluster.commands.generate, "run_generate", jobs.append)
+    calls = recorded(monkeypatch, cluster.commands.generate, "run_generate")
     values = [*words(ENGINE_FLAGS_AND_VALUES), *words(SAMPLING_FLAGS_AND_VALUES), *ENGINE_SWITCHES]
     switches = ["--raw", "--ignore-eos", "--stop", "x", "--stop", "y", "--output", "answers.jsonl"]
     run = invoke("generate", "one", "two", *values, *switches)
     assert run.exit_code == 0, run.stderr
-    assert jobs == [
-        GenerateJob(
-            config=ENGINE,
-            defaults=SamplingParams(
+    assert calls == [
+        (
+            ENGINE,
+            SamplingParams(
                 max_tokens=15,
                 temperature=0.5,
                 top_k=16,
@@ -572,10 +581,12 @@ def test_every_flag_reaches_the_engine_or_the_sampling(monkeypatch: pytest.Monke
                 stream_interval=4,
                 stop=["x", "y"],
             ),
-            prompts=("one", "two"),
-            input=None,
-            output=Path("answers.jsonl"),
-            raw=True,
+            {
+                "prompts": ["one", "two"],
+                "input": None,
+                "output": Path("answers.jsonl"),
+                "raw": True,
+            },
         )
     ]
 
@@ -634,10 +645,9 @@ def test_without_flags_a_benchmark_has_an_engine_of_seed_0(monkeypatch: pytest.M
 def test_without_flags_engine_and_sampling_have_their_defaults(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    jobs: list[GenerateJob] = []
-    monkeypatch.setattr(cluster.commands.generate, "run_generate", jobs.append)
+    calls = recorded(monkeypatch, cluster.commands.generate, "run_generate")
     assert invoke("generate", "Hi").exit_code == 0
-    assert (jobs[0].config, jobs[0].defaults) == (EngineConfig(), SamplingParams())
+    assert calls[0][:2] == (EngineConfig(), SamplingParams())
 
 
 def test_the_names_to_import_from_cluster_are_these() -> None:

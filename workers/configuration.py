@@ -10,9 +10,17 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from configs.engine import EngineConfig, ResolvedConfig, resolve
-from configs.model import ModelConfig
-from kernels.interface import Kernels
+from configs.engine import (
+    DEFAULT_MAX_MODEL_LEN,
+    DEFAULT_NUM_BATCHED_TOKENS,
+    DEFAULT_STEPS_AHEAD,
+    EngineConfig,
+    ResolvedConfig,
+    num_seqs,
+)
+from configs.model import ModelConfig, rope_max_length
+from configs.quantization import Quantization
+from kernels.interface import Capabilities, Kernels
 from kernels.select import choose, select_backend
 from scheduler.errors import ConfigError
 
@@ -20,7 +28,7 @@ from scheduler.errors import ConfigError
 def resolve_config(
     engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str
 ) -> ResolvedConfig:
-    """`configs.engine.resolve` with the backend chosen for `device` ("cpu" or "cuda").
+    """`resolve` with the backend chosen for `device` ("cpu" or "cuda").
 
     "auto" depends on what is installed where this is called; the ranks run what was chosen here.
     Raises `ConfigError`.
@@ -38,6 +46,35 @@ def resolve_config(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return resolve(engine, model, model_dir, device, backend)
+
+
+def resolve(
+    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, backend: Capabilities
+) -> ResolvedConfig:
+    """Check the options against the checkpoint, the device ("cpu" or "cuda") and the backend, and
+    fill in those that were left unset. Raises `ConfigError`.
+    """
+    model.check_tensor_parallel_size(engine.tensor_parallel_size)
+    dtype = _dtype(engine, model, device, backend)
+    keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
+    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
+    return ResolvedConfig(
+        engine=engine,
+        model=model,
+        model_dir=str(model_dir),
+        device=device,
+        dtype=dtype,
+        weight_dtype=model.dtype if keeps_dtype else dtype,
+        quantization=_quantization(engine, model, device, backend),
+        kv_cache_dtype=_kv_cache_dtype(engine, dtype, backend),
+        attention_backend=backend.name,
+        block_size=engine.block_size or backend.default_block_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens
+        or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
+        max_model_len=_max_model_len(engine, model),
+        num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
+    )
 
 
 def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
@@ -78,3 +115,55 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
+    rope_max_len = rope_max_length(model)
+    max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
+    if max_model_len > rope_max_len:
+        rope_type = model.rope.rope_type
+        raise ConfigError(
+            f"max_model_len {max_model_len} is beyond the {rope_max_len} positions this checkpoint"
+            " serves" + ("" if rope_type == "default" else f" (rope scaling {rope_type!r})")
+        )
+    return max_model_len
+
+
+def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities) -> str:
+    """The dtype to compute in: float32 in place of a checkpoint's that the device has no
+    instructions for.
+    """
+    auto_dtype = model.dtype if model.dtype in backend.fast_dtypes else "float32"
+    dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
+    if dtype not in backend.dtypes:
+        raise ConfigError(
+            f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
+            f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
+        )
+    return dtype
+
+
+def _quantization(
+    engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
+) -> Quantization | None:
+    quantization = model.quantization
+    if quantization is None and engine.quantization is not None:
+        quantization = Quantization(stored=False, vocabulary=True)
+    if quantization is not None and "int8" not in backend.quantizations:
+        raise ConfigError(
+            f"quantization 'int8' is not possible on device {device!r} with kernel backend"
+            f" {backend.name!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
+            " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
+        )
+    return quantization
+
+
+def _kv_cache_dtype(engine: EngineConfig, dtype: str, backend: Capabilities) -> str:
+    possible_dtypes = ("auto", *backend.kv_cache_dtypes)
+    if engine.kv_cache_dtype not in possible_dtypes:
+        raise ConfigError(
+            f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
+            f" {backend.name!r}; possible are {' and '.join(possible_dtypes)}. Choose one of them,"
+            " or another attention_backend"
+        )
+    return dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype

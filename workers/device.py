@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from scheduler.errors import ConfigError, StepTimeoutError
 from workers.toolchain import missing
@@ -25,7 +26,7 @@ from workers.toolchain import missing
 Ints = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
-Put = Callable[[Array], torch.Tensor]
+Put = Callable[[Array], Tensor]
 # The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
 # alignment.
 _ALIGN = 16
@@ -53,13 +54,13 @@ class StepUploads:
     On a CPU, the arrays themselves.
     """
 
-    def keep(self, array: Array) -> torch.Tensor:
+    def keep(self, array: Array) -> Tensor:
         """A tensor like the array, which has the array's content after each `send`. Every step
         sends the array, so its owner changes it in place. Call this before anything is put.
         """
         return torch.from_numpy(array)
 
-    def put(self, array: Array) -> torch.Tensor:
+    def put(self, array: Array) -> Tensor:
         """A tensor like the array, valid once sent and until the next step is put."""
         return torch.from_numpy(np.ascontiguousarray(array))
 
@@ -76,8 +77,8 @@ class BufferedUploads(StepUploads):
 
     def __init__(
         self,
-        room: torch.Tensor,
-        copy: Callable[[torch.Tensor, Callable[[Bytes], None]], None],
+        room: Tensor,
+        copy: Callable[[Tensor, Callable[[Bytes], None]], None],
     ) -> None:
         self.room = room
         self._copy = copy
@@ -85,14 +86,14 @@ class BufferedUploads(StepUploads):
         self._put: list[tuple[int, Array]] = []
         self._kept_end = self._end = 0
 
-    def keep(self, array: Array) -> torch.Tensor:
+    def keep(self, array: Array) -> Tensor:
         begin, end = self._end, self._end + aligned_bytes(array)
         assert not self._put and end <= len(self.room), "what is kept comes first, and fits"
         self._kept.append((begin, array))
         self._kept_end = self._end = end
         return _typed(self.room, begin, array)
 
-    def put(self, array: Array) -> torch.Tensor:
+    def put(self, array: Array) -> Tensor:
         array = np.ascontiguousarray(array)
         begin, end = self._end, self._end + aligned_bytes(array)
         if end > len(self.room):
@@ -109,7 +110,7 @@ class BufferedUploads(StepUploads):
         self._put, self._end = [], self._kept_end
 
 
-def _typed(room: torch.Tensor, begin: int, array: Array) -> torch.Tensor:
+def _typed(room: Tensor, begin: int, array: Array) -> Tensor:
     """The bytes of `room` from `begin` on as a tensor like the array."""
     dtype = torch.from_numpy(array[:0]).dtype
     return room[begin : begin + array.nbytes].view(dtype).view(array.shape)
@@ -144,7 +145,7 @@ class Device:
     def __init__(self, torch_device: torch.device) -> None:
         self.torch = torch_device
 
-    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+    def upload(self, *arrays: Array) -> list[Tensor]:
         """The arrays on the device, in one copy."""
         return [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
 
@@ -152,7 +153,7 @@ class Device:
         """Room for `num_bytes` that each step sends."""
         return StepUploads()
 
-    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
+    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
         """(the tensors in host memory; the event after which they are valid, None if they are valid
         now).
         """
@@ -205,9 +206,9 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         super().__init__(torch_device)
         torch.cuda.set_device(torch_device)
-        self._capturing = torch.cuda.Stream(torch_device)
+        self._capture_stream = torch.cuda.Stream(torch_device)
 
-    def upload(self, *arrays: Array) -> list[torch.Tensor]:
+    def upload(self, *arrays: Array) -> list[Tensor]:
         room = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
         uploads = BufferedUploads(room, self._copy)
         tensors = [uploads.put(array) for array in arrays]
@@ -218,12 +219,12 @@ class CudaDevice(Device):
         room = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
         return BufferedUploads(room, self._copy)
 
-    def _copy(self, target: torch.Tensor, fill: Callable[[Bytes], None]) -> None:
+    def _copy(self, target: Tensor, fill: Callable[[Bytes], None]) -> None:
         staging = _pinned(target.shape, torch.uint8)
         fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
 
-    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
+    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
         copies = [
             _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             for tensor in tensors
@@ -239,8 +240,8 @@ class CudaDevice(Device):
         return float(first.elapsed_time(last)) / 1e3
 
     def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
-        self._capturing.wait_stream(torch.cuda.current_stream(self.torch))
-        with torch.cuda.stream(self._capturing):
+        self._capture_stream.wait_stream(torch.cuda.current_stream(self.torch))
+        with torch.cuda.stream(self._capture_stream):
             # compiles kernels, creates handles and connects ranks, none of which may happen during
             # a capture
             run()
@@ -249,7 +250,7 @@ class CudaDevice(Device):
         # Only this thread must not synchronize: NCCL's watchdog queries its events all the time.
         pool = beside.pool() if beside is not None else None
         with torch.cuda.graph(
-            graph, pool=pool, stream=self._capturing, capture_error_mode="thread_local"
+            graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"
         ):
             run()
         return graph
@@ -286,7 +287,7 @@ def open_device(kind: str, index: int = 0) -> Device:
     return Device(torch.device("cpu"))
 
 
-def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Pinned host memory, which the device can copy asynchronously.
 
     torch's cache hands memory out again only when the copies that used it have run, so there are as

@@ -10,13 +10,15 @@ step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabul
 
 from __future__ import annotations
 
+import itertools
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
@@ -40,13 +42,14 @@ from workers.sampling.prompt_logprobs import (
     score_slice,
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
+from workers.sampling.shard import TokenColumns
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
 _BYTES_PER_ROW = 288
-_Forward = Callable[[], tuple[torch.Tensor, ScoredTokens | None]]
+_Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +59,7 @@ class PendingStep:
     """
 
     device: Device
-    num_rows: int = 0
-    token_ids_R: torch.Tensor | None = None
+    token_ids_R: Tensor | None = None
     logprobs: SampledLogprobs | None = None
     scored: ScoredTokens | None = None
     began: Event | None = None
@@ -74,7 +76,7 @@ class PendingStep:
         if self.token_ids_R is None:
             return ints(), None
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
-        return token_ids, to_logprobs(self.logprobs, self.num_rows)
+        return token_ids, to_logprobs(self.logprobs, len(token_ids))
 
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
         """Those of the scored rows. After `finish`."""
@@ -144,7 +146,8 @@ class ModelRunner:
         launched. Raises `WorkerError` when the plan breaks a law of `BatchState`, and whatever
         `wait_for_mask` raises.
         """
-        started, began = time.perf_counter(), self.device.event()
+        started = time.perf_counter()
+        began = self.device.event()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -176,16 +179,17 @@ class ModelRunner:
     def check(self) -> None:
         """Raise unless the laws of batch state and sampler hold."""
         self.state.check()
-        self.sampler.check()
+        self.sampler.state.check()
 
     def _apply(self, plan: StepPlan) -> None:
         self.state.apply(plan)
         for slot in plan.released:
-            self.sampler.release(slot)
+            self.sampler.state.release(slot)
         rows = plan.admitted
         if rows is None:
             return
-        token_ids, start = np.asarray(rows.token_ids), 0
+        token_ids = np.asarray(rows.token_ids)
+        start = 0
         for slot, num_tokens, num_prompt, sampling in zip(
             rows.slots, rows.num_tokens, rows.num_prompt_tokens, rows.sampling, strict=True
         ):
@@ -201,14 +205,14 @@ class ModelRunner:
         if scoring is None and (replay := self._graph_of(rows)) is not None:
             hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
 
-            def replayed() -> tuple[torch.Tensor, None]:
+            def replayed() -> tuple[Tensor, None]:
                 replay()
                 return hidden_RE, None
 
             return replayed
         make_inputs = self.state.stage(rows, self.uploads.put)
 
-        def forward() -> tuple[torch.Tensor, ScoredTokens | None]:
+        def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.model.forward(
                 inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
@@ -237,35 +241,29 @@ class ModelRunner:
         seconds: dict[str, float],
     ) -> PendingStep:
         logprobs = None if sampled is None else sampled.logprobs
-        tokens = [] if sampled is None else [sampled.token_ids_B]
-        wanted = (
-            []
-            if logprobs is None
-            else [logprobs.logprob_L, logprobs.top_ids_LM, logprobs.top_logprobs_LM]
-        )
-        scores = [] if scored is None else scored.tensors
-        if not tokens and not scores:
-            ended = self.device.event()
-            return PendingStep(device=self.device, began=began, ended=ended, seconds=seconds)
-        copies, ended = self.device.to_host(*tokens, *wanted, *scores)
+        tensors = [] if sampled is None else [sampled.token_ids_B]
+        tensors += [] if logprobs is None else logprobs.columns
+        tensors += [] if scored is None else (*scored.columns, scored.rank_P)
+        copies, ended = self.device.to_host(*tensors)
+        copied = iter(copies)
+        token_ids_R = None if sampled is None else next(copied)
         if logprobs is not None:
-            logprob_L, top_ids_LM, top_logprobs_LM = copies[1:4]
-            logprobs = replace(
-                logprobs,
-                logprob_L=logprob_L,
-                top_ids_LM=top_ids_LM,
-                top_logprobs_LM=top_logprobs_LM,
-            )
+            logprobs = replace(logprobs, columns=_next_columns(copied))
+        if scored is not None:
+            scored = replace(scored, columns=_next_columns(copied), rank_P=next(copied))
         return PendingStep(
             device=self.device,
-            num_rows=len(copies[0]) if tokens else 0,
-            token_ids_R=copies[0] if tokens else None,
+            token_ids_R=token_ids_R,
             logprobs=logprobs,
-            scored=None if scored is None else scored.on_host(copies[-len(scores) :]),
+            scored=scored,
             began=began,
             ended=ended,
             seconds=seconds,
         )
+
+
+def _next_columns(tensors: Iterator[Tensor]) -> TokenColumns:
+    return TokenColumns._make(itertools.islice(tensors, len(TokenColumns._fields)))
 
 
 def make_sampler(
@@ -325,7 +323,7 @@ def warm_up(
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
     zeros = table[0].clone()
-    kernels.look_up(table, table, zeros, zeros, zeros, 1)
+    kernels.look_up_tokens(table, table, zeros, zeros, zeros, 1)
     kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
 
 
@@ -343,7 +341,8 @@ def _run_step(
     """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
     block, which is never written.
     """
-    device, num_tokens = group.device, num_rows * row_len
+    device = group.device
+    num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
     num_places = 0
@@ -362,7 +361,7 @@ def _run_step(
         block_table_BW=torch.zeros(
             num_rows, -(-max_seq_len // config.block_size), dtype=torch.int32, device=device
         ),
-        slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        kv_places_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,
         decode=decode if num_places else None,
@@ -371,11 +370,12 @@ def _run_step(
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
     if not samplings:
         return
-    sampler, num_sampled = make_sampler(config, model, group, kernels), len(samplings)
+    sampler = make_sampler(config, model, group, kernels)
+    num_sampled = len(samplings)
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)
     logits_BV = model.logits(hidden_TE[:num_sampled])
-    sampler.sample(logits_BV, sampler.batch(range(num_sampled), [1] * num_sampled))
+    sampler.sample(logits_BV, sampler.state.batch(range(num_sampled), [1] * num_sampled))
     hidden_SE = hidden_TE[:POSITIONS_AT_ONCE]
     ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
     num_top = min(MAX_LOGPROBS, config.model.vocab_size)

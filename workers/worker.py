@@ -33,7 +33,7 @@ from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.fingerprint import LoadedHash, fingerprint
-from workers.models.loader import LoadingBar, held_dtype, load_weights
+from workers.models.loader import held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -85,7 +85,8 @@ class Worker:
         config = self.config
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
-        size, quantized = config.engine.tensor_parallel_size, config.quantization is not None
+        size = config.engine.tensor_parallel_size
+        quantized = config.quantization is not None
         load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized)
         if load and config.device == "cpu":
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
@@ -205,7 +206,8 @@ class Worker:
         Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
         and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before.
         """
-        key, limit_s = (epoch, step_id), self.config.engine.step_timeout_s
+        key = (epoch, step_id)
+        limit_s = self.config.engine.step_timeout_s
         with self._changed:
             while key not in self._outcomes and self._changed.wait(limit_s + GRACE_S):
                 pass  # a new step was launched: the time limit starts again
@@ -254,7 +256,8 @@ class Worker:
     # -- inside ------------------------------------------------------------------------------------
 
     def _wait_for_mask(self, plan: StepPlan) -> StepMask:
-        key, limit_s = (plan.epoch, plan.step_id), self.config.engine.step_timeout_s
+        key = (plan.epoch, plan.step_id)
+        limit_s = self.config.engine.step_timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._masks, limit_s):
                 raise StepTimeoutError(
@@ -308,7 +311,8 @@ class Worker:
         config = self.config
         model_dir = local_checkpoint(config)
         self._checkpoint = fingerprint(model_dir)
-        dtype, length = torch_dtype(config.dtype), config.max_model_len
+        dtype = torch_dtype(config.dtype)
+        length = config.max_model_len
         model = Qwen3(
             config.model,
             group,
@@ -318,12 +322,9 @@ class Worker:
             config.quantization,
             held_dtype(model_dir, config.model, dtype, torch_dtype(config.weight_dtype)),
         )
-        bar = LoadingBar() if self.rank == 0 and self.epoch == 0 else None
 
-        def progress(done: int, total: int) -> None:
+        def progress(done: int) -> None:
             self.progress.loaded_bytes = done
-            if bar is not None:
-                bar(done, total)
 
         with LoadedHash() as loaded:
             load_weights(model.slices(), model_dir, config.model, progress, loaded)

@@ -28,8 +28,8 @@ from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
+from cluster.api.threads import ThreadQueue
 from cluster.api.trace import chrome_trace
-from cluster.api.workers import Workers
 from cluster.client.client import Client
 from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
@@ -68,8 +68,8 @@ class Api:
         self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
-        self._tracing = Workers("traces", 1, MAX_TRACING)
-        self._asking = Workers("stats", 1)
+        self._tracing = ThreadQueue("traces", 1, MAX_TRACING)
+        self._asking = ThreadQueue("stats", 1)
         self._stats: asyncio.Future[EngineStats] | None = None
         self._stats_at_s = 0.0
         self._router = self._make_router(version)

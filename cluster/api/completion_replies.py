@@ -15,7 +15,7 @@ from cluster.api.prompts_scored import (
     token_text,
     top_by_text,
 )
-from cluster.api.replies import Envelope
+from cluster.api.replies import Envelope, TextEvent
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.tokenizer import Tokenizer
 
@@ -47,12 +47,16 @@ class CompletionWriter(Envelope):
         self._starts: dict[int, str] = {}  # of the answers to each prompt
         self._unsent: dict[int, list[int]] = {}  # token ids of each choice
         self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
+        self._text_events: dict[int, TextEvent] = {}  # of choices of which only text is sent
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         index = self._index(place, chunk.index)
         if chunk.prompt_logprobs is not None:
             return self._echo_events(place, index, chunk.prompt_logprobs)
         text = chunk.text
+        is_bare = chunk.finish_reason is None and chunk.logprobs is None
+        if is_bare and index in self._text_events:
+            return self._text_events[index](text) if text else b""
         if index not in self._offsets:
             start = self._start(place)
             if index not in self._echoes:
@@ -68,6 +72,10 @@ class CompletionWriter(Envelope):
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
         self._add_ids(place, index, choices)
+        if logprobs is None and not self._with_ids and index not in self._text_events:
+            self._text_events[index] = TextEvent(
+                lambda text: self._events(self.CHUNK, [_choice(index, text, None, None)])
+            )
         return self._events(self.CHUNK, choices)
 
     def _echo_events(self, place: int, index: int, entries: Entries) -> bytes:

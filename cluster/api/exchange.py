@@ -18,12 +18,14 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.api.errors import HttpError
 from cluster.api.limits import Upload
 from cluster.api.replies import Writer, encode_json, json_pieces
-from cluster.api.workers import Workers
+from cluster.api.threads import ThreadQueue
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
 ]
+# In an ASGI scope: what writes a part of the body of an answer at once, or says that it cannot.
+WRITE_NOW = "eagleray.write_now"
 _STREAM_START = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
 
 
@@ -35,10 +37,10 @@ class JsonResponse(JSONResponse):
 
 
 async def json_response(
-    make: Callable[[], object], workers: Workers, *, at_once: bool = False
+    make: Callable[[], object], threads: ThreadQueue, *, at_once: bool = False
 ) -> Response:
-    """An answer with what `make` returns, made and written as `Workers.run` does it."""
-    data = await workers.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
+    """An answer with what `make` returns, made and written as `ThreadQueue.run` does it."""
+    data = await threads.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
     return Response(data, media_type="application/json")
 
 
@@ -55,6 +57,9 @@ class Exchange:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
+        # Of a server that can, see `connections.py`. What it belongs to has the scope, so the scope
+        # must not keep it.
+        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW, _cannot_write)
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         # With "app", Starlette's routes raise what they refuse.
@@ -110,19 +115,32 @@ class Exchange:
         await self._send(message)
 
     async def event(self, data: bytes, *, more: bool = True) -> None:
-        """Send events of a stream, and begin the stream with the first ones.
-
-        Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
-        take what follows for a part of it. So what follows begins with another comment, which ends
-        the first.
-        """
+        """Send events of a stream, and begin the stream with the first ones."""
         self.written_s = time.monotonic()
         if self.status is None:
             await self.send(_STREAM_START)
-        if self._commented:
-            self._commented = False
-            data = b":\n\n" + data
+        data = self._after_comment(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+    @property
+    def can_write_now(self) -> bool:
+        """Whether `event_now` may be called: a stream has begun, and nothing waits before it."""
+        return self.status is not None and self._write_now(b"")
+
+    def event_now(self, data: bytes) -> None:
+        """As `event`, without waiting, where `can_write_now`."""
+        self.written_s = time.monotonic()
+        self._write_now(self._after_comment(data))
+
+    def _after_comment(self, data: bytes) -> bytes:
+        """Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
+        take what follows for a part of it. So what follows begins with another comment, which ends
+        the first.
+        """
+        if not self._commented:
+            return data
+        self._commented = False
+        return b":\n\n" + data
 
     async def keep_alive(self, pause_s: float) -> None:
         """While the stream is silent, send a line that clients ignore after each pause, so that no
@@ -155,6 +173,10 @@ class Exchange:
     async def _left(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
+
+
+def _cannot_write(data: bytes) -> bool:
+    return False
 
 
 def _cancel(task: asyncio.Future[None], _: object) -> None:

@@ -18,7 +18,8 @@ BYTES_PER_S = 8192  # of a body, at least
 class ApiLimits:
     """Limits of one API process.
 
-    max_open: outputs that run or wait at a time; a request for more is refused at once.
+    max_open: outputs that run or wait at a time, in all processes that share `OpenOutputs`; a
+    request for more is refused at once.
     slow_reader_timeout_s: how long a client may take nothing of an answer. keep_alive_s: how long a
     stream may be silent before a comment is sent. body_time_s, body_pause_s: by how much a body may
     be later than 8 KiB per second, up to small_body_bytes and beyond.
@@ -28,49 +29,90 @@ class ApiLimits:
     max_body_bytes: int = HTTP["body"].most
     max_bodies_bytes: int = HTTP["bodies"].most
     small_body_bytes: int = HTTP["small body"].most
-    max_outputs: int = 128
+    max_outputs_per_request: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
     body_time_s: float = HTTP["body time"].most
     body_pause_s: float = HTTP["body pause"].most
 
 
+class OpenOutputs:
+    """How many outputs are open in each of the processes that share one limit.
+
+    Each process writes its own number before it reads the others, so two that take the last place
+    at the same time both see too many, and never one too few.
+    """
+
+    def __init__(self, counts: memoryview | None = None, place: int = 0) -> None:
+        """`counts`: 64-bit numbers in memory that the processes share; this one's is at `place`.
+        Without it, this is the only process.
+        """
+        self._counts = counts if counts is not None else memoryview(bytearray(8)).cast("q")
+        self._place = place
+
+    @property
+    def here(self) -> int:
+        """Those of this process."""
+        return self._counts[self._place]
+
+    @property
+    def everywhere(self) -> int:
+        """Those of all processes."""
+        return sum(self._counts)
+
+    def add(self, num_outputs: int) -> None:
+        """Count outputs of this process; a negative number for those that have ended."""
+        self._counts[self._place] += num_outputs
+
+
 class Admission:
     """Counts open outputs, and the bytes of bodies from their receipt until their requests are
     built or refused. Used from one event loop only.
+
+    open_outputs: with those of other processes, where the limit is for all of them.
     """
 
     def __init__(self, limits: ApiLimits) -> None:
         self.limits = limits
-        self.num_open = self.num_body_bytes = 0
+        self.open_outputs = OpenOutputs()
+        self.num_body_bytes = 0
         self.is_draining = False
+
+    @property
+    def num_open(self) -> int:
+        """The open outputs of this process."""
+        return self.open_outputs.here
 
     @contextlib.contextmanager
     def admit(self, num_outputs: int) -> Iterator[None]:
         """Reserve room for the outputs of one request. Raises `OverloadedError` when there is none
         now, `RequestError` for a request that can never have room.
         """
-        if num_outputs > self.limits.max_outputs:
+        if num_outputs > self.limits.max_outputs_per_request:
             raise RequestError(
                 f"the request asks for {num_outputs} outputs (prompts times n); at most"
-                f" {self.limits.max_outputs} are possible. Send several requests",
+                f" {self.limits.max_outputs_per_request} are possible. Send several requests",
                 "n",
             )
-        self.check_room(num_outputs)
-        self.num_open += num_outputs
+        self.open_outputs.add(num_outputs)
         try:
+            self._check_room(num_outputs, self.open_outputs.everywhere - num_outputs)
             yield
         finally:
-            self.num_open -= num_outputs
+            self.open_outputs.add(-num_outputs)
 
     def check_room(self, num_outputs: int = 1) -> None:
         """Raise `OverloadedError` unless there is room for this many outputs now."""
+        self._check_room(num_outputs, self.open_outputs.everywhere)
+
+    def _check_room(self, num_outputs: int, num_open: int) -> None:
+        """`num_open`: the outputs that are open besides."""
         if self.is_draining:
             raise OverloadedError("the server is shutting down; send the request to another one")
-        if self.num_open + num_outputs > self.limits.max_open:
+        if num_open + num_outputs > self.limits.max_open:
             raise OverloadedError(
-                f"{self.num_open} outputs are running or waiting, of {self.limits.max_open}"
-                " possible; try again later"
+                f"{num_open} outputs are running or waiting, of {self.limits.max_open}"
+                " possible (--max-open-requests for each engine); try again later"
             )
 
 

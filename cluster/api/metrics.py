@@ -1,19 +1,23 @@
 """The counters of an API process, in the format of Prometheus.
 
-The numbers of several processes are added up by name and labels (`merge`), so that one answer
-covers all of them.
+The numbers of several processes and engines are added up by name and labels (`merge`), so that one
+answer covers all of them; of those in `LARGEST` it has the largest.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from scheduler.messages import EngineStats
 
@@ -33,10 +37,15 @@ ENGINE = {
         "Prompt tokens found in the prefix cache.",
         "num_cached_tokens",
     ),
-    "eagleray_ready": ("Whether the ranks answer and work moves.", "is_ready"),
-    "eagleray_step_age_seconds": ("Since the last result, while steps are run.", "step_age_s"),
+    "eagleray_ready": ("Engines whose ranks answer and whose work moves.", "is_ready"),
+    "eagleray_step_age_seconds": (
+        "Since the last result, while steps are run; of the engine that waits longest.",
+        "step_age_s",
+    ),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
 }
+# Of several engines, the largest: a sum of these says nothing about any of them.
+LARGEST = frozenset({"eagleray_step_age_seconds"})
 PART_HELP = "Time of steps by part, on rank 0."
 RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
@@ -81,20 +90,13 @@ class ApiMetrics:
             buckets=SECONDS,
             registry=self._registry,
         )
-        self.inter_token = Histogram(
-            "eagleray_inter_token_seconds",
-            "Between the tokens of an output that streams.",
-            buckets=TOKEN_SECONDS,
-            registry=self._registry,
-        )
+        self.tokens = _TokenCounts()
+        self._registry.register(self.tokens)
         self.duration = Histogram(
             "eagleray_request_seconds",
             "From a request's arrival to the end of its answer.",
             buckets=SECONDS,
             registry=self._registry,
-        )
-        self.output_tokens = Counter(
-            "eagleray_output_tokens", "Tokens generated.", registry=self._registry
         )
 
     def families(self) -> list[Family]:
@@ -128,6 +130,34 @@ def engine_families(stats: EngineStats) -> list[Family]:
     return families
 
 
+class _TokenCounts(Collector):
+    """What is counted per token, without the locks of Prometheus' own counters."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_gaps = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket
+        self._gaps_s = 0.0
+
+    def add(self, count: int) -> None:
+        """Count output tokens."""
+        self._num_tokens += count
+
+    def observe(self, gap_s: float, count: int) -> None:
+        """Count gaps of this length between tokens."""
+        self._num_gaps[bisect_left(TOKEN_SECONDS, gap_s)] += count
+        self._gaps_s += gap_s * count
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily("eagleray_output_tokens", "Tokens generated.", self._num_tokens)
+        bounds = [*(floatToGoString(bound_s) for bound_s in TOKEN_SECONDS), "+Inf"]
+        yield HistogramMetricFamily(
+            "eagleray_inter_token_seconds",
+            "Between the tokens of an output that streams.",
+            list(zip(bounds, accumulate(self._num_gaps), strict=True)),
+            self._gaps_s,
+        )
+
+
 class Timing:
     """Measures the times of one request for the metrics."""
 
@@ -143,12 +173,15 @@ class Timing:
         now_s = time.perf_counter()
         last_s = self._last_s.get(choice)
         if last_s is not None:
-            for _ in range(count):
-                self._metrics.inter_token.observe((now_s - last_s) / count)
+            self._metrics.tokens.observe((now_s - last_s) / count, count)
         elif not self._last_s:
             self._metrics.ttft.observe(now_s - self._began_s)
         self._last_s[choice] = now_s
-        self._metrics.output_tokens.inc(count)
+        self._metrics.tokens.add(count)
+
+    def has_begun(self, choice: int) -> bool:
+        """Whether an output has tokens."""
+        return choice in self._last_s
 
     def end(self) -> None:
         """The answer is complete."""
@@ -156,15 +189,16 @@ class Timing:
 
 
 def merge(by_process: Iterable[list[Family]]) -> list[Family]:
-    """The families of several processes, added up by name and labels."""
+    """The families of several processes, added up by name and labels, or the largest value."""
     kinds: dict[str, Family] = {}
     values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in by_process:
         for family in families:
             kinds.setdefault(family.name, family)
+            combine = max if family.name in LARGEST else operator.add
             of_family = values.setdefault(family.name, {})
             for name, labels, value in family.samples:
-                of_family[name, labels] = of_family.get((name, labels), 0.0) + value
+                of_family[name, labels] = combine(of_family.get((name, labels), 0.0), value)
     return [
         Family(
             name=name,

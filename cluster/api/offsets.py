@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from typing import Protocol
 
-from cluster.client.text_stream import Decoder
+from cluster.client.detokenizing import Decoder
 
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 

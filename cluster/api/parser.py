@@ -87,6 +87,8 @@ class AnswerParser:
 
     def push(self, text: str) -> Parts:
         """Parse the next text. Returns what it adds to the answer."""
+        if (plain := self._plain(text)) is not None:
+            return plain
         pieces = list(self.pieces(text))
         return Parts(
             reasoning="".join(piece.reasoning for piece in pieces),
@@ -96,6 +98,9 @@ class AnswerParser:
 
     def pieces(self, text: str) -> Iterator[Parts]:
         """As `push`, in the order of the text: each piece is reasoning, content or a call."""
+        if (plain := self._plain(text)) is not None:
+            yield plain
+            return
         self._text, self._place = self._text[self._place :] + text, 0
         goes_on = True
         while goes_on:
@@ -103,6 +108,19 @@ class AnswerParser:
             goes_on = self._advance(parts)
             if parts:
                 yield parts
+
+    def _plain(self, text: str) -> Parts | None:
+        """What a text adds that can be next to no marker, as most. None for any other."""
+        is_waiting = self._withheld_pieces or self._place < len(self._text)
+        if not text or is_waiting or self._skips_line_ends:
+            return None
+        if self._state is State.CONTENT and not self._looks_for_calls:
+            return Parts(content=text)
+        if "<" in text or text[-1] in LINE_ENDS:
+            return None
+        if self._state is State.CONTENT:
+            return Parts(content=text)
+        return Parts(reasoning=text) if self._state is State.REASONING else None
 
     def finish(self, *, is_cut_off: bool = False) -> Parts:
         """What is left at the end of the answer, which a limit or a stop string may cut off."""

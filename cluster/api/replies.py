@@ -11,7 +11,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
@@ -90,6 +90,22 @@ def _without_nan(value: Any) -> Any:
 
 def _escaped(unsafe: re.Match[str]) -> str:
     return f"\\u{ord(unsafe[0]):04x}"
+
+
+class TextEvent:
+    """An event of which only a text changes from one to the next, so that the rest of it is encoded
+    once.
+    """
+
+    _MARK = uuid.uuid4().hex  # in the place of the text
+
+    def __init__(self, make: Callable[[str], bytes]) -> None:
+        """`make`: the event for a text."""
+        self._around_text = make(self._MARK).split(encode_json(self._MARK).encode())
+
+    def __call__(self, text: str) -> bytes:
+        """What `make` would return."""
+        return encode_json(text).encode().join(self._around_text)
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -201,16 +217,19 @@ class ChatWriter(Envelope):
         self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
         self._prompt_top = prompt_top
         self._choices: dict[int, _ChatChoice] = {}
+        self._is_bare = not token_ids  # as long as no chunk has log probabilities
 
     def events(self, place: int, chunk: Chunk) -> bytes:
         choice = self._choices.get(chunk.index)
         start = b""
         if choice is None:
-            choice = _ChatChoice(AnswerParser(self._state, looks_for_calls=self._has_tools))
-            self._choices[chunk.index] = choice
+            choice = self._choices[chunk.index] = self._new_choice(chunk.index)
             role = _delta(chunk.index, {"role": "assistant", "content": ""})
             start = self._events(self.CHUNK, [role], self._prompt_ids())
         parts = choice.parser.push(chunk.text)
+        self._is_bare = self._is_bare and chunk.logprobs is None
+        if self._is_bare and not (start or chunk.finish_reason or parts.calls):
+            return self._text_events(choice, parts)
         new = choice.deltas(parts)
         if chunk.finish_reason:
             is_cut_off = self._generations[0].completions[chunk.index].is_cut_off
@@ -228,6 +247,27 @@ class ChatWriter(Envelope):
         if events and self._with_ids:
             events[0]["token_ids"], choice.token_ids = choice.token_ids, []
         return start + self._events(self.CHUNK, events)
+
+    def _text_events(self, choice: _ChatChoice, parts: Parts) -> bytes:
+        """The events for parts without calls, where nothing else is due."""
+        events = b""
+        for text, part_event in (
+            (parts.reasoning, choice.reasoning_event),
+            (parts.content, choice.content_event),
+        ):
+            if text:
+                events += part_event(text)
+        return events
+
+    def _new_choice(self, index: int) -> _ChatChoice:
+        def reasoning(text: str) -> bytes:
+            return self._events(self.CHUNK, [_delta(index, _reasoning(text))])
+
+        def content(text: str) -> bytes:
+            return self._events(self.CHUNK, [_delta(index, {"content": text})])
+
+        parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
+        return _ChatChoice(parser, TextEvent(reasoning), TextEvent(content))
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
@@ -289,8 +329,11 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
 class _ChatChoice:
     """One output of a chat while it streams."""
 
-    def __init__(self, parser: AnswerParser) -> None:
+    def __init__(
+        self, parser: AnswerParser, reasoning_event: TextEvent, content_event: TextEvent
+    ) -> None:
         self.parser = parser
+        self.reasoning_event, self.content_event = reasoning_event, content_event
         self.calls: list[ToolCall] = []
         self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held back
         self.token_ids: list[int] = []  # not sent yet
@@ -299,7 +342,7 @@ class _ChatChoice:
         """What is new, in the order of the answer: reasoning, content, calls."""
         deltas: list[dict[str, Any]] = []
         if parts.reasoning:
-            deltas.append({"reasoning": parts.reasoning, "reasoning_content": parts.reasoning})
+            deltas.append(_reasoning(parts.reasoning))
         if parts.content:
             deltas.append({"content": parts.content})
         for call in parts.calls:
@@ -312,6 +355,10 @@ class _ChatChoice:
         """The logprobs of the text that is released now."""
         taken, self.waiting = self.waiting, []
         return {"content": taken, "refusal": None} if taken else None
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

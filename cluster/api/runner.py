@@ -26,10 +26,10 @@ from cluster.api.reading import read
 from cluster.api.replies import Writer
 from cluster.api.schema import Model
 from cluster.api.structure import loosened_headers
+from cluster.api.threads import ThreadQueue
 from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
-from cluster.api.workers import Workers
 from cluster.client.client import Client
-from cluster.client.outputs import Generation
+from cluster.client.outputs import Chunk, Generation
 from cluster.client.streams import Item
 
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
@@ -40,6 +40,7 @@ READ_INLINE_BYTES = 16_384
 WRITE_INLINE_TOKENS = 1024
 TOKENIZERS = 1  # threads of `/tokenize` and its like
 MAX_TOKENIZING = 16  # requests that may wait for them
+MAX_NOW = 64  # tokens and chunks that a stream takes without a turn of its task
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 # Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
@@ -52,9 +53,9 @@ class Runner:
         self, client: Client, served: Served, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
-        self.tokenizing = Workers("tokenizing", TOKENIZERS, MAX_TOKENIZING)
-        self._reading = Workers("reading", 2)
-        self._writing = Workers("writing", 2)
+        self.tokenizing = ThreadQueue("tokenizing", TOKENIZERS, MAX_TOKENIZING)
+        self._reading = ThreadQueue("reading", 2)
+        self._writing = ThreadQueue("writing", 2)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
@@ -141,7 +142,8 @@ class Runner:
         for output in outputs:
             if output.error is not None:
                 raise output.error
-            self._metrics.output_tokens.inc(sum(len(done.token_ids) for done in output.outputs))
+            num_tokens = sum(len(done.token_ids) for done in output.outputs)
+            self._metrics.tokens.add(num_tokens)
         timing.end()
         is_short = job.num_written(generations) <= WRITE_INLINE_TOKENS
         await exchange.answer(await json_response(writer.body, self._writing, at_once=is_short))
@@ -151,11 +153,32 @@ class Runner:
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = self._writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
+
+            def note_tokens(items: list[Item]) -> None:
+                for place, chunk in items:
+                    timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+
+            def begins_output(place: int, chunk: Chunk) -> bool:
+                return not timing.has_begun(place * num_outputs + chunk.index)
+
+            def take_now(items: list[Item]) -> bool:
+                """What streams bring most often, without a turn of this task. Not how outputs
+                begin: each may repeat a long prompt, and the scores of its tokens.
+                """
+                num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
+                if num_tokens > MAX_NOW or not exchange.can_write_now:
+                    return False
+                if any(begins_output(place, chunk) for place, chunk in items):
+                    return False
+                note_tokens(items)
+                if data := b"".join(writer.events(place, chunk) for place, chunk in items):
+                    exchange.event_now(data)
+                return True
+
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))
             try:
-                while items := await chunks.next():
-                    for place, chunk in items:
-                        timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+                while items := await chunks.next(take_now):
+                    note_tokens(items)
                     data = await _in_turns(writer, items)
                     if data:
                         await exchange.event(data)

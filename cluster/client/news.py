@@ -65,14 +65,14 @@ def pack(number: int, news: dict[str, News]) -> Deltas:
 
 def unpack(deltas: Deltas) -> Iterable[tuple[str, News]]:
     """The news of each request in a reply."""
-    start = 0
+    token_ids, start = deltas.token_ids.tolist(), 0
     for i, request_id in enumerate(deltas.request_ids):
         end = start + deltas.num_tokens[i]
         yield (
             request_id,
             News(
                 first_index=deltas.first_indices[i],
-                token_ids=deltas.token_ids[start:end].tolist(),
+                token_ids=token_ids[start:end],
                 logprobs=deltas.logprobs.get(request_id),
                 prompt_logprobs=deltas.prompt_logprobs.get(request_id),
                 num_cached_tokens=deltas.num_cached_tokens[i],

@@ -22,7 +22,7 @@ from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
 ENTRIES_AT_A_TIME = 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)  # not frozen: that would take most of the time of making one
 class Chunk:
     """What is new in output `index`. The first one has the `prompt_logprobs`, if they were asked
     for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort or error.
@@ -145,7 +145,7 @@ class OutputFollower:
                 f"tokens {len(completion.token_ids)} to {news.first_index - 1} of"
                 f" {self.request.request_id} are missing"
             )
-        tokens = news.token_ids[overlap:] if news.token_ids else []
+        tokens = news.token_ids[overlap:] if overlap > 0 else news.token_ids
         stopped_at = self._stream.push(tokens) if self._stream is not None else None
         if stopped_at is not None:
             tokens = tokens[:stopped_at]
@@ -229,6 +229,7 @@ class Generation:
         self.outputs = outputs
         self.num_cached_tokens = 0
         self.done: Future[None] = Future()
+        self.has_failed = False  # it has ended with an error
 
     @property
     def requests(self) -> list[Request]:
@@ -265,12 +266,6 @@ class Generation:
     def completions(self) -> list[CompletionOutput]:
         return [output.completion for output in self.outputs]
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether it has ended with an error."""
-        done = self.done
-        return done.done() and not done.cancelled() and done.exception() is not None
-
     def take(self, output: OutputFollower, news: News) -> bool:
         """Pass news to one of the outputs; see `OutputFollower.take`."""
         if output is self.outputs[0]:
@@ -278,7 +273,7 @@ class Generation:
         stopped = output.take(news)
         if news.error is not None:
             self.fail(news.error)
-        elif all(c.finish_reason is not None for c in self.completions):
+        elif output.completion.finish_reason is not None and not self.unfinished:
             self.end()
         return stopped
 
@@ -312,3 +307,4 @@ class Generation:
                 completion.finish_reason = "error"
         with contextlib.suppress(InvalidStateError):
             self.done.set_exception(error)
+            self.has_failed = True

@@ -72,10 +72,10 @@ class RequestBuilder:
         Without a sink nobody reads tokens before the end, so the driver sends none before it where
         that is possible.
         """
-        parsed = self._rendered(parse_prompt(prompt))
-        token_ids = self._token_ids(parsed, self.limits.max_total_tokens)
+        rendered = self._rendered(parse_prompt(prompt))
+        token_ids = self._token_ids(rendered, self.limits.max_total_tokens)
         params = self.parameters(requested)
-        grammar, loosened = self._grammar(params.structured_outputs, parsed)
+        grammar, loosened = self._grammar(params.structured_outputs, rendered)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
             news_interval = params.stream_interval or 1
@@ -90,7 +90,7 @@ class RequestBuilder:
                 token_ids=array("i", token_ids),
                 num_prompt_tokens=len(token_ids),
                 sampling=sampling,
-                cache_salt=parsed.cache_salt,
+                cache_salt=rendered.cache_salt,
                 news_interval=news_interval,
                 arrival_s=arrival_s,
                 grammar=grammar,
@@ -100,18 +100,18 @@ class RequestBuilder:
                 OutputFollower(
                     request,
                     index,
-                    self._text_stream(params, parsed),
+                    self._text_stream(params, rendered),
                     sink,
                     only_prompt=params.max_tokens == 0,
                 )
             )
-        return Generation(parsed.text, outputs, parsed.session_id, loosened)
+        return Generation(rendered.text, outputs, rendered.session_id, loosened)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""
-        parsed = self._rendered(parse_prompt(prompt))
-        check("tokenized text", len(parsed.text or ""), "the text", "prompt")
-        return self._token_ids(parsed)
+        rendered = self._rendered(parse_prompt(prompt))
+        check("tokenized text", len(rendered.text or ""), "the text", "prompt")
+        return self._token_ids(rendered)
 
     def check(self, prompt: Prompt, requested: SamplingParams | None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no

@@ -9,24 +9,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
+from cluster.client.detokenizing import Decoder, detokenizer
 from cluster.grammar.markers import END_THINK, LINE_ENDS, THINK, State
-
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-# An unfinished character has at most three bytes, each of which may decode to one replacement
-# character.
-_MAX_UNFINISHED = 3
-# Tokens that are decoded together with new ones. The context must hold at least one whole
-# character.
-CONTEXT = 10
-
-
-class Decoder(Protocol):
-    """What a stream needs from a tokenizer."""
-
-    def decode(self, token_ids: Seq[int]) -> str:
-        """The text of these tokens."""
 
 
 class TextStream:
@@ -43,14 +28,12 @@ class TextStream:
         min_tokens: int = 0,
         state: State = State.CONTENT,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._detokenizer = detokenizer(tokenizer)
         self._matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
         self._reasoning = _Reasoning(state if stop else State.CONTENT)
         self._num_unsearched = 0  # characters of the first `min_tokens` tokens
         self._num_tokens = 0
-        self._recent: list[int] = []
-        self._num_certain = 0  # characters of the text of `_recent` that are part of `_decoded`
         self._decoded = ""
         self.text = ""
         self.stopped_by: str | None = None  # the stop string
@@ -71,27 +54,20 @@ class TextStream:
         """No more tokens follow: what was held back becomes text."""
         if self.stopped_by is not None:
             return
-        remaining_text = self._tokenizer.decode(self._recent)[self._num_certain :]
-        if not self._extend(remaining_text, is_last=True):
+        if not self._extend(self._detokenizer.finish(), is_last=True):
             self.text = self._decoded
 
     def _push(self, token_ids: Seq[int]) -> bool:
         """Decode tokens together; True if they complete a stop string."""
         self._num_tokens += len(token_ids)
-        self._recent += token_ids
-        text = self._tokenizer.decode(self._recent)
-        num_certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
-        num_dropped = 0  # characters that `_recent` no longer yields
-        if len(self._recent) > 2 * CONTEXT:
-            del self._recent[:-CONTEXT]
-            num_dropped = len(text) - len(self._tokenizer.decode(self._recent))
-        num_certain = max(num_certain, num_dropped, self._num_certain)
-        new, self._num_certain = text[self._num_certain : num_certain], num_certain - num_dropped
-        return self._extend(new)
+        return self._extend(self._detokenizer.push(token_ids))
 
     def _extend(self, text: str, *, is_last: bool = False) -> bool:
         """Add decoded text; True if it completes a stop string."""
         self._decoded += text
+        if not self._matchers:
+            self.text = self._decoded
+            return False
         num_new = self._reasoning.feed(text, is_last=is_last)
         if self._num_tokens <= self._min_tokens:
             self._num_unsearched = len(self._decoded)
@@ -105,7 +81,7 @@ class TextStream:
             place, self.stopped_by = min(matches)
             self.text = self._decoded[:place]
             return True
-        num_matched = max((matcher.num_matched for matcher in self._matchers), default=0)
+        num_matched = max(matcher.num_matched for matcher in self._matchers)
         first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
         self.text = self._decoded[: max(first_withheld, self._num_unsearched)]
         return False

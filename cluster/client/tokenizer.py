@@ -31,7 +31,15 @@ class Tokenizer:
         files = tokenizer_files.read(path)
         self._backend, self._template = files.backend, files.template
         self._eos_token = files.eos_token
-        self._bytes: dict[int, bytes] = {}  # by token id; at most as many as the vocabulary has
+        # By token id; at most as many as the vocabulary has.
+        self._bytes: dict[int, bytes] = {}
+        self._text_bytes: dict[int, bytes] = {}
+        self._special_ids = {
+            token_id
+            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            if token.special
+        }
+        self.text_bytes = self._bytes_in_text if files.decodes_bytes else None
         self.file = path / "tokenizer.json" if files.is_byte_level else None
         template = files.template
         self.template_variables = frozenset[str]() if template is None else template.variables
@@ -102,6 +110,17 @@ class Tokenizer:
             [text] = self._backend.decode_batch([ids], skip_special_tokens=True)
         return text
 
+    def _bytes_in_text(self, token_id: int) -> bytes:
+        """What a token adds to what `decode` returns, which the `ByteLevel` decoder of the
+        tokenizers library makes of the bytes of all tokens.
+        """
+        text_bytes = self._text_bytes.get(token_id)
+        if text_bytes is None:
+            token = self._backend.id_to_token(token_id)
+            is_left_out = token is None or token_id in self._special_ids
+            text_bytes = self._text_bytes[token_id] = b"" if is_left_out else _spelled(str(token))
+        return text_bytes
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be part of a character; a special token's
         name.
@@ -119,7 +138,7 @@ class Tokenizer:
         if token is None:
             return b""  # ids beyond the tokenizer's own, which pad the vocabulary
         if all(char in _BYTE_OF for char in token):
-            return bytes(_BYTE_OF[char] for char in token)
+            return _spelled(token)
         return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
 
     def render_chat(self, conversation: Conversation) -> str:
@@ -224,3 +243,11 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+def _spelled(token: str) -> bytes:
+    """The bytes that a token spells in that alphabet; UTF-8 if it has other characters too."""
+    try:
+        return bytes(map(_BYTE_OF.__getitem__, token))
+    except KeyError:
+        return token.encode()

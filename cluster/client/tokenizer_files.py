@@ -42,13 +42,14 @@ _TOKEN_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "spe
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerFiles:
     """What the files hold. eos_token: the text that ends a sequence. is_byte_level: tokens stand
-    for bytes.
+    for bytes; decodes_bytes: and decoding changes nothing else.
     """
 
     backend: Backend
     template: ChatTemplate | None
     eos_token: str | None
     is_byte_level: bool
+    decodes_bytes: bool
 
 
 def read(path: Path) -> TokenizerFiles:
@@ -87,6 +88,7 @@ def read(path: Path) -> TokenizerFiles:
             template=_template(path, config, special_tokens),
             eos_token=special_tokens.get("eos_token"),
             is_byte_level=is_byte_level,
+            decodes_bytes=decoder.get("type") == "ByteLevel",
         )
     except TemplateError as error:
         raise ConfigError(f"the chat template in {path} cannot be read: {error}") from error

@@ -34,7 +34,10 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.roofline import Machine, probe_cpu, report, works_of
 
-DEFAULT_NUM_SEQS, DEFAULT_MAX_INPUT, DEFAULT_MAX_OUTPUT, DEFAULT_TEMPERATURE = 256, 1024, 1024, 0.6
+DEFAULT_NUM_SEQS = 256
+DEFAULT_MAX_INPUT = 1024
+DEFAULT_MAX_OUTPUT = 1024
+DEFAULT_TEMPERATURE = 0.6
 MAX_SYNTHETIC_TOKEN_ID = 10000
 
 logger = logging.getLogger("eagleray")
@@ -99,7 +102,8 @@ def synthetic_requests(
     For each request `random.Random(seed)` draws with `randint` the prompt's length, its ids and the
     output's length, in this order.
     """
-    rng, last_token_id = random.Random(seed), min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
+    rng = random.Random(seed)
+    last_token_id = min(MAX_SYNTHETIC_TOKEN_ID, vocab_size - 1)
 
     def draw_length(max_length: int) -> int:
         return rng.randint(max(1, max_length // 10), max_length)
@@ -193,7 +197,9 @@ def _result(
     stats_before: EngineStats,
     machine: Machine | None,
 ) -> dict[str, Any]:
-    stats, engine, device = llm.stats(), config.engine, llm.report.device
+    stats = llm.stats()
+    engine = config.engine
+    device = llm.report.device
     generations = run.generations
     completions = [completion for g in generations for completion in g.completions]
     works = works_of(

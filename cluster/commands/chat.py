@@ -85,7 +85,9 @@ class Chat:
     def __init__(self, llm: LLM, setup: EngineSetup, console: Console) -> None:
         """`console` gets the answers; with their reasoning, if it is a terminal."""
         assert setup.tokenizer is not None
-        self._llm, self._tokenizer, self._console = llm, setup.tokenizer, console
+        self._llm = llm
+        self._tokenizer = setup.tokenizer
+        self._console = console
         self._max_model_len = llm.report.limits.max_model_len
         fallback = SamplingParams(max_tokens=llm.report.limits.max_total_tokens)
         self._params = SamplingParams(n=1).over(setup.defaults).over(fallback)

@@ -42,7 +42,7 @@ def _device_lines() -> list[str]:
     """The devices, then the backend for each kind of device."""
     import torch
 
-    from kernels.select import select_backend
+    from kernels.select import choose
 
     lines = [f"device cpu: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"]
     device_types = ["cpu"]
@@ -56,7 +56,7 @@ def _device_lines() -> list[str]:
     else:
         lines.append("device cuda: none")
     for device_type in device_types:
-        kernels = select_backend(device_type).capabilities
+        kernels = choose(device_type)
         block_size = kernels.default_block_size
         lines.append(
             f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.client.outputs import RequestOutput
@@ -29,39 +28,35 @@ from scheduler.params import SamplingParams
 logger = logging.getLogger("eagleray")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateJob:
-    """What to run: prompts, or an input file."""
-
-    config: EngineConfig
-    defaults: SamplingParams
-    prompts: tuple[str, ...]
-    input: Path | None
-    output: Path | None
-    raw: bool
-
-
-def run_generate(job: GenerateJob) -> None:
-    """Check the input, start an engine, generate, write answers, stop. Raises `ClientError` before
-    anything runs.
+def run_generate(
+    config: EngineConfig,
+    defaults: SamplingParams,
+    *,
+    prompts: list[str],
+    input: Path | None,
+    output: Path | None,
+    raw: bool,
+) -> None:
+    """Check the input, prompts or a file, start an engine, generate, write answers, stop. Raises
+    `ClientError` before anything runs.
     """
     check_arguments(sys.argv)
-    if bool(job.prompts) == (job.input is not None):
+    if bool(prompts) == (input is not None):
         raise RequestError("give either PROMPTs or --input FILE.jsonl")
-    if job.raw and job.input is not None:
+    if raw and input is not None:
         raise RequestError(
             "--raw applies to PROMPTs; each line of --input has `prompt` or `messages` itself"
         )
-    requests = read_requests(job.input) if job.input is not None else None
-    if job.output is not None:
-        _check_output(job.output, job.input)
-    for prompt in job.prompts:
+    requests = read_requests(input) if input is not None else None
+    if output is not None:
+        _check_output(output, input)
+    for prompt in prompts:
         if not prompt:
             raise RequestError("a prompt is empty; give at least one token", "prompt")
-    setup = prepare(job.config, job.defaults)
+    setup = prepare(config, defaults)
     if requests is None:
-        is_chat = setup.has_chat_template and not job.raw
-        requests = [_request_of(prompt, is_chat=is_chat) for prompt in job.prompts]
+        is_chat = setup.has_chat_template and not raw
+        requests = [_request_of(prompt, is_chat=is_chat) for prompt in prompts]
     with contextlib.closing(setup.request_builder()) as builder:
         requests = tokenize_batch(builder, requests)
     with LLM(setup=setup) as llm:
@@ -70,7 +65,7 @@ def run_generate(job: GenerateJob) -> None:
         began_s = time.perf_counter()
         outputs = run_batch(llm, requests, progress=sys.stderr.isatty())
         seconds = time.perf_counter() - began_s
-        _write_outputs(job, outputs)
+        _write_outputs(outputs, prompts, output)
         logger.info("%s", _describe_speed(outputs, seconds))
 
 
@@ -100,22 +95,23 @@ def _request_of(text: str, *, is_chat: bool) -> BatchRequest:
     return BatchRequest(source="", prompt=prompt, params=SamplingParams())
 
 
-def _write_outputs(job: GenerateJob, outputs: list[RequestOutput]) -> None:
-    if job.input is None and job.output is None:
-        for prompt, output in zip(job.prompts, outputs, strict=True):
+def _write_outputs(outputs: list[RequestOutput], prompts: list[str], path: Path | None) -> None:
+    """To the file, or to standard output: with `prompts` the texts, otherwise lines of JSON."""
+    if prompts and path is None:
+        for prompt, output in zip(prompts, outputs, strict=True):
             if output.error is not None:
                 logger.error("%r failed: %s", prompt, output.error)
             for completion in output.outputs:
                 print(f"> {prompt}\n{completion.text}\n")
         return
     lines = "".join(output_line(i, output) + "\n" for i, output in enumerate(outputs))
-    if job.output is None:
+    if path is None:
         print(lines, end="")
         return
     try:
-        job.output.write_text(lines, encoding="utf-8")
+        path.write_text(lines, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output {str(job.output)!r} cannot be written: {error}") from None
+        raise ConfigError(f"--output {str(path)!r} cannot be written: {error}") from None
 
 
 def _describe_speed(outputs: list[RequestOutput], seconds: float) -> str:

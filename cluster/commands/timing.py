@@ -94,7 +94,8 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
 
     Raises the error of a request that failed; the others continue until the engine is shut down.
     """
-    run, began_s = TimedRun(), time.perf_counter()
+    run = TimedRun()
+    began_s = time.perf_counter()
     while (num_sent := len(run.timelines)) < len(requests):
         time.sleep(max(0.0, began_s + due_s[num_sent] - time.perf_counter()))
         elapsed_s = time.perf_counter() - began_s

@@ -86,7 +86,8 @@ def table(url: str, previous: MetricsReading | None, reading: MetricsReading) ->
         return totals[name] - baseline.totals[name]
 
     def rate(name: str) -> str:
-        return f"{increase(name) / seconds:.1f} per s" if seconds else f"{totals[name]:.0f}"
+        total = f"{totals[name]:.0f} since the start"
+        return f"{increase(name) / seconds:.1f} per s, {total}" if seconds else total
 
     def mean_ms(name: str) -> str:
         count = increase(f"{name}_count")
@@ -124,7 +125,8 @@ def table(url: str, previous: MetricsReading | None, reading: MetricsReading) ->
         "a step": step_ms("part"),
         "a step by rank": step_ms("rank", "rank "),
     }
-    result = Table(title=f"Eagleray at {url}", show_header=False)
+    period = f"the last {seconds:.0f} s" if previous else "since its start"
+    result = Table(title=f"Eagleray at {url}, {period}", show_header=False)
     for title, value in rows.items():
         result.add_row(title, value)
     return result

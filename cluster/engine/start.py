@@ -64,6 +64,10 @@ class EngineProcesses:
         """The driver actor. After its death, this is its successor."""
         return self._owner.driver
 
+    def recovery_waits_for(self) -> str:
+        """What the replacement of the driver waits for, in one line."""
+        return self._owner.recovery_waits_for()
+
     def places(self) -> list[Place]:
         """Where the ranks are. Raises `WorkerError` while a node is missing."""
         return self._owner.placement.places()
@@ -83,7 +87,7 @@ def _start(
     placement = Placement(
         num_ranks, device, f"eagleray-{engine_id}", placement_group, setup.config.wait_for_nodes_s
     )
-    undo_stack.callback(_undo_in_session, session_lease, placement.remove)
+    undo_stack.callback(_undo_unless_ray_ended, session_lease, placement.remove)
     placement.reserve()
     owner = DriverOwner(_resolve(setup, device, placement), placement, engine_id)
     frontend = Frontend(
@@ -95,7 +99,7 @@ def _start(
     )
     # No thread of ours may be inside Ray when Ray stops.
     undo_stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
-    undo_stack.callback(_undo_in_session, session_lease, owner.stop)
+    undo_stack.callback(_undo_unless_ray_ended, session_lease, owner.stop)
     undo_stack.callback(frontend.close)
     report = owner.start()
     frontend.driver.follow()
@@ -270,7 +274,7 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
     return resolved
 
 
-def _undo_in_session(session_lease: str, undo: Callable[[], None]) -> None:
+def _undo_unless_ray_ended(session_lease: str, undo: Callable[[], None]) -> None:
     """Call `undo` unless Ray was shut down, which has ended everything: the call would start a new
     Ray.
     """

@@ -121,8 +121,8 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
 def _format(structure: CallStructure, calls: list[CallFormat], otherwise: Format | None) -> Format:
     if not structure.is_required:
         return calls_possible(calls, only_one=structure.only_one)
-    required = calls_required(calls, only_one=structure.only_one)
-    return required if otherwise is None else one_of([otherwise, required])
+    required_calls = calls_required(calls, only_one=structure.only_one)
+    return required_calls if otherwise is None else one_of([otherwise, required_calls])
 
 
 def _num_to_free(sizes: list[int], excess: int) -> int:

@@ -63,7 +63,9 @@ class Follower:
         self.grammar = grammar
         self.num_followed = 0
         self.is_quick = False  # loaded, and every mask came quickly
-        self._helper, self._lock, self._on_answers = helper, lock, on_answers
+        self._helper = helper
+        self._lock = lock
+        self._on_answers = on_answers
         self._has_work = threading.Condition(lock)  # notified when the thread has something to do
         self._queue: deque[Followed] = deque()
         self._ended_numbers: list[int] = []

@@ -16,7 +16,6 @@ from cluster.grammar import patterns
 from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
 from cluster.grammar.schemas import ANY_OBJECT, honored
 from scheduler.bounds import shown
-from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]
@@ -103,7 +102,7 @@ def _schema(schema: object) -> Any:
         json.dumps(schema, ensure_ascii=False).encode()  # no half of a surrogate pair
         return schema
     except (ValueError, RecursionError) as error:
-        raise _refused(f"json is not a JSON schema: {shown(str(error))}") from None
+        raise patterns.refused(f"json is not a JSON schema: {shown(str(error))}") from None
 
 
 def _call(tool: CallFormat) -> Format:
@@ -127,7 +126,3 @@ def _json(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
 def one_of(formats: list[Format]) -> Format:
     """Any of the formats."""
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
-
-
-def _refused(why: str) -> RequestError:
-    return RequestError(f"structured_outputs: {why}", "structured_outputs")

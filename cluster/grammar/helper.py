@@ -41,7 +41,8 @@ class Child:
     """A child of the helper. One thread; any may `close`."""
 
     def __init__(self, helper: Helper, pipe: Pipe, pid: int) -> None:
-        self._helper, self._pipe = helper, pipe
+        self._helper = helper
+        self._pipe = pipe
         self.pid = pid
 
     def call(self, limit_s: float, name: str, *arguments: Any) -> Any:

@@ -189,8 +189,8 @@ def _object(schema: Schema, where: str) -> Schema:
     is named.
     """
     properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
-    required = list(dict.fromkeys(schema.get("required", ())))
-    names = _property_names(schema, where)
+    required_names = list(dict.fromkeys(schema.get("required", ())))
+    names = _names_schema(schema, where)
     if names is not None:
         schema["propertyNames"] = names
     else:
@@ -198,7 +198,7 @@ def _object(schema: Schema, where: str) -> Schema:
     has_name_rules = "patternProperties" in schema or names is not None
     if additional is None and not properties and not has_name_rules:
         additional = True
-    for name in required:
+    for name in required_names:
         if name not in properties:
             if additional is False or has_name_rules:
                 raise NotHonored(
@@ -206,7 +206,7 @@ def _object(schema: Schema, where: str) -> Schema:
                     "required",
                 )
             properties[name] = True if additional is None else additional
-    _check_false(properties, required, additional, where)
+    _check_false(properties, required_names, additional, where)
     if "patternProperties" in schema:
         _check_patterns(schema, properties, additional, where)
         additional = False
@@ -214,15 +214,15 @@ def _object(schema: Schema, where: str) -> Schema:
     if additional is None and properties and not possible:
         additional = False  # without properties, any are possible
     has_free_names = has_name_rules or additional not in (None, False)
-    _check_count(schema, len(required), None if has_free_names else len(possible), where)
-    schema |= {"properties": possible, "required": required}
+    _check_count(schema, len(required_names), None if has_free_names else len(possible), where)
+    schema |= {"properties": possible, "required": required_names}
     if additional is not None:
         schema["additionalProperties"] = additional
     optional = ("properties", "required", "patternProperties")
     return {name: value for name, value in schema.items() if value or name not in optional}
 
 
-def _property_names(schema: Schema, where: str) -> Schema | None:
+def _names_schema(schema: Schema, where: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
     names = schema.get("propertyNames")
     if names is None or names is True or names == {"type": "string"}:
@@ -239,10 +239,12 @@ def _property_names(schema: Schema, where: str) -> Schema | None:
     return dict(names)
 
 
-def _check_false(properties: Schema, required: list[str], additional: Any, where: str) -> None:
+def _check_false(
+    properties: Schema, required_names: list[str], additional: Any, where: str
+) -> None:
     """Raise `NotHonored` for properties that must not be there, if they could be."""
     for name, part in properties.items():
-        if part is False and name in required:
+        if part is False and name in required_names:
             raise NotHonored(f"{where}.required names {shown(name)}, which cannot be", "required")
         if part is False and additional not in (None, False):
             raise NotHonored(

@@ -57,15 +57,15 @@ def rewritten(pattern: object, where: str, *, in_json: bool = False) -> str:
     of strings in JSON, which go on where a pattern has one anchor alone. Raises `RequestError`.
     """
     if not isinstance(pattern, str):
-        raise _refused(f"{where} must be text, got {shown(pattern)}")
+        raise refused(f"{where} must be text, got {shown(pattern)}")
     check("pattern", len(pattern), where, "structured_outputs")
     if re.search(r"\(\?(?!:)", pattern):
-        raise _refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
+        raise refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
     groups = [_Group(True, True)]
     tokens = _TOKEN.findall(pattern)
     text = "".join(_part(token, groups, where, in_json=in_json) for token in tokens)
     if len(groups) > 1:
-        raise _refused(f"{where}: a group is not closed")
+        raise refused(f"{where}: a group is not closed")
     if not in_json:
         return text
     if not groups[0].has_alternatives:
@@ -118,7 +118,7 @@ def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str
     group = groups[-1]
     if token == "^":
         if not group.is_at_start:
-            raise _refused(f"{where}: '^' is possible at the beginning alone")
+            raise refused(f"{where}: '^' is possible at the beginning alone")
         return ""
     if token == "$":
         group.is_at_end = True
@@ -130,7 +130,7 @@ def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str
         return token
     if token in (")", ")?"):
         if len(groups) == 1:
-            raise _refused(f"{where}: a group is closed that is not open")
+            raise refused(f"{where}: a group is closed that is not open")
         groups.pop()
         groups[-1].is_at_end |= group.ends or group.is_at_end
         # In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches.
@@ -144,7 +144,7 @@ def _atom(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str
     """What a token that matches something becomes."""
     group = groups[-1]
     if group.is_at_end:
-        raise _refused(f"{where}: '$' is possible at the end alone")
+        raise refused(f"{where}: '$' is possible at the end alone")
     if token in ("(", "(?:"):
         groups.append(_Group(group.is_at_start, group.is_at_start))
         group.is_at_start = False
@@ -157,7 +157,7 @@ def _atom(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str
     if character is None or not in_json or not _is_escaped_in_json(character):
         return token
     if character not in _ESCAPED:
-        raise _refused(f"{where} has the control character {character!r}, which is not supported")
+        raise refused(f"{where} has the control character {character!r}, which is not supported")
     return _ESCAPED[character]
 
 
@@ -173,7 +173,7 @@ def _character(token: str, where: str) -> str | None:
     if name in _CONTROLS:
         return _CONTROLS[name]
     if name.isalnum() or not name:
-        raise _refused(f"{where}: {token!r} is not supported")
+        raise refused(f"{where}: {token!r} is not supported")
     return name
 
 
@@ -182,20 +182,20 @@ def _check_class(token: str, where: str, *, in_json: bool) -> None:
     leaves out those that need an escape, unless there are no others.
     """
     if token[-1] != "]":
-        raise _refused(f"{where}: a class is not closed")
+        raise refused(f"{where}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
     if items[:1] == ["^"]:
         items = items[1:]
         if not items:
-            raise _refused(f"{where}: the class {token!r} is empty")
+            raise refused(f"{where}: the class {token!r} is empty")
         for item in items:
             _character(item, where)
         return
     if not items:
-        raise _refused(f"{where}: the class {token!r} is empty")
+        raise refused(f"{where}: the class {token!r} is empty")
     characters = [_character(item, where) if item[0] == "\\" else item for item in items]
     if in_json and not any(map(_has_unescaped, _ranges(items, characters))):
-        raise _refused(f"{where}: the class {token!r} has no character that is not escaped in JSON")
+        raise refused(f"{where}: the class {token!r} has no character that is not escaped in JSON")
 
 
 def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, int]]:
@@ -229,5 +229,6 @@ def _is_escaped_in_json(character: str) -> bool:
     return character < " " or character in '"\\'
 
 
-def _refused(why: str) -> RequestError:
+def refused(why: str) -> RequestError:
+    """The error for a structure that cannot be followed."""
     return RequestError(f"structured_outputs: {why}", "structured_outputs")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cluster.grammar import keywords, merging
+from cluster.grammar import keywords, merging, patterns
 from cluster.grammar.merging import CannotMerge, Merger
 from cluster.grammar.ranges import NotHonored
 from cluster.grammar.references import References, check_ends
@@ -69,7 +69,7 @@ def honored(schema: object, where: str) -> Any:
     try:
         return _Rewriter(schema, where, drops=False).rewritten()
     except NotHonored as error:
-        raise _refused(str(error)) from None
+        raise patterns.refused(str(error)) from None
 
 
 def loosened(schema: object, where: str) -> tuple[Any, bool]:
@@ -93,7 +93,9 @@ class _Rewriter:
         self.has_dropped = False
         self._has_references = False
         self._num_parts = 0
-        self._root, self._where, self._drops = root, where, drops
+        self._root = root
+        self._where = where
+        self._drops = drops
         self._references = References(root)
         self._merger = Merger(self._references)
         self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to
@@ -120,14 +122,14 @@ class _Rewriter:
         """
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
-            raise _refused(
+            raise patterns.refused(
                 f"{self._where} becomes more than {_MAX_PARTS} parts where references have other"
                 " keywords beside them; simplify it"
             )
         if _has_type_alone(schema):
             return {"type": schema["type"]}
         if self._drops and isinstance(schema, Mapping):
-            schema = self._with_honored(schema)
+            schema = self._without_unhonored(schema)
         try:
             merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
             if isinstance(merged, bool):
@@ -167,7 +169,7 @@ class _Rewriter:
                 remaining = {name: schema[name] for name in schema if name != error.keyword}
                 schema = self._references.copied(schema, remaining)
 
-    def _with_honored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_unhonored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
         modern = _modern(schema)
         rest = {name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)}
@@ -366,7 +368,3 @@ def _any_of_type(schema: Any) -> Any:
     if type_name == "object":
         return dict(ANY_OBJECT)
     return {"type": type_name} if type_name in _SCALARS else True
-
-
-def _refused(why: str) -> RequestError:
-    return RequestError(f"structured_outputs: {why}", "structured_outputs")

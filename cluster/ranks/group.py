@@ -321,7 +321,7 @@ class RankGroup:
                 f"{action} did not finish within {limit_s:g} s on rank {sorted(late_ranks)}"
             ) from None
         except RayError as error:
-            raise _translated(error, refs, action, self._rank_maker.num_ranks) from error
+            raise _error_of_ranks(error, refs, action, self._rank_maker.num_ranks) from error
 
 
 class LostCallsError(WorkerError):
@@ -351,7 +351,7 @@ def _checkpoint_id(reports: Seq[WorkerReport]) -> str:
     return ",".join([reports[0].checkpoint, *(report.loaded for report in reports)])
 
 
-def _translated(
+def _error_of_ranks(
     error: Exception, refs: Seq[ray.ObjectRef[Any]], action: str, num_ranks: int
 ) -> EaglerayError:
     """An error of ours with the message of each rank that failed, in calls ordered by rank, one or

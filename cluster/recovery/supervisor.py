@@ -56,8 +56,11 @@ class Supervisor:
         self._rank_maker = rank_maker
         self._options = rank_maker.config.engine
         self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
-        self._busy_since_s, self._has_work = busy_since_s, has_work
-        self._on_group, self._on_lost, self._on_dead = on_group, on_lost, on_dead
+        self._busy_since_s = busy_since_s
+        self._has_work = has_work
+        self._on_group = on_group
+        self._on_lost = on_lost
+        self._on_dead = on_dead
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
@@ -151,17 +154,17 @@ class Supervisor:
             self._wake_event.clear()
             try:
                 if not self._is_stopping:
-                    self.turn()
+                    self.check_group()
             except Exception as error:  # a process that does not die, or a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(reason_of(error))
 
-    def turn(self) -> None:
+    def check_group(self) -> None:
         """Check the group once and act on the result. What may pass by itself, such as a node that
-        does not answer, is tried again with a later turn.
+        does not answer, is tried again with a later check.
         """
         try:
-            self._turn()
+            self._check_group()
         except Exception as error:
             if not kind_of(error).is_transient:
                 raise
@@ -172,7 +175,7 @@ class Supervisor:
             elif self.recovery.is_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
 
-    def _turn(self) -> None:
+    def _check_group(self) -> None:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._watch is not None
@@ -180,19 +183,19 @@ class Supervisor:
                 recovery.note_progress()
             elif self._watch.all_answer and not self._has_work():
                 recovery.note_idle()
-            reason = self._step_failure() or self._watch.check(self._busy_since_s())
+            reason = self._take_step_failure() or self._watch.check(self._busy_since_s())
             if reason is None:
                 self._spares.prepare(is_busy=self._has_work())
             else:
                 self._lose(reason)
-        elif recovery.state is RecoveryState.FENCING:  # an earlier turn could not finish that
+        elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that
             self._fence()
         elif recovery.state is RecoveryState.ASSEMBLING:
             self._check_assembly()
         elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
 
-    def _step_failure(self) -> str | None:
+    def _take_step_failure(self) -> str | None:
         """Why a step of the present epoch failed, if one did. Each failure is returned once."""
         failed_step, self._failed_step = self._failed_step, None
         assert self._group is not None
@@ -212,7 +215,8 @@ class Supervisor:
         """End every process of this epoch; only then may the next begin. May be called again after
         a failure.
         """
-        group, began_s = self._group, time.monotonic()
+        group = self._group
+        began_s = time.monotonic()
         assert group is not None
         group.close()  # if the engine thread waits for one of its steps, that fails now
         if self._assembly is not None:
@@ -260,7 +264,8 @@ class Supervisor:
                 self._lose(reason)
 
     def _serve(self, group: RankGroup) -> None:
-        self._assembly, self._is_serving = None, True
+        self._assembly = None
+        self._is_serving = True
         if self._watch is None:
             self._watch = self._watch_of(group)
         self.recovery.note_assembled()

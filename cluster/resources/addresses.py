@@ -42,27 +42,48 @@ def check_port(host: str, port: int) -> None:
     """Raise `ConfigError` unless a server can listen on this port of `host`, a name or an
     address.
     """
+    for bound_socket in bound_sockets(host, port):
+        bound_socket.close()
+
+
+def bound_sockets(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of `host`, a name or an address, that does not listen yet. With
+    "::" it takes connections of both protocols. Raises `ConfigError`.
+    """
+    sockets: list[socket.socket] = []
+    failures: list[OSError] = []
     try:
         places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        failures = [error for place in places if (error := _cannot_bind(place[0], place[4]))]
+        for family, _, _, _, address in dict.fromkeys(places):
+            try:
+                sockets.append(_bind(family, address))
+            except OSError as error:
+                failures.append(error)
         serious = [error for error in failures if error.errno not in _NOT_HERE]
-        if serious or len(failures) == len(places):
+        if serious or not sockets:
             raise (serious or failures)[0]
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: no valid port, name
+        for bound_socket in sockets:
+            bound_socket.close()
         raise ConfigError(
             f"cannot listen on {host_and_port(host, port)}: {error}. Choose another --port or"
             " --host"
         ) from None
+    return sockets
 
 
-def _cannot_bind(family: int, address: Any) -> OSError | None:
+def _bind(family: int, address: Any) -> socket.socket:
+    bound_socket = socket.socket(family)
     try:
-        with socket.socket(family) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        return error
-    return None
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            is_for_all = address[0] == "::" and socket.has_dualstack_ipv6()
+            bound_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_for_all)
+        bound_socket.bind(address)
+    except BaseException:
+        bound_socket.close()
+        raise
+    return bound_socket
 
 
 def same_address(one: str, other: str) -> bool:

@@ -1,5 +1,5 @@
 """Makes a Serve application from a configuration: one deployment with its own engine, or an API
-that leases several engines.
+apart from its engines.
 
 `serve run` and `serve deploy` call `build` (see `configs/serve.yaml`). Errors in the configuration
 are raised here, before Serve starts a replica.
@@ -64,7 +64,7 @@ def application(config: ServeConfig) -> serve.Application:
         "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],
         "placement_group_strategy": strategy_for(num_ranks, device),
     }
-    if config.is_single:
+    if config.api_has_engine:
         return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)
     bound_engines = serve.deployment(
         **engine_options,

@@ -1,4 +1,5 @@
-"""One of several engines: a deployment without an API, whose driver is leased per request.
+"""An engine without an API: a deployment whose driver the API processes share, or, with several
+engines, lease per request.
 
 A lease is a stream of one item: it yields the driver at once and stays open until the request ends,
 so that Ray Serve sees an ordinary running request. Its holder cancels it. A holder that is killed
@@ -9,7 +10,9 @@ here: the holder polls the driver.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +31,7 @@ from cluster.serve.ray_metrics import report_periodically
 from cluster.serve.router import LeaseRequest
 from cluster.timeouts import ENGINE_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
-from scheduler.errors import OverloadedError
+from scheduler.errors import EaglerayError, OverloadedError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
@@ -38,6 +41,7 @@ DEPLOYMENT_NAME = "engine"
 LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
 LAST_CHOICE_LOOKUP_TIMEOUT_S = 10.0
 HOLDER_CHECK_PERIOD_S = 5.0
+LAST_NEWS_S = 0.5  # more than the last token takes from the driver to a process of the API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +92,7 @@ class EngineReplica:
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model_name = config.model_name
+        self._drain_limit_s = config.drain_timeout_s
         sampling = SamplingParams.from_dict(config.sampling)
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
         placement_group = ray.util.get_current_placement_group()
@@ -112,19 +117,31 @@ class EngineReplica:
         that got this engine although it wanted to avoid it has no other choice, so it waits longer
         for the driver.
         """
+        is_last_choice = self._replica_id in lease_request.avoided_ids
+        driver = await self._live_driver(
+            LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S
+        )
+        yield Lease(replica_id=self._replica_id, driver=driver)
+        if driver is not None:
+            await self._death_of(lease_request.holder)
+
+    async def driver(self) -> Any | None:
+        """The driver, for the API processes that share it. None while it is being replaced."""
+        return await self._live_driver(LAST_CHOICE_LOOKUP_TIMEOUT_S)
+
+    async def recovery_waits_for(self) -> str:
+        """What the replacement of the driver waits for, in one line."""
+        return self._engine.recovery_waits_for()
+
+    async def _live_driver(self, limit_s: float) -> Any | None:
         lookup = self._driver_lookup
         if lookup is None or lookup.done():
             lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.driver.live))
             self._driver_lookup = lookup
-        is_last_choice = self._replica_id in lease_request.avoided_ids
-        limit_s = LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.
         has_driver = lookup.done() and lookup.exception() is None
-        driver = lookup.result() if has_driver else None
-        yield Lease(replica_id=self._replica_id, driver=driver)
-        if driver is not None:
-            await self._death_of(lease_request.holder)
+        return lookup.result() if has_driver else None
 
     def _death_of(self, holder: Any | None) -> asyncio.Future[Any]:
         """Done when the actor that holds leases is dead; never for a program that is no actor."""
@@ -158,6 +175,19 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raises when the engine is dead for good, so that Serve replaces this replica."""
         self._health.check()
+
+    async def __del__(self) -> None:
+        """Serve awaits this before it ends the replica. Waits for the requests of processes that
+        share the engine, which Serve does not know of.
+        """
+        until_s = time.monotonic() + self._drain_limit_s
+        with contextlib.suppress(EaglerayError):  # it has ended before
+            while await self._is_busy() and time.monotonic() < until_s:
+                await asyncio.sleep(LAST_NEWS_S)
+
+    async def _is_busy(self) -> bool:
+        stats = await self.stats()
+        return stats.num_running + stats.num_waiting > 0
 
     async def _metric_families(self) -> Any:
         return engine_families(await self.stats())

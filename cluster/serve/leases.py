@@ -84,14 +84,21 @@ class EngineLeases:
     """Leases engines of a deployment for requests. Any thread, except `lease`."""
 
     def __init__(
-        self, engines: DeploymentHandle[Any], block_size: int, holder: Any | None = None
+        self,
+        engines: DeploymentHandle[Any],
+        block_size: int,
+        holder: Any | None = None,
+        *,
+        is_only_one: bool = True,
     ) -> None:
-        """`holder`: the actor in which this is, if it is one. Made on the event loop of `lease`."""
+        """`holder`: the actor in which this is, if it is one. `is_only_one`: see `PrefixTable`.
+        Made on the event loop of `lease`.
+        """
         self._lease_method = engines.options(method_name="lease", stream=True)
         self._block_size = block_size
         self._holder = holder
         self._loop = asyncio.get_running_loop()
-        self._table = PrefixTable()
+        self._table = PrefixTable(is_only_one=is_only_one)
         self._table_lock = threading.Lock()
 
     async def lease(self, routed: RoutedRequest) -> Lease | None:

@@ -21,7 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Generation
 from cluster.ray_errors import NoAnswerError
-from cluster.serve.engine import EngineStatus
+from cluster.serve.calls import answers_in_time
 from cluster.serve.leases import RETRY_PAUSE_S, EngineLeases, RoutedRequest
 from cluster.serve.senders import RequestSender
 from cluster.timeouts import POOL_STATS_TIMEOUT_S
@@ -47,12 +47,15 @@ class EnginePool:
         answer_limit_s: float,
         lease_limit_s: float,
         holder: Any | None = None,
+        *,
+        is_only_one: bool = True,
     ) -> None:
         """`answer_limit_s`: how long an engine may take to answer, `lease_limit_s`: how long a
         request may wait for an engine. `holder`: the actor in which this is, if it is one.
+        `is_only_one`: no other process leases these engines for the same clients.
         """
         self._engines = engines
-        self._leases = EngineLeases(engines, block_size, holder)
+        self._leases = EngineLeases(engines, block_size, holder, is_only_one=is_only_one)
         self._answer_limit_s = answer_limit_s
         self._lease_limit_s = lease_limit_s
         self._loop = asyncio.get_running_loop()
@@ -124,10 +127,6 @@ class EnginePool:
     async def all_stats(self) -> list[EngineStats]:
         """The counters of each engine that answers."""
         return await self._ask_engines("stats")
-
-    async def statuses(self) -> list[EngineStatus]:
-        """Every engine that answers."""
-        return await self._ask_engines("status")
 
     # -- placing -----------------------------------------------------------------------------------
 
@@ -232,13 +231,7 @@ class EnginePool:
 
     async def _ask_engines(self, method: str, *args: Any) -> list[Any]:
         """The answers of the engines that give one in time."""
-        calls = self._engines.broadcast(method, *args)
-        try:
-            async with asyncio.timeout(POOL_STATS_TIMEOUT_S):
-                answers = await calls.results_async(return_exceptions=True)
-        except TimeoutError:
-            return []
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        return await answers_in_time(self._engines, method, *args, limit_s=POOL_STATS_TIMEOUT_S)
 
     def _run(self, coroutine: Any, limit_s: float) -> Any:
         """Run a coroutine on the event loop. Raises `OverloadedError` after `limit_s`."""

@@ -31,7 +31,7 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:
         stride *= 2
     hashes = array("Q")
-    hasher = xxhash.xxh3_64(cache_salt.encode())
+    hasher = xxhash.xxh3_64(cache_salt.encode("utf-8", "surrogatepass"))
     token_array = array("i", token_ids)
     for end in range(stride, len(token_array) + 1, stride):
         hasher.update(token_array[end - stride : end].tobytes())
@@ -41,14 +41,18 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
 
 def session_hash(session_id: str) -> int:
     """The hash of a session, 64 bits."""
-    return xxhash.xxh3_64_intdigest(session_id.encode(), seed=1)
+    return xxhash.xxh3_64_intdigest(session_id.encode("utf-8", "surrogatepass"), seed=1)
 
 
 class PrefixTable:
     """Chooses engines for requests, by name. Not safe for several threads."""
 
-    def __init__(self, max_hashes: int = MAX_HASHES) -> None:
+    def __init__(self, max_hashes: int = MAX_HASHES, *, is_only_one: bool = True) -> None:
+        """`is_only_one`: no other process chooses engines for the same clients. If others do, a
+        session that is new here may not be new to them, so it has an engine on which all agree.
+        """
         self._max_hashes = max_hashes
+        self._is_only_one = is_only_one
         # The engines that got a prompt with this prefix, or a request of this session; least
         # recently used first.
         self._engines_by_hash: OrderedDict[int, set[str]] = OrderedDict()
@@ -81,7 +85,9 @@ class PrefixTable:
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
         num_matching = self._num_matching_hashes(hashes)
         by_hash = self._engines_by_hash
-        session_engines = by_hash.get(hashed_session, set()) if hashed_session is not None else ()
+        session_engines = set[str]()
+        if hashed_session is not None:
+            session_engines = by_hash.get(hashed_session) or self._home(hashed_session, candidates)
 
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open = self._num_open[engine]
@@ -109,6 +115,18 @@ class PrefixTable:
         engine = self._engine_by_request.pop(request, None)
         if engine is not None:
             self._num_open[engine] -= 1
+
+    def _home(self, hashed_session: int, engines: Collection[str]) -> set[str]:
+        """The engine of a session of which this table knows nothing, if it is to have one: by
+        rendezvous hashing, so that it changes for few sessions when an engine comes or goes.
+        """
+        if self._is_only_one:
+            return set()
+
+        def weight(engine: str) -> int:
+            return xxhash.xxh3_64_intdigest(engine.encode(), seed=hashed_session)
+
+        return {max(engines, key=weight)}
 
     def _keep_only(self, engines: frozenset[str]) -> None:
         """Forget all engines but these."""

@@ -1,4 +1,5 @@
-"""The API of a served application, over its own engine or over several engines in other replicas.
+"""The API of a served application: over an engine of its own, one that it shares with other API
+processes, or several engines.
 
 A replica with its own engine runs in bundle 0 of a placement group that has one bundle per rank;
 the driver and the ranks run in the same group. HTTP requests reach `Api` directly or through
@@ -10,20 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-import socket
 import sys
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import ray
-import uvicorn
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.access import Access
 from cluster.api.app import SWITCH_INTERVAL_S, Api
-from cluster.api.connections import server_config
 from cluster.api.endpoints import Served
 from cluster.api.limits import ApiLimits
 from cluster.api.metrics import Family, engine_families
@@ -34,13 +32,19 @@ from cluster.client.prompts import Message, Prompt, as_list, conversations
 from cluster.client.setup import EngineSetup, prepare
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
+from cluster.serve.calls import answers_in_time
 from cluster.serve.engine import EngineStatus, status_of
+from cluster.serve.gathered import GatheredCounters, ProcessCounters
 from cluster.serve.health import DriverHealth
+from cluster.serve.listener import HttpListener
 from cluster.serve.pool import EnginePool
 from cluster.serve.ray_metrics import report_periodically
-from cluster.timeouts import GATHER_TIMEOUT_S, Timeouts
+from cluster.serve.shared_engine import SharedEngine
+from cluster.timeouts import GATHER_TIMEOUT_S, POOL_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
+from scheduler.errors import EaglerayError
 from scheduler.limits import SchedulerLimits
+from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
 
@@ -58,8 +62,8 @@ class ApiReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
     ) -> None:
-        """`engines`: the deployment whose engines are leased; without it, this replica starts its
-        own engine.
+        """`engines`: the deployment whose engines are shared or leased; without it, this replica
+        starts its own engine.
         """
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -67,27 +71,28 @@ class ApiReplica:
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
         setup = await asyncio.to_thread(prepare, config.engine, sampling)
-        self._engine: EngineProcesses | None = None
+        self._own_engine: EngineProcesses | None = None
         self._health: DriverHealth | None = None
         self._pool: EnginePool | None = None
+        self._engines = engines
         if engines is None:
             self._client = await self._start_engine(config, setup)
         else:
             self._client = await self._connect_to_engines(config, setup, engines)
         self._api = _api(config, setup, self._client)
         self._api.gather_metrics = self._gather_metrics
-        self._listens_itself = config.listen is not None
         self._drain_limit_s = config.drain_timeout_s
         replica_id = serve.get_replica_context().replica_id.unique_id
+        self._counters = GatheredCounters(replica_id, self._api.metrics.families)
         self._metrics_task = asyncio.create_task(
-            report_periodically(replica_id, self.metric_families)
+            report_periodically(replica_id, self._families_for_ray)
         )
-        self._http_server = asyncio.create_task(_serve_http(self._api, config.listen))
+        self._listener = HttpListener(self._api, config) if config.listens_itself else None
 
     async def _start_engine(self, config: ServeConfig, setup: EngineSetup) -> Client:
         """Start this replica's own engine; returns a client of it."""
         placement_group = ray.util.get_current_placement_group()
-        self._engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
+        self._own_engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
         replaced_s = Timeouts.of(config.engine).replaced_s
         self._health = DriverHealth(engine.frontend, replaced_s)
         return Client(setup.request_builder(engine.report.limits), engine.frontend)
@@ -99,12 +104,16 @@ class ApiReplica:
         timeouts = Timeouts.of(config.engine)
         limits: Any = await asyncio.wait_for(engines.limits.remote(), timeouts.first_engine_s)
         assert isinstance(limits, SchedulerLimits)
+        if config.is_single:
+            shared_engine = await asyncio.to_thread(SharedEngine, engines, timeouts)
+            return Client(setup.request_builder(limits), shared_engine.frontend)
         self._pool = EnginePool(
             engines,
             limits.block_size,
             timeouts.stuck_s,
-            timeouts.lease_s,
+            timeouts.lease_wait_s,
             holder=ray.get_runtime_context().current_actor,
+            is_only_one=config.api_replicas == 1,
         )
         return Client(setup.request_builder(limits), self._pool, self._pool.send)
 
@@ -154,23 +163,23 @@ class ApiReplica:
         """Refuse new requests and wait for the running ones; returns how many outputs still run."""
         return await self._api.drain(limit_s)
 
-    async def metric_families(self) -> list[Family]:
-        """The counters of this replica, and of its own engine if it has one."""
-        return self._api.metrics.families() if self._pool else await self._api.families()
+    async def counters(self) -> ProcessCounters:
+        """The counters of this process, and what it knows of those of others."""
+        return self._counters.known()
 
     async def engine_statuses(self) -> list[EngineStatus]:
-        """The engines, and where they run."""
-        if self._pool is not None:
-            return await self._pool.statuses()
-        assert self._engine is not None
-        return [await status_of(self._engine, self._model_name, await self._api.stats())]
+        """The engines that answer, and where they run."""
+        if self._engines is not None:
+            return await answers_in_time(self._engines, "status", limit_s=POOL_STATS_TIMEOUT_S)
+        assert self._own_engine is not None
+        return [await status_of(self._own_engine, self._model_name, await self._api.stats())]
 
     async def check_health(self) -> None:
         """Raises when this replica's own engine is dead for good, so that Serve replaces the
         replica. Engines of a separate deployment are replaced there.
         """
-        if self._http_server.done():
-            self._http_server.result()
+        if self._listener is not None:
+            self._listener.check()
         if self._health is not None:
             self._health.check()
 
@@ -178,19 +187,27 @@ class ApiReplica:
         """Serve awaits this before it ends the replica. Waits for the requests that came past
         Serve's proxy, which Serve does not know of.
         """
-        if self._listens_itself:
+        if self._listener is not None:
+            self._listener.take_no_more()
             await self._api.drain(self._drain_limit_s)
 
+    async def _families_for_ray(self) -> list[Family]:
+        """The counters of this replica, and of its own engine if it has one."""
+        return self._api.metrics.families() if self._engines else await self._api.families()
+
     async def _gather_metrics(self) -> list[list[Family]]:
-        """The families of all replicas, and of all engines."""
+        """The families of all processes of the API, and of all engines."""
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
-        families: list[list[Family]] = await asyncio.wait_for(
-            handle.broadcast("metric_families").results_async(), GATHER_TIMEOUT_S
-        )
-        if self._pool is not None:
-            families += [engine_families(stats) for stats in await self._pool.all_stats()]
+        answers = await answers_in_time(handle, "counters", limit_s=GATHER_TIMEOUT_S)
+        families = self._counters.of_all(answers)
+        with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
+            all_stats = await (self._pool.all_stats() if self._pool else self._stats_of_one())
+            families += map(engine_families, all_stats)
         return families
+
+    async def _stats_of_one(self) -> list[EngineStats]:
+        return [await self._api.stats()]
 
 
 def _api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
@@ -211,31 +228,13 @@ def _api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
             allowed_hosts=config.names(config.allowed_hosts),
             allowed_origins=config.names(config.allowed_origins),
         ),
-        echo_request_id=config.listen is not None,  # Serve's proxy adds it itself
+        echo_request_id=config.listens_itself,  # Serve's proxy adds it itself
         limits=ApiLimits(
-            max_open=config.max_open_per_api,
+            max_open=config.max_open,
             max_body_bytes=config.max_body_bytes,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
         ),
     )
-
-
-async def _serve_http(api: Api, address: tuple[str, int] | None) -> None:
-    """Serve HTTP from this process, if there is an address. Serve's proxy would handle each event
-    of a stream as a Ray object, which takes as much of the processor as a small model does.
-    """
-    if address is None:
-        return
-    host, port = address
-    server = uvicorn.Server(server_config(api, host=host, port=port, log_level="warning"))
-    setattr(server, "capture_signals", contextlib.nullcontext)  # noqa: B010 (Serve has its own)
-    if host == "::":  # all addresses, as from Serve's proxy; uvicorn would leave out those of IPv4
-        listener = socket.create_server(
-            address, family=socket.AF_INET6, dualstack_ipv6=socket.has_dualstack_ipv6()
-        )
-        await server.serve(sockets=[listener])
-    else:
-        await server.serve()
 
 
 def _num_outputs(params: SamplingParams | None) -> int:

@@ -31,6 +31,7 @@ from cluster.resources.addresses import check_port, host_and_port
 from cluster.resources.local_ray import check_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
+from cluster.serve.port import SharedPort
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
@@ -112,8 +113,12 @@ def _serve(
         functools.partial(check_again, setup.foreseen),
         check_alive if ends_with_ray else lambda: None,
     )
+    # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
+    is_direct = ends_with_ray and job.route_prefix == "/"
+    num_apis = job.config.api_replicas
+    port = SharedPort(job.host, job.port, num_apis) if is_direct and num_apis > 1 else None
     try:
-        handle = _start(job, ends_with_ray=ends_with_ray)
+        handle = _start(job, port, is_direct=is_direct)
         _wait_until_listening(job)
         signals.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
@@ -129,6 +134,9 @@ def _serve(
         if not ends_with_ray:  # a Ray that ends ends everything
             application.kill()  # Serve would wait for the running requests
         raise
+    finally:
+        if port is not None:
+            port.close()
     if not application.end() and not ends_with_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
@@ -160,17 +168,19 @@ def _adapt_to_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
     return job
 
 
-def _start(job: ServeJob, *, ends_with_ray: bool) -> Any:
+def _start(job: ServeJob, port: SharedPort | None, *, is_direct: bool) -> Any:
     """Start the application; returns a handle of it. Raises `ConfigError`, `EngineError`."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     from cluster.serve.application import application
 
-    # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
-    is_direct = ends_with_ray and job.config.api_replicas == 1 and job.route_prefix == "/"
-    listen = (job.host, job.port) if is_direct else None
-    config = dataclasses.replace(job.config, listen=listen, bound_host=job.host)
+    config = dataclasses.replace(
+        job.config,
+        listen=(job.host, job.port) if is_direct and port is None else None,
+        shared_port=port.path if port is not None else None,
+        bound_host=job.host,
+    )
     serve.start(
         proxy_location="Disabled" if is_direct else "HeadOnly",
         http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
@@ -206,10 +216,14 @@ def _wait_until_listening(job: ServeJob) -> None:
 def _drain(handle: Any, limit_s: float) -> None:
     try:
         calls = handle.broadcast("drain", limit_s)
-        num_unfinished = sum(calls.results(timeout_s=limit_s + DRAIN_GRACE_S))
-    except Exception as error:  # a replica may be dead; the others have been asked
+        answers = calls.results(timeout_s=limit_s + DRAIN_GRACE_S, return_exceptions=True)
+    except Exception as error:  # one hangs; the others have been asked
         logger.warning("not every replica could be drained: %s", error)
         return
+    for answer in answers:
+        if isinstance(answer, BaseException):  # that one is dead
+            logger.warning("not every replica could be drained: %s", answer)
+    num_unfinished = sum(answer for answer in answers if isinstance(answer, int))
     if num_unfinished:
         logger.warning("%d outputs did not end within %g s", num_unfinished, limit_s)
 

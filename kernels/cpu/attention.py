@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numba import types
 from numba.extending import overload
+from torch import Tensor
 
 from kernels.cpu.fp8 import loaded
 from kernels.cpu.jit import (
@@ -42,12 +43,12 @@ _BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
 def paged_attention(
-    q_THD: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     attn: AttentionMetadata,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """As `paged_attention_reference`."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)

@@ -16,7 +16,7 @@ from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_places
-from kernels.reference.tables import look_up_reference, write_tokens_reference
+from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
 
@@ -25,7 +25,7 @@ class CpuKernels:
     """`Kernels` in numba, with oneDNN for the products."""
 
     capabilities = CPU
-    sampling: SamplingKernels = sampling.CpuSampling()
+    sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
     mixed: MixedKernels | None = CpuMixed()
     kv_cache_shapes = staticmethod(head_major_shapes)
@@ -37,7 +37,7 @@ class CpuKernels:
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
     decode_places = staticmethod(no_decode_places)
-    look_up = staticmethod(look_up_reference)
+    look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
     def set_num_threads(self, num_threads: int, /) -> None:
@@ -69,7 +69,7 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
         seq_start_B1=query_starts,
         seq_lens_B=torch.ones(1, dtype=torch.int32),
         block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
-        slot_mapping_T=torch.zeros(1, dtype=torch.int64),
+        kv_places_T=torch.zeros(1, dtype=torch.int64),
         max_query_len=1,
         max_seq_len=1,
     )
@@ -80,7 +80,7 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
         lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
         *few_row_products,
         lambda: elementwise.qk_norm_rope_store(
-            qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.slot_mapping_T
+            qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.kv_places_T
         ),
         lambda: sampling.row_best(torch.zeros(1, 1, dtype=dtype)),
         lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),

@@ -15,6 +15,7 @@ import math
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu.fp8 import stored_as
 from kernels.cpu.jit import (
@@ -31,7 +32,7 @@ from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension."""
     out = torch.empty_like(x)
     rows_shape = (-1, x.shape[-1])
@@ -45,8 +46,8 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x_TE: torch.Tensor, residual_TE: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`."""
     out_TE, total_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
     _add_rms_norm(
@@ -61,16 +62,16 @@ def add_rms_norm(
 
 
 def qk_norm_rope_store(
-    qkv_TXD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
     eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> torch.Tensor:
+    cos_sin_LD: Tensor,
+    positions_T: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_places_T: Tensor,
+) -> Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
@@ -84,13 +85,13 @@ def qk_norm_rope_store(
         positions_T.numpy(),
         as_array(k_laid_out),
         as_array(v_laid_out),
-        slot_mapping_T.numpy(),
+        kv_places_T.numpy(),
         as_array(q_THD),
     )
     return q_THD
 
 
-def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     """As `silu_and_mul_reference`."""
     num_tokens, width = gate_up_T2F.shape
     out_TF = torch.empty(num_tokens, width // 2, dtype=gate_up_T2F.dtype)
@@ -185,13 +186,13 @@ def _store_token(
     positions_T: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
-    slots_T: Array,
+    kv_places_T: Array,
     q_THD: Array,
 ) -> None:
-    """All heads of one token: queries to `q_THD`, keys and values to the token's slot of the
+    """All heads of one token: queries to `q_THD`, keys and values to the token's place of the
     caches, nowhere if it is -1.
     """
-    qkv_XD, q_HD, slot = qkv_TXD[t], q_THD[t], slots_T[t]
+    qkv_XD, q_HD, place = qkv_TXD[t], q_THD[t], kv_places_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, head_dim = q_HD.shape
     kv_heads, _, block_size, width = k_NKDPW.shape[1:]
@@ -200,9 +201,9 @@ def _store_token(
         _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, rotated_D)
         for d in range(head_dim):
             q_HD[h, d] = narrow(rotated_D[d], q_HD[h, d])
-    if slot < 0:
+    if place < 0:
         return
-    block, place_in_block = slot // block_size, slot % block_size
+    block, place_in_block = place // block_size, place % block_size
     for k in range(kv_heads):
         _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, rotated_D)
         for feature_group in range(head_dim // width):
@@ -229,11 +230,11 @@ def _qk_norm_rope_store(
     positions_T: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
-    slots_T: Array,
+    kv_places_T: Array,
     q_THD: Array,
 ) -> None:
     weights, rotary = (q_weight_D, k_weight_D, eps), (cos_sin_LD, positions_T)
-    caches = (k_NKDPW, v_NKPDW, slots_T)
+    caches = (k_NKDPW, v_NKPDW, kv_places_T)
     parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit
 from kernels.cpu.packed import PANEL, row_bytes
@@ -19,9 +20,7 @@ from kernels.cpu.parallel import parallel_for
 _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 
-def linear(
-    x_TX: torch.Tensor, address: int, size_out: int, bias_Y: torch.Tensor | None
-) -> torch.Tensor:
+def linear(x_TX: Tensor, address: int, size_out: int, bias_Y: Tensor | None) -> Tensor:
     """x @ weight.T + bias, [T, Y], fast for T up to `packed.max_rows`; `address` from
     `packed.packed_address`.
     """

@@ -15,6 +15,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu.jit import (
     Array,
@@ -43,7 +44,7 @@ class PackedInt8Weight(Int8Weight):
     address: where the panels lie, if the layout is the known one.
     """
 
-    excess_Y: torch.Tensor
+    excess_Y: Tensor
     address: int | None
 
 
@@ -70,9 +71,7 @@ class CpuInt8:
             address=packed_address(codes_YX, packed_YX) if has_dot_products() else None,
         )
 
-    def linear(
-        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
-    ) -> torch.Tensor:
+    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
         """See `Int8Kernels`."""
         assert isinstance(weight, PackedInt8Weight)
         (num_rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)

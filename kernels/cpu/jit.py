@@ -19,6 +19,7 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
+from torch import Tensor
 
 from kernels.cpu.cache import use_content_cache
 
@@ -44,7 +45,7 @@ fast_jit = functools.partial(_jit, fastmath=FAST_MATH, no_cpython_wrapper=True)
 inlined_jit = functools.partial(numba.njit, inline="always")
 
 
-def as_array(tensor: torch.Tensor) -> Array:
+def as_array(tensor: Tensor) -> Array:
     """A view of a CPU tensor for a kernel; bfloat16 as uint16."""
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)

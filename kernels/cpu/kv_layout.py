@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.tile import LANES, PAIR, has_dot_products
 from kernels.interface import Shape
@@ -31,9 +32,7 @@ def head_major_shapes(
     )
 
 
-def as_laid_out(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def as_laid_out(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Views of the caches as the kernels read and write them: keys [N, K, D/W, P, W], values [N, K,
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.

@@ -14,6 +14,7 @@ import platform
 from typing import cast
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu import few_rows
@@ -37,21 +38,19 @@ def packs(dtype: torch.dtype) -> bool:
     return dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def pack_weight(weight_YX: torch.Tensor) -> torch.Tensor:
+def pack_weight(weight_YX: Tensor) -> Tensor:
     """The weight as `linear` needs it: a copy in oneDNN's layout, which only `linear` can read, or
     the same tensor.
     """
     if not packs(weight_YX.dtype):
         return weight_YX
-    packed_YX = cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
+    packed_YX = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
     if weight_YX.dtype is torch.bfloat16 and has_dot_products():
         vars(packed_YX)[_ADDRESS_ATTRIBUTE] = packed_address(weight_YX, packed_YX)
     return packed_YX
 
 
-def linear(
-    x_TX: torch.Tensor, packed_YX: torch.Tensor, bias_Y: torch.Tensor | None
-) -> torch.Tensor:
+def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     """x @ weight.T + bias, [T, Y]. With packed float32 weights, a row has the same bits in any
     batch.
     """
@@ -64,4 +63,4 @@ def linear(
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
-    return cast(torch.Tensor, product)
+    return cast(Tensor, product)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
 from kernels.cpu.panel import multiply_widened_panel
@@ -36,25 +37,25 @@ class CpuMixed:
         weight = torch.zeros(PANEL, 1, dtype=torch.bfloat16)
         return [partial(self.linear, torch.zeros(1, 1), self.pack_weight(weight), PANEL, None)]
 
-    def pack_weight(self, weight_YX: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
         """See `MixedKernels`."""
         size_out, size_in = weight_YX.shape
         panels_NXP = weight_YX.view(size_out // PANEL, size_in, PANEL)
         _transpose_panels(as_array(panels_NXP))
         return panels_NXP
 
-    def rows(self, panels_NXP: torch.Tensor, ids_T: torch.Tensor, /) -> torch.Tensor:
+    def rows(self, panels_NXP: Tensor, ids_T: Tensor, /) -> Tensor:
         """See `MixedKernels`."""
         return panels_NXP[ids_T // PANEL, :, ids_T % PANEL].to(torch.float32)
 
     def linear(
         self,
-        x_TX: torch.Tensor,
-        panels_NXP: torch.Tensor,
+        x_TX: Tensor,
+        panels_NXP: Tensor,
         size_out: int,
-        bias_Y: torch.Tensor | None,
+        bias_Y: Tensor | None,
         /,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """See `MixedKernels`."""
         out_TY = torch.empty(len(x_TX), size_out)
         x, panels, out = as_array(x_TX.contiguous()), as_array(panels_NXP), as_array(out_TY)

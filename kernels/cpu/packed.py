@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import binding as llvm
+from torch import Tensor
 
 from kernels.cpu.jit import as_array
 
@@ -36,7 +37,7 @@ def max_rows() -> int:
     return 8 if llvm.get_host_cpu_features().get("amx-bf16") else 96
 
 
-def packed_address(weight_YX: torch.Tensor, packed_YX: torch.Tensor) -> int | None:
+def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:
     """Where the elements of a packed weight, bfloat16 or int8, begin, if they lie as described
     above. `weight_YX`: the same weight, not packed.
     """
@@ -79,7 +80,7 @@ def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _data_pointer(tensor: torch.Tensor) -> int | None:
+def _data_pointer(tensor: Tensor) -> int | None:
     """The address of the data, through torch's C interface, because Python has no access to the
     memory of a packed weight. None if this torch does not have that interface.
     """

@@ -5,8 +5,8 @@ bfloat16 logits are read as they are. A block whose largest logit lies beyond a 
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
 thread. Compiled without reassociation or contraction: a gap or a weight has the same bits in a
 vector loop, in its tail and alone; sums are integer sums.
-Legend: as `kernels/reference/sampling.py`; a block is a row's `BLOCK_COLUMNS` columns, the last one
-shorter.
+Legend: as `kernels/reference/sampling.py`, and S parts of a row, each counted by one task; a block
+is a row's `BLOCK_COLUMNS` columns, the last one shorter.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from __future__ import annotations
 import numba
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.cpu import sampling_limits, sampling_weights
 from kernels.cpu.jit import as_array
 from kernels.cpu.sampling_weights import GapArrays
 from kernels.interface import GapRows
-from kernels.reference import sampling
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES
+from kernels.reference.sampling import draw_index as draw_index
+from kernels.reference.sampling import pack_value_and_id as pack_value_and_id
+from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_id
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
@@ -34,34 +37,34 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return max_B, column_B, block_max_BX
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
-    sums_RX = torch.empty(len(gaps.rows_R), gaps.block_max_BX.shape[1], dtype=torch.int64)
-    total_R = torch.empty(len(gaps.rows_R), dtype=torch.int64)
-    sampling_weights.block_weights(_arrays(gaps), limit_R.numpy(), sums_RX.numpy(), total_R.numpy())
+    sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
+    total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
+    sampling_weights.block_weights(
+        _arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
+    )
     return sums_RX, total_R
 
 
-def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(index_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, index_R, column_R))
-    sampling_weights.pick_column(_arrays(gaps), *arrays)
+    sampling_weights.pick_column(_arrays(gap_rows), *arrays)
     return column_R
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`."""
-    list_RK = torch.empty(len(gaps.rows_R), max_top_k, dtype=torch.int64)
-    sampling_limits.list_nearest(_arrays(gaps), top_k_R.numpy(), list_RK.numpy())
+    list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
+    sampling_limits.list_nearest(_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
     return list_RK
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = (
         torch.empty_like(max_gap_R),
@@ -75,16 +78,20 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
-) -> torch.Tensor:
+    gap_rows: GapRows,
+    limit_R: Tensor,
+    prefix_R: Tensor,
+    radix_pass: int,
+    by_weight: bool,
+) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    num_rows = len(gaps.rows_R)
+    num_rows = len(gap_rows.rows_R)
     # One histogram per task; with few rows, each row is split so that every thread has a part.
     num_parts = -(-numba.get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     sampling_limits.gap_histogram(
-        _arrays(gaps),
+        _arrays(gap_rows),
         limit_R.numpy(),
         prefix_R.numpy(),
         shift,
@@ -95,9 +102,7 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
-) -> None:
+def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int) -> None:
     """See `kernels.reference.sampling.mask_columns`."""
     logits = as_array(logits_BV)
     minus_infinity = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
@@ -106,26 +111,11 @@ def mask_columns(
     )
 
 
-class CpuSampling:
-    """`SamplingKernels` on a CPU."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
-    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(sampling.draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(mask_columns)
-
-
 def run_each_once(dtype: torch.dtype) -> None:
     """Run every kernel on one logit."""
     logits_BV = torch.zeros(1, 1, dtype=dtype)
     max_B, column_B, block_max_BX = row_best(logits_BV)
-    gaps = GapRows(
+    gap_rows = GapRows(
         logits_BV=logits_BV,
         block_max_BX=block_max_BX,
         rows_R=column_B,
@@ -133,14 +123,14 @@ def run_each_once(dtype: torch.dtype) -> None:
         temperature_R=max_B + 1,
     )
     ones_R = column_B + 1
-    limit_R, _ = listed_limits(list_nearest(gaps, ones_R, 1)[None], ones_R, ones_R, max_B)
-    gap_histogram(gaps, limit_R, column_B.to(torch.int32), 0, False)
-    pick_column(gaps, limit_R, block_weights(gaps, limit_R)[0], column_B)
+    limit_R, _ = listed_limits(list_nearest(gap_rows, ones_R, 1)[None], ones_R, ones_R, max_B)
+    gap_histogram(gap_rows, limit_R, column_B.to(torch.int32), 0, False)
+    pick_column(gap_rows, limit_R, block_weights(gap_rows, limit_R)[0], column_B)
     if dtype is torch.float32:  # adjusted logits are float32
         mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 
-def _arrays(gaps: GapRows) -> GapArrays:
-    row_tensors = (gaps.block_max_BX, gaps.rows_R, gaps.max_R, gaps.temperature_R)
-    logits_BV = as_array(gaps.logits_BV)
+def _arrays(gap_rows: GapRows) -> GapArrays:
+    row_tensors = (gap_rows.block_max_BX, gap_rows.rows_R, gap_rows.max_R, gap_rows.temperature_R)
+    logits_BV = as_array(gap_rows.logits_BV)
     return logits_BV, *(tensor.numpy() for tensor in row_tensors)  # type: ignore[return-value]

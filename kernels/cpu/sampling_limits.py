@@ -1,7 +1,7 @@
 """How far from the best token a token may lie, by lists of the nearest or by histograms, and what a
 grammar forbids: compiled parts of `sampling.py`.
 
-Legend: as `kernels/reference/sampling.py`.
+Legend: as `kernels/reference/sampling.py`; S parts of a row, each counted by one task.
 """
 
 from __future__ import annotations
@@ -223,21 +223,21 @@ def _count_part(
     num_parts, num_bins = histogram_RSX.shape[1:]
     r, part = task // num_parts, task % num_parts
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, limit, prefix = max_R[r], temperature_R[r], limit_R[r], prefix_R[r]
+    largest, temperature, gap_limit, prefix = max_R[r], temperature_R[r], limit_R[r], prefix_R[r]
     histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
     gaps, amounts = np.empty(BLOCK_COLUMNS, np.float32), np.ones(BLOCK_COLUMNS, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
         nearest_gap = gap_of(block_max_X[block], largest, temperature)
         if (
-            nearest_gap <= limit
+            nearest_gap <= gap_limit
             and np.int64(bits_of_float(nearest_gap)) >> (shift + num_bits) <= prefix
         ):
             logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
             _gaps_of(logits, largest, temperature, gaps)
-            num_counted = _compact(gaps[: len(logits)], limit, prefix, shift + num_bits)
+            num_counted = _compact(gaps[: len(logits)], gap_limit, prefix, shift + num_bits)
             if by_weight:
-                _weights_of(gaps[:num_counted], limit, amounts)
+                _weights_of(gaps[:num_counted], gap_limit, amounts)
             for i in range(num_counted):
                 digit = (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)
                 histogram_X[digit] += amounts[i]

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.decode_parts import MAX_PARTS, decode_places
 from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
@@ -33,14 +34,14 @@ _MAX_GRID_Y = 65_535  # of CUDA; the first dimension of a grid has no such limit
 
 
 def paged_attention(
-    q_THD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
+    q_THD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
     attn: AttentionMetadata,
     scale: float,
     *,
     tune: Callable[[Launch], Launch] | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """As `paged_attention_reference`, for queries in float32, bfloat16 and float16, `scale` above
     0. One launch for the rows of `attn.decode`, one for the others.
 
@@ -66,10 +67,10 @@ def paged_attention(
 
 
 def _attend_prefill(
-    q_THD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    out_THD: torch.Tensor,
+    q_THD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    out_THD: Tensor,
     attn: AttentionMetadata,
     first_row: int,
     scale_log2: float,
@@ -115,10 +116,10 @@ def _attend_prefill(
 
 
 def attend_decode(
-    q_THD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    out_THD: torch.Tensor,
+    q_THD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    out_THD: Tensor,
     attn: AttentionMetadata,
     decode: DecodeParts,
     scale_log2: float,
@@ -553,8 +554,8 @@ def _attend(
             block_C = tl.load(table_W + tile_start // BLOCK_SIZE)
         else:
             block_C = _load(table_W + token_C // BLOCK_SIZE, token_C < end, MASKED)
-        slot_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
-        offset_CD = ((slot_C * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d_D[None, :]
+        kv_place_C = block_C.to(tl.int64) * BLOCK_SIZE + token_C % BLOCK_SIZE
+        offset_CD = ((kv_place_C * KV_HEADS + kv_head) * HEAD_DIM)[:, None] + d_D[None, :]
         mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from kernels.gpu.fp8 import stored_as
 
@@ -23,7 +24,7 @@ _HEADS_PER_PROGRAM = 8  # heads of one token, with head dim 128, that a program 
 _FEATURES_PER_PROGRAM = 1024  # features that a program of four warps gates or stores
 
 
-def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension. One program per row."""
     rows_TE = _rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -42,8 +43,8 @@ def rms_norm(x: torch.Tensor, weight_E: torch.Tensor, eps: float) -> torch.Tenso
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight_E: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, residual: Tensor, weight_E: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`. One program per row."""
     x_TE, residual_TE = _rows(x), _rows(residual)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -64,7 +65,7 @@ def add_rms_norm(
     return out, total
 
 
-def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     """As `silu_and_mul_reference`. One program per block of features of a token."""
     num_tokens, num_features = len(gate_up_T2F), gate_up_T2F.shape[1] // 2
     out_TF = torch.empty(
@@ -83,16 +84,16 @@ def silu_and_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
 
 
 def qk_norm_rope_store(
-    qkv_TXD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
     eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> torch.Tensor:
+    cos_sin_LD: Tensor,
+    positions_T: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    kv_places_T: Tensor,
+) -> Tensor:
     """As `qk_norm_rope_store_reference`, with a contiguous table and caches. One program per
     `_HEADS_PER_PROGRAM` heads of a token.
     """
@@ -111,7 +112,7 @@ def qk_norm_rope_store(
         positions_T,
         k_cache_NPKD,
         v_cache_NPKD,
-        slot_mapping_T,
+        kv_places_T,
         q_THD,
         _row_stride(qkv_TXD),
         eps,
@@ -125,13 +126,13 @@ def qk_norm_rope_store(
     return q_THD
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """[T, E] of [..., E], never a copy."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1
     return x.view(-1, x.shape[-1])
 
 
-def _row_stride(x: torch.Tensor) -> int:
+def _row_stride(x: Tensor) -> int:
     """Elements from one token to the next."""
     assert len(x) == 0 or x[0].is_contiguous()
     return x.stride(0)
@@ -225,7 +226,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     positions_T,
     k_cache,
     v_cache,
-    slots_T,
+    kv_places_T,
     q_THD,
     row_stride,
     eps,
@@ -247,7 +248,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     is_k = mask & (head >= H) & (head < H + K)
     is_v = mask & (head >= H + K) & (head < H + 2 * K)
 
-    slot = tl.load(slots_T + token).to(tl.int64)
+    place = tl.load(kv_places_T + token).to(tl.int64)
     cos_sin = cos_sin_LD + tl.load(positions_T + token).to(tl.int64) * D + d
     x = qkv_TXD + token * row_stride + head * D + d
     low = tl.load(x, mask=is_q | is_k | is_v, other=0.0)
@@ -270,9 +271,9 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     tl.store(q_out, rotated_low, mask=is_q)
     tl.store(q_out + D // 2, rotated_high, mask=is_q)
     dtype: tl.constexpr = k_cache.dtype.element_ty
-    k_out = k_cache + (slot * K + head - H) * D + d
-    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (slot >= 0))
-    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (slot >= 0))
-    v_out = v_cache + (slot * K + head - H - K) * D + d
-    tl.store(v_out, stored_as(low, dtype), mask=is_v & (slot >= 0))
-    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (slot >= 0))
+    k_out = k_cache + (place * K + head - H) * D + d
+    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (place >= 0))
+    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (place >= 0))
+    v_out = v_cache + (place * K + head - H - K) * D + d
+    tl.store(v_out, stored_as(low, dtype), mask=is_v & (place >= 0))
+    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (place >= 0))

@@ -26,18 +26,15 @@ from importlib import metadata
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from kernels.interface import Capabilities
 from kernels.metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
 
-PagedAttention = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
-]
-AttendRows = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata, int, float], None
-]
+PagedAttention = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, float], Tensor]
+AttendRows = Callable[[Tensor, Tensor, Tensor, Tensor, AttentionMetadata, int, float], None]
 
 # The distribution of each module, best first.
 _DISTRIBUTIONS = {
@@ -116,10 +113,6 @@ class FlashAttn:
                 f" {head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}. Choose another"
                 " attention_backend"
             )
-        self.check_block_size(block_size)
-
-    def check_block_size(self, block_size: int) -> None:
-        """Raise `ValueError` for a block size that it cannot use."""
         if block_size < 1 or block_size % self.block_multiple:
             raise ValueError(
                 f"block_size {block_size} is not possible with {self.version}; possible are"
@@ -198,14 +191,14 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
     with_kvcache, varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
 
     def paged_attention(
-        q_THD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
+        q_THD: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
         attn: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if attn.is_decode:  # the function that can split the keys of a row
-            out_B1HD: torch.Tensor = with_kvcache(
+            out_B1HD: Tensor = with_kvcache(
                 q_THD.unsqueeze(1),
                 k_cache_NPKD,
                 v_cache_NPKD,
@@ -215,7 +208,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
                 causal=True,
             )
             return out_B1HD.squeeze(1)
-        out_THD: torch.Tensor = varlen(
+        out_THD: Tensor = varlen(
             q_THD,
             k_cache_NPKD,
             v_cache_NPKD,
@@ -242,7 +235,6 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
 def _flash_attn_3(module: ModuleType) -> FlashAttn:
     """One operator serves every batch. It finds the queries and outputs of a row by
     `cu_seqlens_q`, whose first entry need not be 0.
-
     A build without paged KV, as fa3-fwd 0.0.3 is, still reads pages by TMA: pages of whole tiles,
     and only if it expects more rows than a tile has. `max_seqlen_q` is a bound, so a larger value
     is always allowed.
@@ -252,10 +244,10 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     only_tma = "PAGEDKV" in disabled_features
 
     def attend_rows(
-        q_THD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
-        out_THD: torch.Tensor,
+        q_THD: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
+        out_THD: Tensor,
         attn: AttentionMetadata,
         first_row: int,
         scale: float,
@@ -281,12 +273,12 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         )
 
     def paged_attention(
-        q_THD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
+        q_THD: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
         attn: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         attend_rows(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, 0, scale)
         return out_THD

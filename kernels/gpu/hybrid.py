@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from kernels.gpu.attention import attend_decode
 from kernels.gpu.flash_attn import AttendRows, PagedAttention
@@ -26,16 +27,17 @@ def hybrid_attention(attend_rows: AttendRows) -> PagedAttention:
     """
 
     def paged_attention(
-        q_THD: torch.Tensor,
-        k_cache_NPKD: torch.Tensor,
-        v_cache_NPKD: torch.Tensor,
+        q_THD: Tensor,
+        k_cache_NPKD: Tensor,
+        v_cache_NPKD: Tensor,
         attn: AttentionMetadata,
         scale: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         assert q_THD.stride(2) == 1 and attn.block_table_BW.stride(1) == 1
         assert k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        inputs, first_row = (q_THD, k_cache_NPKD, v_cache_NPKD), 0
+        inputs = (q_THD, k_cache_NPKD, v_cache_NPKD)
+        first_row = 0
         if attn.decode is not None:
             attend_decode(*inputs, out_THD, attn, attn.decode, scale * math.log2(math.e))
             first_row = attn.decode.num_rows

@@ -6,9 +6,9 @@ waits for the device and grids depend on shapes alone. All arguments are contigu
 Bits: a subtraction, then a division rounded as IEEE 754 says; a product that is added to something
 is an explicit fused operation, and no other operation is fused. So a gap or a weight is the same in
 every kernel and on every chip.
-Legend: as `kernels/reference/sampling.py`; a block is `BLOCK_COLUMNS` columns of a row, the last
-one shorter. Inside a program X is the blocks of a tile or of the row, C the columns of a block or
-the entries of a list.
+Legend: as `kernels/reference/sampling.py`, and S copies of a row's histogram; a block is
+`BLOCK_COLUMNS` columns of a row, the last one shorter. Inside a program X is the blocks of a tile
+or of the row, C the columns of a block or the entries of a list.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GapRows
@@ -27,6 +28,7 @@ from kernels.reference.sampling import (
     RADIX_PASSES,
     TOP_P_ONE,
 )
+from kernels.reference.sampling import mask_columns as mask_columns
 
 # 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16.
 _BLOCKS_PER_TILE = 8
@@ -50,7 +52,7 @@ _NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
 _GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
@@ -66,7 +68,7 @@ def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     return max_B, column_B, block_max_BX
 
 
-def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pack_value_and_id`; of one dimension."""
     packed = torch.empty_like(ids)
     _pack_value_and_id[(triton.cdiv(len(ids), _ROWS_PER_PROGRAM),)](
@@ -75,7 +77,7 @@ def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
     values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
     _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
@@ -84,15 +86,13 @@ def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     return values, ids
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
-    sums_RX = _sums_within(gaps, limit_R, by_weight=True)
+    sums_RX = _sums_within(gap_rows, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def draw_index(
-    seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int
-) -> torch.Tensor:
+def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
     """See `kernels.reference.sampling.draw_index`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
@@ -111,37 +111,35 @@ def draw_index(
     return index_R
 
 
-def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
     column_R = torch.empty_like(index_R)
     _pick_column[(len(index_R),)](
-        gaps.logits_BV,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         sums_RX,
         index_R,
         column_R,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         WIDTH=_width(sums_RX.shape[1]),
     )
     return column_R
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`.
 
     The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere, so
     these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
     may lie elsewhere; they are counted separately.
     """
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     near_RX = (
-        gaps.block_max_BX.index_select(0, gaps.rows_R)
+        gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
         .topk(min(max_top_k, num_blocks), sorted=False)
         .indices
     )
@@ -150,20 +148,20 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
         num_rows, num_near * BLOCK_COLUMNS, dtype=torch.float32, device=near_RX.device
     )
     _near_gaps[(num_rows, triton.cdiv(num_near, _BLOCKS_PER_TILE))](
-        gaps.logits_BV,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         near_RX,
         gaps_RC,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         num_near,
         TILE=_BLOCKS_PER_TILE,
     )
     nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
     nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
     limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    counts_RX = _sums_within(gaps, limit_R, by_weight=False)
+    counts_RX = _sums_within(gap_rows, limit_R, by_weight=False)
     list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
     _make_list[(num_rows,)](
         nearest_RK,
@@ -179,8 +177,8 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
@@ -205,25 +203,29 @@ def listed_limits(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
-) -> torch.Tensor:
+    gap_rows: GapRows,
+    limit_R: Tensor,
+    prefix_R: Tensor,
+    radix_pass: int,
+    by_weight: bool,
+) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
         num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
     )
     _gap_histogram[_grid(num_rows, num_blocks)](
-        gaps.logits_BV,
-        gaps.block_max_BX,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.block_max_BX,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         prefix_R,
         histogram_RSX,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         shift,
         num_bits,
         num_copies,
@@ -231,21 +233,6 @@ def gap_histogram(
         TILE=_BLOCKS_PER_TILE,
     )
     return histogram_RSX.sum(dim=1)
-
-
-class GpuSampling:
-    """`SamplingKernels` in Triton."""
-
-    row_best = staticmethod(row_best)
-    pack_value_and_id = staticmethod(pack_value_and_id)
-    unpack_value_and_id = staticmethod(unpack_value_and_id)
-    block_weights = staticmethod(block_weights)
-    draw_index = staticmethod(draw_index)
-    pick_column = staticmethod(pick_column)
-    list_nearest = staticmethod(list_nearest)
-    listed_limits = staticmethod(listed_limits)
-    gap_histogram = staticmethod(gap_histogram)
-    mask_columns = staticmethod(sampling.mask_columns)
 
 
 def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
@@ -259,19 +246,19 @@ def _width(length: int) -> int:
     return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
-def _sums_within(gaps: GapRows, limit_R: torch.Tensor, by_weight: bool) -> torch.Tensor:
+def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
-    num_rows, num_blocks = len(gaps.rows_R), gaps.block_max_BX.shape[1]
+    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
-        gaps.logits_BV,
-        gaps.block_max_BX,
-        gaps.rows_R,
-        gaps.max_R,
-        gaps.temperature_R,
+        gap_rows.logits_BV,
+        gap_rows.block_max_BX,
+        gap_rows.rows_R,
+        gap_rows.max_R,
+        gap_rows.temperature_R,
         limit_R,
         sums_RX,
-        gaps.logits_BV.shape[1],
+        gap_rows.logits_BV.shape[1],
         BY_WEIGHT=by_weight,
         TILE=_BLOCKS_PER_TILE,
     )

@@ -5,43 +5,44 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 _TOKENS_PER_PROGRAM = 128
 
 
-def look_up(
-    tokens_SL: torch.Tensor,
-    block_table_SW: torch.Tensor,
-    slots_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    num_cached_T: torch.Tensor,
+def look_up_tokens(
+    tokens_SL: Tensor,
+    block_table_SW: Tensor,
+    slots_T: Tensor,
+    positions_T: Tensor,
+    num_cached_T: Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `look_up_reference`; all tensors are contiguous."""
+) -> tuple[Tensor, Tensor]:
+    """As `look_up_tokens_reference`; all tensors are contiguous."""
     token_ids_T = torch.empty_like(slots_T)
-    slot_mapping_T = torch.empty_like(slots_T, dtype=torch.int64)
-    _look_up[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
+    kv_places_T = torch.empty_like(slots_T, dtype=torch.int64)
+    _look_up_tokens[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
         tokens_SL,
         block_table_SW,
         slots_T,
         positions_T,
         num_cached_T,
         token_ids_T,
-        slot_mapping_T,
+        kv_places_T,
         len(slots_T),
         tokens_SL.stride(0),
         block_table_SW.stride(0),
         block_size,
         TOKENS=_TOKENS_PER_PROGRAM,
     )
-    return token_ids_T, slot_mapping_T
+    return token_ids_T, kv_places_T
 
 
 def write_tokens(
-    tokens_SL: torch.Tensor,
-    slots_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    token_ids_R: torch.Tensor,
+    tokens_SL: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+    token_ids_R: Tensor,
 ) -> None:
     """As `write_tokens_reference`; all tensors are contiguous."""
     _write_tokens[(triton.cdiv(len(slots_R), _TOKENS_PER_PROGRAM),)](
@@ -59,14 +60,14 @@ _VARYING_INTS = ["num_tokens", "token_stride", "table_stride", "block_size"]
 
 
 @triton.jit(do_not_specialize=_VARYING_INTS)
-def _look_up(
+def _look_up_tokens(
     tokens_SL: tl.tensor,
     block_table_SW: tl.tensor,
     slots_T: tl.tensor,
     positions_T: tl.tensor,
     num_cached_T: tl.tensor,
     token_ids_T: tl.tensor,
-    slot_mapping_T: tl.tensor,
+    kv_places_T: tl.tensor,
     num_tokens: tl.tensor,
     token_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -81,10 +82,10 @@ def _look_up(
     token_id_T = tl.load(tokens_SL + row_slot_T * token_stride + position_T, mask=mask_T, other=0)
     table_offset_T = row_slot_T * table_stride + position_T // block_size
     block_T = tl.load(block_table_SW + table_offset_T, mask=mask_T, other=0).to(tl.int64)
-    cache_slot_T = block_T * block_size + position_T % block_size
+    kv_place_T = block_T * block_size + position_T % block_size
     tl.store(token_ids_T + index_T, token_id_T, mask=mask_T)
     tl.store(
-        slot_mapping_T + index_T, tl.where(position_T < cached_len_T, -1, cache_slot_T), mask=mask_T
+        kv_places_T + index_T, tl.where(position_T < cached_len_T, -1, kv_place_T), mask=mask_T
     )
 
 

@@ -4,11 +4,11 @@ features.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 from torch.nn import functional
 
 
-def silu_and_mul_reference(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+def silu_and_mul_reference(gate_up_T2F: Tensor) -> Tensor:
     """`silu(gate) * up` as [T, F]; the gate is the first half of the last dimension. On any
     device.
     """

@@ -12,18 +12,19 @@ tokens of a row. Caches are token-major, [N, P, K, D].
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kernels.metadata import AttentionMetadata
-from kernels.reference.fp8 import widened
+from kernels.reference.fp8 import cache_as_float32
 
 
 def paged_attention_reference(
-    q_THD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
+    q_THD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
     attn: AttentionMetadata,
     scale: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Attention output [T, H, D] in the dtype of the queries; float32 inside. Caches have that
     dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row,
     on any device.
@@ -35,7 +36,7 @@ def paged_attention_reference(
         if first_query == end_query:
             continue
         k_SHD, v_SHD = (
-            widened(
+            cache_as_float32(
                 _gather(cache, attn.block_table_BW[row : row + 1], seq_len)[0]
             ).repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
             for cache in (k_cache_NPKD, v_cache_NPKD)
@@ -53,16 +54,14 @@ def paged_attention_reference(
     return out_THD
 
 
-def causal_mask(query_len: int, seq_len: int, device: torch.device) -> torch.Tensor:
+def causal_mask(query_len: int, seq_len: int, device: torch.device) -> Tensor:
     """Bool [Q, S], true where query i, at position `seq_len - query_len + i`, may attend."""
     return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(
         seq_len - query_len
     )
 
 
-def _gather(
-    cache_NPKD: torch.Tensor, block_table_BW: torch.Tensor, max_seq_len: int
-) -> torch.Tensor:
+def _gather(cache_NPKD: Tensor, block_table_BW: Tensor, max_seq_len: int) -> Tensor:
     """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; arbitrary beyond a sequence's
     own length.
     """

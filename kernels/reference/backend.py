@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels, Shape
@@ -17,7 +18,7 @@ from kernels.reference.capabilities import REFERENCE
 from kernels.reference.int8 import ReferenceInt8
 from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
-from kernels.reference.tables import look_up_reference, write_tokens_reference
+from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
 
 def token_major_shapes(
@@ -33,29 +34,11 @@ def no_decode_places(num_rows: int, kv_heads: int, max_seq_len: int, device: tor
     return 0
 
 
-class ReferenceSampling:
-    """`SamplingKernels` in plain PyTorch."""
-
-    row_best = staticmethod(sampling.row_best)
-    pack_value_and_id = staticmethod(sampling.pack_value_and_id)
-    unpack_value_and_id = staticmethod(sampling.unpack_value_and_id)
-    block_weights = staticmethod(sampling.block_weights)
-    draw_index = staticmethod(sampling.draw_index)
-    pick_column = staticmethod(sampling.pick_column)
-    list_nearest = staticmethod(sampling.list_nearest)
-    listed_limits = staticmethod(sampling.listed_limits)
-    gap_histogram = staticmethod(sampling.gap_histogram)
-    mask_columns = staticmethod(sampling.mask_columns)
-
-
-REFERENCE_SAMPLING: SamplingKernels = ReferenceSampling()
-
-
 class ReferenceKernels:
     """`Kernels` in plain PyTorch."""
 
     capabilities = REFERENCE
-    sampling = REFERENCE_SAMPLING
+    sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
     mixed: MixedKernels | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
@@ -67,7 +50,7 @@ class ReferenceKernels:
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
     decode_places = staticmethod(no_decode_places)
-    look_up = staticmethod(look_up_reference)
+    look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
@@ -78,7 +61,7 @@ class ReferenceKernels:
         """Nothing, as above."""
         return []
 
-    def pack_weight(self, weight_YE: torch.Tensor, /) -> torch.Tensor:
+    def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight, unchanged."""
         return weight_YE
 

@@ -8,26 +8,27 @@ larger ones become 448, which is also what NVIDIA's conversion instructions do.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 MAX_FP8 = 448.0
 
 
-def to_fp8(x: torch.Tensor) -> torch.Tensor:
+def to_fp8(x: Tensor) -> Tensor:
     """The nearest number of 8 bits, ties to even, uint8."""
     codes = x.to(torch.float32).clamp(-MAX_FP8, MAX_FP8).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8)
 
 
-def from_fp8(codes: torch.Tensor) -> torch.Tensor:
+def from_fp8(codes: Tensor) -> Tensor:
     """The exact value, float32."""
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def stored_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as a cache of this dtype holds it."""
     return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
 
 
-def widened(stored: torch.Tensor) -> torch.Tensor:
+def cache_as_float32(stored: Tensor) -> Tensor:
     """Elements of a cache, as float32."""
     return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)

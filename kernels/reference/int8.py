@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from kernels.interface import Int8Weight
 
@@ -25,9 +26,7 @@ MAX_CODE = 127
 MIN_MAGNITUDE = 1e-30
 
 
-def quantize_rows(
-    x_MX: torch.Tensor, largest_M: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x_MX: Tensor, largest_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """(codes, int8 [M, X]; scales, float32 [M]). `largest_M`: largest magnitudes of rows of which
     `x_MX` is only a part.
     """
@@ -52,9 +51,7 @@ class ReferenceInt8:
         """The weight, unchanged."""
         return weight
 
-    def linear(
-        self, x_TX: torch.Tensor, weight: Int8Weight, bias_Y: torch.Tensor | None, /
-    ) -> torch.Tensor:
+    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
         """[T, Y] in the dtype of x. Sums in float64, which are exact below 2**53."""
         codes_TX, scale_T = quantize_rows(x_TX)
         sums_TY = codes_TX.to(torch.float64) @ weight.codes_YX.to(torch.float64).T

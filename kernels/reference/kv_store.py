@@ -2,27 +2,27 @@
 
 Owns nothing; the cache belongs to the worker. Called once per layer, before the layer attends.
 Legend: T tokens of the step, K KV heads of this rank, D head dim, N blocks, P block size. Caches
-here are token-major, [N, P, K, D]; an entry of the slot mapping is `block_id * P + offset`, and -1
+here are token-major, [N, P, K, D]; a KV place is `block_id * P + offset`, and -1
 writes nothing. Entries are int64: a cache may hold more than 2**31 elements.
 """
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from kernels.reference.fp8 import stored_as
 
 
 def store_kv_reference(
-    k_TKD: torch.Tensor,
-    v_TKD: torch.Tensor,
-    k_cache_NPKD: torch.Tensor,
-    v_cache_NPKD: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    kv_places_T: Tensor,
 ) -> None:
-    """Write token t to slot `slot_mapping_T[t]` of both caches, in place. On any device."""
-    written_T = slot_mapping_T >= 0
-    slots = slot_mapping_T[written_T]
-    blocks, offsets = slots // k_cache_NPKD.shape[1], slots % k_cache_NPKD.shape[1]
+    """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
+    written_T = kv_places_T >= 0
+    places = kv_places_T[written_T]
+    blocks, offsets = places // k_cache_NPKD.shape[1], places % k_cache_NPKD.shape[1]
     k_cache_NPKD[blocks, offsets] = stored_as(k_TKD[written_T], k_cache_NPKD.dtype)
     v_cache_NPKD[blocks, offsets] = stored_as(v_TKD[written_T], v_cache_NPKD.dtype)

@@ -11,20 +11,21 @@ block size, L positions of the table.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kernels.reference.kv_store import store_kv_reference
 from kernels.reference.norm import rms_norm_reference
 
 
 def qk_norm_rope_reference(
-    q_THD: torch.Tensor,
-    k_TKD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
     eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    cos_sin_LD: Tensor,
+    positions_T: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Normalized and rotated (queries, keys), in the dtypes of the inputs, which stay unchanged. On
     any device.
     """
@@ -35,33 +36,33 @@ def qk_norm_rope_reference(
 
 
 def qk_norm_rope_store_reference(
-    qkv_TXD: torch.Tensor,
-    q_weight_D: torch.Tensor,
-    k_weight_D: torch.Tensor,
+    qkv_TXD: Tensor,
+    q_weight_D: Tensor,
+    k_weight_D: Tensor,
     eps: float,
-    cos_sin_LD: torch.Tensor,
-    positions_T: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-) -> torch.Tensor:
+    cos_sin_LD: Tensor,
+    positions_T: Tensor,
+    k_cache_NPKD: Tensor,
+    v_cache_NPKD: Tensor,
+    kv_places_T: Tensor,
+) -> Tensor:
     """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
     the caches, in place.
 
     The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device.
     """
-    kv_heads = k_cache.shape[2]
+    kv_heads = k_cache_NPKD.shape[2]
     q_THD, k_TKD, v_TKD = qkv_TXD.split(
         (qkv_TXD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1
     )
     q_THD, k_TKD = qk_norm_rope_reference(
         q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T
     )
-    store_kv_reference(k_TKD, v_TKD, k_cache, v_cache, slot_mapping_T)
+    store_kv_reference(k_TKD, v_TKD, k_cache_NPKD, v_cache_NPKD, kv_places_T)
     return q_THD
 
 
-def _rotate(x_THD: torch.Tensor, cos_T1E: torch.Tensor, sin_T1E: torch.Tensor) -> torch.Tensor:
+def _rotate(x_THD: Tensor, cos_T1E: Tensor, sin_T1E: Tensor) -> Tensor:
     low_THE, high_THE = x_THD.to(torch.float32).chunk(2, dim=-1)
     rotated = torch.cat(
         (low_THE * cos_T1E - high_THE * sin_T1E, high_THE * cos_T1E + low_THE * sin_T1E), dim=-1

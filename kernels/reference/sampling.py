@@ -22,9 +22,8 @@ id minus the start of the shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+from torch import Tensor
 
 from kernels.interface import GapRows
 
@@ -49,7 +48,7 @@ _LOW_32 = (1 << 32) - 1
 # Uniform numbers
 
 
-def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tensor:
+def uniform_bits(seeds_B: Tensor, positions_B: Tensor) -> Tensor:
     """62 uniform bits per row, int64 in [0, 2**62), a function of (seed, position) only and the
     same on every device.
 
@@ -61,33 +60,32 @@ def uniform_bits(seeds_B: torch.Tensor, positions_B: torch.Tensor) -> torch.Tens
     return _shift_right(_mix(start_B + (positions_B + 1) * SPLITMIX64[0]), 64 - UNIFORM_BITS)
 
 
-def _mix(z: torch.Tensor) -> torch.Tensor:
+def _mix(z: Tensor) -> Tensor:
     """The SplitMix64 finalizer; int64 products wrap around as unsigned ones do."""
     z = (z ^ _shift_right(z, 30)) * SPLITMIX64[1]
     z = (z ^ _shift_right(z, 27)) * SPLITMIX64[2]
     return z ^ _shift_right(z, 31)
 
 
-def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 # The best token
 
 
-def row_best(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(largest logit float32 [B], its column int64 [B], the lowest of equals; largest of each block
     float32 [B, X]).
     """
     logits_BV = logits_BV.to(torch.float32)
     logits_BV = torch.where(logits_BV.isnan(), -torch.inf, logits_BV)
-    block_max_BX = _block_reduce(logits_BV, torch.amax)
-    columns_BX = _block_columns(block_max_BX.argmax(dim=1), logits_BV.shape[1])
-    columns_B1 = columns_BX.gather(1, logits_BV.gather(1, columns_BX).argmax(dim=1, keepdim=True))
-    return logits_BV.gather(1, columns_B1).squeeze(1), columns_B1.squeeze(1), block_max_BX
+    column_B1 = logits_BV.argmax(dim=1, keepdim=True)
+    max_B = logits_BV.gather(1, column_B1).squeeze(1)
+    return max_B, column_B1.squeeze(1), _blocks(logits_BV, -torch.inf).amax(dim=2)
 
 
-def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
     """(float32 value, token id) as one int64: larger is a larger value, or the same value and a
     lower id.
     """
@@ -95,13 +93,13 @@ def pack_value_and_id(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return (_ordered(value_bits) << 32) + (_ID_LIMIT - ids)
 
 
-def unpack_value_and_id(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """(values, ids) of `pack_value_and_id`."""
     bits = _ordered(packed >> 32)
     return bits.to(torch.int32).view(torch.float32), _ID_LIMIT - (packed & _LOW_32)
 
 
-def _ordered(bits: torch.Tensor) -> torch.Tensor:
+def _ordered(bits: Tensor) -> Tensor:
     """Sign-extended float32 bits to integers in the order of the floats; its own inverse."""
     return bits ^ ((bits >> 63) & _LOW_31)
 
@@ -110,13 +108,13 @@ def _ordered(bits: torch.Tensor) -> torch.Tensor:
 
 
 def penalize(
-    logits_RV: torch.Tensor,
-    prompt_RV: torch.Tensor,
-    counts_RV: torch.Tensor,
-    repetition_R: torch.Tensor,
-    presence_R: torch.Tensor,
-    frequency_R: torch.Tensor,
-) -> torch.Tensor:
+    logits_RV: Tensor,
+    prompt_RV: Tensor,
+    counts_RV: Tensor,
+    repetition_R: Tensor,
+    presence_R: Tensor,
+    frequency_R: Tensor,
+) -> Tensor:
     """New logits. `prompt_RV`: bool, token is in the prompt; `counts_RV`: how often it is in the
     output.
 
@@ -134,16 +132,14 @@ def penalize(
 # Gaps and weights
 
 
-def token_gaps(
-    logits_RV: torch.Tensor, max_R: torch.Tensor, temperature_R: torch.Tensor
-) -> torch.Tensor:
+def token_gaps(logits_RV: Tensor, max_R: Tensor, temperature_R: Tensor) -> Tensor:
     """(max - logit) / temperature, at least 0, infinite for a masked token. The best token's gap is
     0 at any temperature.
     """
     return (max_R[:, None] - logits_RV).div_(temperature_R[:, None])
 
 
-def token_weights(gaps_RC: torch.Tensor, limit_R: torch.Tensor | None = None) -> torch.Tensor:
+def token_weights(gaps_RC: Tensor, limit_R: Tensor | None = None) -> Tensor:
     """floor(exp(-gap) * 2**40), int64, and 0 beyond the limit. The exponential is float32, the
     scaling exact.
     """
@@ -153,31 +149,31 @@ def token_weights(gaps_RC: torch.Tensor, limit_R: torch.Tensor | None = None) ->
     )
 
 
-def block_weights(gaps: GapRows, limit_R: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
     int64.
     """
-    sums_RX = _block_reduce(token_weights(_all_gaps(gaps), limit_R), torch.sum)
+    sums_RX = _blocks(token_weights(_all_gaps(gap_rows), limit_R), 0).sum(dim=2)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def _all_gaps(gaps: GapRows) -> torch.Tensor:
+def _all_gaps(gap_rows: GapRows) -> Tensor:
     """Gaps of the whole rows [R, V]. The gap of a NaN logit is NaN and lies within no limit."""
-    logits_RV = gaps.logits_BV.index_select(0, gaps.rows_R).to(torch.float32)
-    return token_gaps(logits_RV, gaps.max_R, gaps.temperature_R)
+    logits_RV = gap_rows.logits_BV.index_select(0, gap_rows.rows_R).to(torch.float32)
+    return token_gaps(logits_RV, gap_rows.max_R, gap_rows.temperature_R)
 
 
 # Limits from a list of the nearest tokens
 
 
-def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.Tensor:
+def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """The k smallest gaps per row, int64 [R, K], ascending: the high half holds the bits of the
     gap, the low half the number of tokens it stands for, which is 1, except that entry k also
     counts further tokens with the same gap. (infinity, 0) stands for no token.
 
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     nearest_RK = gaps_RV.topk(
         min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True
     ).values
@@ -198,8 +194,8 @@ def list_nearest(gaps: GapRows, top_k_R: torch.Tensor, max_top_k: int) -> torch.
 
 
 def listed_limits(
-    list_NRK: torch.Tensor, top_k_R: torch.Tensor, top_p_R: torch.Tensor, max_gap_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+) -> tuple[Tensor, Tensor]:
     """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
     int64 [N, R]).
 
@@ -219,14 +215,12 @@ def listed_limits(
     return limit_R, torch.stack(kept_weights).sum(dim=2)
 
 
-def _listed(list_RC: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(list_RC: Tensor) -> tuple[Tensor, Tensor]:
     """(gaps, counts) of entries of `list_nearest`."""
     return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32
 
 
-def _first_gap(
-    gaps_RC: torch.Tensor, amounts_RC: torch.Tensor, target_R: torch.Tensor
-) -> torch.Tensor:
+def _first_gap(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Tensor:
     """The gap at which the running sum reaches `target_R`, infinite where it never does."""
     place_R1 = (amounts_RC.cumsum(dim=1) < target_R[:, None]).sum(dim=1, keepdim=True)
     return torch.nn.functional.pad(gaps_RC, (0, 1), value=torch.inf).gather(1, place_R1).squeeze(1)
@@ -236,13 +230,17 @@ def _first_gap(
 
 
 def gap_histogram(
-    gaps: GapRows, limit_R: torch.Tensor, prefix_R: torch.Tensor, radix_pass: int, by_weight: bool
-) -> torch.Tensor:
+    gap_rows: GapRows,
+    limit_R: Tensor,
+    prefix_R: Tensor,
+    radix_pass: int,
+    by_weight: bool,
+) -> Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
     `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
     """
     shift, num_bits = RADIX_PASSES[radix_pass]
-    gaps_RV = _all_gaps(gaps)
+    gaps_RV = _all_gaps(gap_rows)
     gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
     counted_RV = (gaps_RV <= limit_R[:, None]) & (
@@ -255,9 +253,7 @@ def gap_histogram(
     return histogram_RX.scatter_add_(1, digits_RV, amounts_RV)
 
 
-def next_digit(
-    histogram_RX: torch.Tensor, target_R: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def next_digit(histogram_RX: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
     """(the first bin up to which `target_R` is reached, how much of that bin is still wanted)."""
     reached_RX = histogram_RX.cumsum(dim=1)
     digit_R1 = (
@@ -269,19 +265,7 @@ def next_digit(
     return digit_R1.squeeze(1), target_R - sum_before_R1.squeeze(1)
 
 
-def append_digit(prefix_R: torch.Tensor, digit_R: torch.Tensor, radix_pass: int) -> torch.Tensor:
-    """The digits found so far with one more; after the last pass, the bits of the limit (see
-    `limit_of`).
-    """
-    return (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R.to(torch.int32)
-
-
-def limit_of(prefix_R: torch.Tensor) -> torch.Tensor:
-    """The gap with these digits; infinite if there were fewer tokens than wanted."""
-    return prefix_R.clamp(max=INFINITY_BITS).view(torch.float32)
-
-
-def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
+def top_p_target(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
     """Least kept weight, ceil(mass * top_p / 2**30) and at least 1, exactly; `top_p_R` is in units
     of 2**-30.
     """
@@ -293,9 +277,7 @@ def top_p_target(mass_R: torch.Tensor, top_p_R: torch.Tensor) -> torch.Tensor:
 # The pick
 
 
-def draw_index(
-    seeds_R: torch.Tensor, positions_R: torch.Tensor, kept_NR: torch.Tensor, rank: int
-) -> torch.Tensor:
+def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
     """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R];
     below 0 or beyond them where another rank has it. The ranks' weights, `kept_NR` int64, follow
     each other in token-id order.
@@ -306,7 +288,7 @@ def draw_index(
     return index_R - kept_NR[:rank].sum(dim=0)
 
 
-def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
+def pick_index(bits_R: Tensor, total_R: Tensor) -> Tensor:
     """floor(bits / 2**62 * total) exactly, for a total below 2**58: products of 31-bit halves never
     overflow.
     """
@@ -316,71 +298,25 @@ def pick_index(bits_R: torch.Tensor, total_R: torch.Tensor) -> torch.Tensor:
     return total_high * bits_high + (middle >> 31)
 
 
-def pick_column(
-    gaps: GapRows, limit_R: torch.Tensor, sums_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
+def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
     """The column where the running sum of the weights within the limit first exceeds `index_R`,
     int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
-    `sums_RX`: from `block_weights`.
-
-    The weights of one block are computed again: the same exponentials of the same logits.
+    `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
-    columns_RX, index_in_block_R = find_block(sums_RX, index_R, gaps.logits_BV.shape[1])
-    logits_RX = gaps.logits_BV[gaps.rows_R[:, None], columns_RX].to(torch.float32)
-    weights_RX = token_weights(token_gaps(logits_RX, gaps.max_R, gaps.temperature_R), limit_R)
-    in_shard_R = (index_R >= 0) & (index_R < sums_RX.sum(dim=1))
-    return torch.where(in_shard_R, find_in_block(weights_RX, columns_RX, index_in_block_R), -1)
+    reached_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
+    column_R = (reached_RV <= index_R[:, None]).sum(dim=1)
+    in_shard_R = (index_R >= 0) & (column_R < reached_RV.shape[1])
+    return torch.where(in_shard_R, column_R, -1)
 
 
-def find_block(
-    sums_RX: torch.Tensor, index_R: torch.Tensor, num_columns: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(columns of the block where the running sum first exceeds the index, remainder of the index
-    within it).
-    """
-    reached_RX = sums_RX.cumsum(dim=1)
-    block_R1 = (
-        (reached_RX <= index_R[:, None]).sum(dim=1, keepdim=True).clamp_(max=sums_RX.shape[1] - 1)
-    )
-    sum_before_R1 = reached_RX.gather(1, block_R1) - sums_RX.gather(1, block_R1)
-    return _block_columns(block_R1.squeeze(1), num_columns), index_R - sum_before_R1.squeeze(1)
+def _blocks(values_RC: Tensor, padding: float) -> Tensor:
+    """[R, X, `BLOCK_COLUMNS`]: the values by block, with padding at the end of the last one."""
+    num_missing = -values_RC.shape[1] % BLOCK_COLUMNS
+    padded_RC = torch.nn.functional.pad(values_RC, (0, num_missing), value=padding)
+    return padded_RC.view(len(values_RC), -1, BLOCK_COLUMNS)
 
 
-def find_in_block(
-    weights_RX: torch.Tensor, columns_RX: torch.Tensor, index_R: torch.Tensor
-) -> torch.Tensor:
-    """The column where the running sum of the block's weights first exceeds the index.
-
-    Where a short block repeats its last column, the sum exceeds it at the first occurrence.
-    """
-    place_R1 = (weights_RX.cumsum(dim=1) <= index_R[:, None]).sum(dim=1, keepdim=True)
-    return columns_RX.gather(1, place_R1.clamp_(max=columns_RX.shape[1] - 1)).squeeze(1)
-
-
-def _block_reduce(values_RC: torch.Tensor, reduce: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """`reduce` over blocks of columns, the last one shorter."""
-    whole_blocks_end = values_RC.shape[1] // BLOCK_COLUMNS * BLOCK_COLUMNS
-    reduced = (
-        [reduce(values_RC[:, :whole_blocks_end].view(len(values_RC), -1, BLOCK_COLUMNS), dim=2)]
-        if whole_blocks_end
-        else []
-    )
-    if whole_blocks_end < values_RC.shape[1]:
-        reduced.append(reduce(values_RC[:, whole_blocks_end:], dim=1, keepdim=True))
-    return reduced[0] if len(reduced) == 1 else torch.cat(reduced, dim=1)
-
-
-def _block_columns(block_R: torch.Tensor, num_columns: int) -> torch.Tensor:
-    """[R, X], the columns of one block per row; a short last block repeats its last column."""
-    columns_RX = block_R[:, None] * BLOCK_COLUMNS + torch.arange(
-        BLOCK_COLUMNS, device=block_R.device
-    )
-    return columns_RX.clamp_(max=num_columns - 1)
-
-
-def mask_columns(
-    logits_BV: torch.Tensor, rows_R: torch.Tensor, mask_words_RW: torch.Tensor, first_bit: int
-) -> None:
+def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int) -> None:
     """Set the columns of rows `rows_R` whose bit is 0 to minus infinity, in place.
 
     logits_BV: float32 or bfloat16, contiguous. rows_R: int64, no row twice. mask_words_RW: int32,

@@ -6,16 +6,17 @@ Legend: S slots, L token columns, W blocks in a row's table, T tokens of the ste
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def look_up_reference(
-    tokens_SL: torch.Tensor,
-    block_table_SW: torch.Tensor,
-    slots_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    num_cached_T: torch.Tensor,
+def look_up_tokens_reference(
+    tokens_SL: Tensor,
+    block_table_SW: Tensor,
+    slots_T: Tensor,
+    positions_T: Tensor,
+    num_cached_T: Tensor,
     block_size: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """(token ids, int32 [T]; where each token's KV goes, int64 [T]: -1 for positions below
     `num_cached_T`, which lie in shared blocks that are never written).
 
@@ -27,10 +28,10 @@ def look_up_reference(
 
 
 def write_tokens_reference(
-    tokens_SL: torch.Tensor,
-    slots_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    token_ids_R: torch.Tensor,
+    tokens_SL: Tensor,
+    slots_R: Tensor,
+    positions_R: Tensor,
+    token_ids_R: Tensor,
 ) -> None:
     """Put each token at its slot and position. At position 0, which no sampled token has, nothing
     is written: it marks a row of padding. `token_ids_R` is int64, the others int32.

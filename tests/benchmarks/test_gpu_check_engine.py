@@ -183,7 +183,7 @@ def test_noise_moves_only_what_rounding_may_move(way: str, gap: float, sampled: 
         sampler.admit(slot, sampling, [1], 1)
     logits_BV = torch.tensor([[-9.0, gap, 0.0, -9.0]], device=DEVICE).repeat(num_rows, 1)
     with gpu_check_tokens.noisy_logits():
-        tokens = sampler.sample(logits_BV, sampler.batch(range(num_rows), [1] * num_rows))
+        tokens = sampler.sample(logits_BV, sampler.state.batch(range(num_rows), [1] * num_rows))
     assert set(tokens.token_ids_B.tolist()) == sampled
 
 

@@ -93,3 +93,17 @@ def wait_until(condition: Callable[[], bool], what: str, limit_s: float = 10.0) 
     while not condition():
         assert time.monotonic() < end, f"{what} did not happen within {limit_s} s"
         time.sleep(0.02)
+
+
+def connections(pid: int, port: int) -> set[int]:
+    """The ports of the clients to which a process is connected by its own TCP port."""
+    clients: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, state, *rest = line.split()
+        if state == "01" and int(local.split(":")[1], 16) == port:
+            clients[f"socket:[{rest[5]}]"] = int(remote.split(":")[1], 16)
+    found = set()
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it was closed just now
+            found.add(clients.get(str(path.readlink()), 0))
+    return found - {0}

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from configs.engine import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig, resolve
+from configs.engine import DEFAULT_MAX_MODEL_LEN, EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.quantization import Quantization
 from kernels.interface import Capabilities
 from scheduler.errors import ClientError, ConfigError
 from tests.checkpoints import COMPRESSED_TENSORS
+from workers.configuration import resolve
 
 LEAST = {
     "tensor_parallel_size": 1,

@@ -20,7 +20,7 @@ from scheduler.errors import ConfigError
     ("options", "message"),
     [
         ({"max_replicas": 0}, "max_replicas must be"),
-        ({"api_replicas": 2}, "api_replicas 2 needs several engines"),
+        ({"api_replicas": 0}, "api_replicas must be"),
         ({"replicas": 3, "max_replicas": 2}, "max_replicas 2 is below replicas 3"),
         ({"target_ongoing_requests": 4}, "give max_replicas with it"),
         ({"upscale_delay_s": 0}, "upscale_delay_s must be"),
@@ -39,6 +39,19 @@ def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
     assert ServeConfig().is_single
     assert not ServeConfig(replicas=2).is_single
     assert not ServeConfig(max_replicas=2).is_single
+
+
+def test_the_limit_of_open_outputs_is_divided_only_where_it_cannot_be_shared() -> None:
+    config = ServeConfig(api_replicas=3, replicas=2, max_open_requests=100)
+    assert config.max_open == 67
+    assert dataclasses.replace(config, shared_port="/tmp/port").max_open == 200
+    assert ServeConfig(max_open_requests=100).max_open == 100
+
+
+def test_an_engine_is_in_the_process_of_the_api_only_if_both_are_alone() -> None:
+    assert ServeConfig().api_has_engine
+    assert not ServeConfig(api_replicas=2).api_has_engine
+    assert not ServeConfig(replicas=2).api_has_engine
 
 
 def test_replicas_follow_ongoing_requests() -> None:

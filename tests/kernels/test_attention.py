@@ -59,7 +59,7 @@ def make_case(
         ),
         seq_lens_B=torch.tensor(seq_lens, dtype=torch.int32),
         block_table_BW=table,
-        slot_mapping_T=torch.full((sum(query_lens),), -1, dtype=torch.int64),
+        kv_places_T=torch.full((sum(query_lens),), -1, dtype=torch.int64),
         max_query_len=max(query_lens),
         max_seq_len=max(seq_lens),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from configs.engine import ATTENTION_BACKENDS, EngineConfig
 from kernels import select
 from kernels.cpu.capabilities import has_bfloat16
 from kernels.interface import Capabilities
@@ -73,6 +75,16 @@ def test_auto_passes_over_what_cannot_do_what_is_asked(
     installed: None, dtype: str | None, head_dim: int, block_size: int | None, name: str
 ) -> None:
     assert choose("cuda", dtype=dtype, head_dim=head_dim, block_size=block_size).name == name
+
+
+def test_every_backend_is_a_choice_of_the_option_and_its_help_names_it() -> None:
+    names = {name for backends in select.BACKENDS.values() for name in backends}
+    assert set(ATTENTION_BACKENDS) == {"auto", *names}
+    [option] = [
+        each for each in dataclasses.fields(EngineConfig) if each.name == "attention_backend"
+    ]
+    named = set(re.findall(r"\w+", option.metadata["help"]))
+    assert names <= named
 
 
 def test_named_backend_is_taken(installed: None) -> None:

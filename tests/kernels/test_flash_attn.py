@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,10 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from configs.engine import EngineConfig
+from kernels.cpu.capabilities import CPU
 from kernels.gpu import flash_attn
+from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn, find_flash_attn, may_split
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
+from kernels.reference.capabilities import REFERENCE
 from tests.kernels import flash_attn_stand_in as stand_in
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
@@ -90,7 +94,7 @@ def to_device(attn: AttentionMetadata, device: torch.device) -> AttentionMetadat
         seq_start_B1=attn.seq_start_B1.to(device),
         seq_lens_B=attn.seq_lens_B.to(device),
         block_table_BW=attn.block_table_BW.to(device),
-        slot_mapping_T=attn.slot_mapping_T.to(device),
+        kv_places_T=attn.kv_places_T.to(device),
     )
 
 
@@ -147,7 +151,7 @@ def test_flash_attn_3_takes_blocks_of_any_size(
     monkeypatch: pytest.MonkeyPatch, batch: str, block_size: int
 ) -> None:
     library = find(monkeypatch, FA3)
-    library.check_block_size(block_size)
+    library.check(128, block_size)
     assert_matches_reference(library, make_device_case(*BATCHES[batch], block_size=block_size))
 
 
@@ -326,7 +330,7 @@ def test_build_that_does_not_tell_what_it_is_without_has_all(
     library = find_flash_attn()
     assert library is not None
     assert library.dtypes == ("bfloat16", "float16")
-    library.check_block_size(16)
+    library.check(128, 16)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -340,8 +344,8 @@ def test_without_a_gpu_there_is_no_capability() -> None:
 @pytest.mark.parametrize("name", STAND_INS)
 def test_own_block_size_is_possible(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     library = find(monkeypatch, name)
-    library.check_block_size(library.default_block_size)
-    library.check_block_size(3 * library.default_block_size)
+    library.check(128, library.default_block_size)
+    library.check(128, 3 * library.default_block_size)
 
 
 @pytest.mark.parametrize(
@@ -362,7 +366,7 @@ def test_block_size_that_cannot_be_is_refused_with_what_can(
     monkeypatch: pytest.MonkeyPatch, name: str, block_size: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        find(monkeypatch, name).check_block_size(block_size)
+        find(monkeypatch, name).check(128, block_size)
 
 
 @pytest.mark.parametrize(
@@ -681,3 +685,21 @@ def test_stand_in_of_the_wheel_refuses_float16() -> None:
     halves = {name: arguments[name].half() for name in ("q", "k", "v", "out")}
     with pytest.raises(RuntimeError, match="does not support FP16"):
         function(**arguments | halves)
+
+
+def test_the_help_says_the_default_block_size_of_each_backend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    defaults = {
+        "cpu": CPU.default_block_size,
+        "triton": TRITON.default_block_size,
+        "FlashAttention-3": find(monkeypatch, WHEEL).default_block_size,
+        "FlashAttention-2": find(monkeypatch, FA2).default_block_size,
+        "reference": REFERENCE.default_block_size,
+    }
+    [option] = [each for each in fields(EngineConfig) if each.name == "block_size"]
+    stated: dict[str, int] = {}
+    for part in option.metadata["help"].partition("by default ")[2].split(", "):
+        size, _, backends = part.partition(" with ")
+        stated |= {name: int(size) for name in defaults if name in backends}
+    assert stated == defaults

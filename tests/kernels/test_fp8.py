@@ -17,7 +17,7 @@ from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8, widened
+from kernels.reference.fp8 import MAX_FP8, cache_as_float32, from_fp8, to_fp8
 from kernels.select import select_backend
 from tests.kernels.cpu_caches import from_cpu, to_cpu
 from tests.kernels.gpu_device import DEVICE
@@ -110,7 +110,7 @@ def test_a_gpu_keeps_only_finite_numbers(dtype: torch.dtype) -> None:
         )
     most = 448.0 if dtype is torch.uint8 else 0.0
     want = torch.tensor([1.0, 0.0, -most, most, 2.0, 0.0, 3.0, -4.0] * 2)
-    assert torch.equal(widened(caches[1][0, 0, 0]).cpu(), want)
+    assert torch.equal(cache_as_float32(caches[1][0, 0, 0]).cpu(), want)
 
 
 @triton.jit
@@ -216,7 +216,7 @@ def test_every_number_is_read_exactly(kernels: Kernels, dtype: torch.dtype) -> N
         seq_start_B1=count,
         seq_lens_B=torch.ones(8, dtype=torch.int32),
         block_table_BW=count[:8, None].clone(),
-        slot_mapping_T=torch.full((8,), -1),
+        kv_places_T=torch.full((8,), -1),
         max_query_len=1,
         max_seq_len=1,
     )

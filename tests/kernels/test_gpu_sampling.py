@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from kernels.gpu import sampling
-from kernels.gpu.sampling import GpuSampling
+from kernels.gpu import sampling as GPU
 from kernels.interface import GapRows, SamplingKernels
-from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference import sampling as reference
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
 from scheduler.params import Sampling
 from tests.kernels.gpu_device import DEVICE
@@ -75,7 +75,6 @@ def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *arguments: moved(kernel(*moved(arguments, DEVICE)), torch.device("cpu"))
 
 
-GPU = GpuSampling()
 gpu: Any = Replaced(
     GPU, **{name: on_device(getattr(GPU, name)) for name in functions_of(SamplingKernels)}
 )
@@ -98,17 +97,17 @@ def make_rows(logits: torch.Tensor, rows: list[int] | None = None) -> GapRows:
     )
 
 
-def weights_alone(gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
+def weights_alone(gap_rows: GapRows, limit: torch.Tensor) -> torch.Tensor:
     """Each token's weight as the kernel computes it if the token is the only one in its block,
     int64 [R, V].
     """
-    logits = gaps.logits_BV
+    logits = gap_rows.logits_BV
     apart = torch.full(
         (len(logits), logits.shape[1] * BLOCK_COLUMNS), -torch.inf, dtype=logits.dtype
     )
     apart[:, ::BLOCK_COLUMNS] = logits
     apart_gaps = dataclasses.replace(
-        gaps, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
+        gap_rows, logits_BV=apart, block_max_BX=reference.row_best(apart)[2]
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -352,7 +351,7 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
             sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)
         for position in (1, 2):
             drawn.append(
-                sampler.sample(logits, sampler.batch(range(7), [position] * 7)).token_ids_B
+                sampler.sample(logits, sampler.state.batch(range(7), [position] * 7)).token_ids_B
             )
     assert torch.equal(drawn[0], drawn[2])
     assert torch.equal(drawn[1], drawn[3])
@@ -363,19 +362,19 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
 def test_a_graph_replays_every_kernel_over_new_logits() -> None:
     def step(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
         max_B, column_B, block_max = GPU.row_best(logits)
-        gaps = GapRows(
+        gap_rows = GapRows(
             logits_BV=logits,
             block_max_BX=block_max,
             rows_R=rows,
             max_R=max_B,
             temperature_R=temperatures,
         )
-        lists = GPU.list_nearest(gaps, top_k, 20)
+        lists = GPU.list_nearest(gap_rows, top_k, 20)
         limit, kept = GPU.listed_limits(
             lists[None], top_k, top_k, torch.full_like(max_B, torch.inf)
         )
-        sums, total = GPU.block_weights(gaps, limit)
-        counts = GPU.gap_histogram(gaps, limit, rows.int() * 0, 0, True)
+        sums, total = GPU.block_weights(gap_rows, limit)
+        counts = GPU.gap_histogram(gap_rows, limit, rows.int() * 0, 0, True)
         return (
             max_B,
             column_B,
@@ -384,7 +383,7 @@ def test_a_graph_replays_every_kernel_over_new_logits() -> None:
             kept,
             total,
             counts,
-            GPU.pick_column(gaps, limit, sums, total // 2),
+            GPU.pick_column(gap_rows, limit, sums, total // 2),
         )
 
     first = make_logits("normal", 9000, torch.bfloat16).to(DEVICE)

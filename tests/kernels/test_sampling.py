@@ -144,11 +144,11 @@ def rows_of(gaps: torch.Tensor) -> GapRows:
 def limit_by_descent(gaps: torch.Tensor, wanted: torch.Tensor, by_weight: bool) -> torch.Tensor:
     prefix = torch.zeros(len(gaps), dtype=torch.int32)
     within = torch.full((len(gaps),), torch.inf)
-    for radix_pass in range(len(kernels.RADIX_PASSES)):
+    for radix_pass, (_, num_bits) in enumerate(kernels.RADIX_PASSES):
         histogram = kernels.gap_histogram(rows_of(gaps), within, prefix, radix_pass, by_weight)
         digit, wanted = kernels.next_digit(histogram, wanted)
-        prefix = kernels.append_digit(prefix, digit, radix_pass)
-    return kernels.limit_of(prefix)
+        prefix = (prefix << num_bits) + digit.int()
+    return prefix.clamp(max=kernels.INFINITY_BITS).view(torch.float32)
 
 
 @pytest.mark.parametrize("rounded", [False, True])

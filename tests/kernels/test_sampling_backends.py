@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kernels.interface import GapRows, SamplingKernels
-from kernels.reference.backend import REFERENCE_SAMPLING as reference
+from kernels.reference import sampling as reference
 from kernels.reference.sampling import (
     BLOCK_COLUMNS,
     MAX_LISTED,
@@ -80,31 +80,33 @@ def make_rows(logits: torch.Tensor, kernels: SamplingKernels = reference) -> Gap
     )
 
 
-def limits_of(gaps: GapRows, *values: float) -> torch.Tensor:
-    return torch.tensor(values).repeat(len(gaps.rows_R) // len(values) + 1)[: len(gaps.rows_R)]
+def limits_of(gap_rows: GapRows, *values: float) -> torch.Tensor:
+    return torch.tensor(values).repeat(len(gap_rows.rows_R) // len(values) + 1)[
+        : len(gap_rows.rows_R)
+    ]
 
 
-def gaps_of(gaps: GapRows) -> torch.Tensor:
+def gaps_of(gap_rows: GapRows) -> torch.Tensor:
     """[R, V], from the definition."""
-    logits = gaps.logits_BV[gaps.rows_R].float()
-    return (gaps.max_R[:, None] - logits) / gaps.temperature_R[:, None]
+    logits = gap_rows.logits_BV[gap_rows.rows_R].float()
+    return (gap_rows.max_R[:, None] - logits) / gap_rows.temperature_R[:, None]
 
 
-def weights_alone(kernels: SamplingKernels, gaps: GapRows, limit: torch.Tensor) -> torch.Tensor:
+def weights_alone(kernels: SamplingKernels, gap_rows: GapRows, limit: torch.Tensor) -> torch.Tensor:
     """Each token's weight as the kernel computes it if the token is the only one, int64 [R,
     V].
     """
     weights = []
-    for r, row in enumerate(gaps.rows_R.tolist()):
-        tokens = gaps.logits_BV[row][:, None].contiguous()
+    for r, row in enumerate(gap_rows.rows_R.tolist()):
+        tokens = gap_rows.logits_BV[row][:, None].contiguous()
         _, _, block_max = kernels.row_best(tokens)
         one = dataclasses.replace(
-            gaps,
+            gap_rows,
             logits_BV=tokens,
             block_max_BX=block_max,
             rows_R=torch.arange(len(tokens)),
-            max_R=gaps.max_R[r].expand(len(tokens)).contiguous(),
-            temperature_R=gaps.temperature_R[r].expand(len(tokens)).contiguous(),
+            max_R=gap_rows.max_R[r].expand(len(tokens)).contiguous(),
+            temperature_R=gap_rows.temperature_R[r].expand(len(tokens)).contiguous(),
         )
         weights.append(kernels.block_weights(one, limit[r].expand(len(tokens)).contiguous())[1])
     return torch.stack(weights)

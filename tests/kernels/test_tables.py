@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.gpu import tables
-from kernels.reference.tables import look_up_reference, write_tokens_reference
+from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 from tests.kernels.gpu_device import DEVICE
 
 SLOTS, COLUMNS = 9, 70
@@ -27,7 +27,7 @@ def test_tokens_and_slots_are_looked_up(num_tokens: int, block_size: int) -> Non
     blocks_SW = random_ints(2**31 - 1, SLOTS, -(-COLUMNS // block_size))
     slots_T, positions_T = random_ints(SLOTS, num_tokens), random_ints(COLUMNS, num_tokens)
     arguments = tokens_SL, blocks_SW, slots_T, positions_T, random_ints(40, num_tokens), block_size
-    got, want = tables.look_up(*arguments), look_up_reference(*arguments)
+    got, want = tables.look_up_tokens(*arguments), look_up_tokens_reference(*arguments)
     assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
     assert (got[1] == -1).any() or num_tokens == 1
 

@@ -28,7 +28,7 @@ class SharedBlockReleasedEarly(BlockManager):
             block = self.blocks[block_id]
             if block.ref_count == 1:
                 block.ref_count = 0
-                self._push_free(block)
+                self._free[block_id] = block
 
 
 class UsedBlockEvicted(BlockManager):
@@ -39,7 +39,7 @@ class UsedBlockEvicted(BlockManager):
 
     def _take_free(self) -> int:
         if self.num_free_blocks == 0:
-            self._push_free(self.blocks[0])
+            self._free[0] = self.blocks[0]
         return super()._take_free()
 
 
@@ -57,7 +57,7 @@ class RevivedBlockStaysFree(BlockManager):
         revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
         num_cached = super().allocate(seq)
         for block in revived:
-            self._push_free(block)
+            self._free[block.block_id] = block
         return num_cached
 
 
@@ -90,8 +90,7 @@ class StaleIndexEntry(BlockManager):
     """A block given to new content can still be found by its old content."""
 
     def _take_free(self) -> int:
-        block = self._sentinel.next
-        assert block is not None
+        block = next(iter(self._free.values()))
         key, tokens, parent, salt = (
             block.hash,
             block.token_ids,

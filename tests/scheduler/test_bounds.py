@@ -4,14 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from configs.paths import CHECKOUT
-from scheduler.bounds import TABLES, check_schema, page, shown
+from scheduler.bounds import TABLES, check_schema, shown
 from scheduler.errors import RequestError
-
-
-def test_the_page_shows_the_table() -> None:
-    """To write it: `python -m scheduler.bounds > docs/limits.md`."""
-    assert (CHECKOUT / "docs" / "limits.md").read_text(encoding="utf-8") == page()
 
 
 def test_every_bound_has_a_reason() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler import records
 from scheduler.messages import StepPlan, StepResult, ints
-from scheduler.pace import MIN_PROMPT_TOKENS, Pace
+from scheduler.pace import MAX_LONG_GAP_ROWS, MIN_PROMPT_TOKENS, TOKENS_PER_LONG_GAP, Pace
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import make_limits, make_request, must_schedule
 
@@ -213,6 +213,109 @@ def test_the_shortest_time_of_a_step_is_known_once_fewer_rows_and_prompts_have_r
     pace.observe(0, 100, 0.2)
     assert pace.shortest_s(4, 10) == pytest.approx(0.06)
     assert pace.shortest_s(0, 10) == pytest.approx(0.02)
+
+
+def test_beside_fewer_rows_than_usual_a_step_may_take_what_it_may_beside_the_usual() -> None:
+    pace = Pace(3.0, CAP)
+    for num_rows in (4, 8):
+        pace.observe(num_rows, 0, BASE_S + ROW_S * num_rows)
+    pace.observe(8, 100, BASE_S + ROW_S * 8 + 100 * TOKEN_S)
+    for _ in range(1000):
+        pace.spend(8, 0)
+    longest_s = 3.0 * (BASE_S + ROW_S * 8)
+    assert pace.budget(8) == int((longest_s - BASE_S - ROW_S * 8) / TOKEN_S + 1e-6)
+    assert pace.budget(4) == int((longest_s - BASE_S - ROW_S * 4) / TOKEN_S + 1e-6)
+    for _ in range(2000):
+        pace.spend(4, 0)
+    assert pace.budget(4) == int(2.0 * (BASE_S + ROW_S * 4) / TOKEN_S + 1e-6)
+    assert pace.budget(8) < int(2.0 * (BASE_S + ROW_S * 8) / TOKEN_S), "more than usual get less"
+
+
+def test_prompts_go_on_where_rows_suddenly_become_many() -> None:
+    pace = Pace(3.0, CAP)
+    for num_rows in (1, 20, 30):
+        pace.observe(num_rows, 0, 0.006 + 0.001 * num_rows)
+    pace.observe(30, 100, 0.006 + 0.030 + 100 * 0.0001)
+    for _ in range(1000):
+        pace.spend(1, 0)
+    assert pace.budget(30) > 200
+
+
+def scheduler_beside(num_decodes: int) -> Scheduler:
+    """So many sequences decode long enough to save up all that can be saved."""
+    limits = make_limits(
+        num_blocks=4000,
+        max_num_seqs=16,
+        max_num_batched_tokens=CAP,
+        max_model_len=4000,
+        max_decode_slowdown=3.0,
+    )
+    scheduler = Scheduler(limits)
+    for row in range(num_decodes):
+        scheduler.add(make_request(f"decode-{row}", [row + 1] * 50, max_tokens=3000))
+    run(scheduler, MAX_LONG_GAP_ROWS * TOKENS_PER_LONG_GAP + 8)
+    return scheduler
+
+
+def is_long(plan: StepPlan) -> bool:
+    """Whether sequences that decode wait for the step longer than `max_decode_slowdown` allows."""
+    num_decoding = plan.num_new_tokens.count(1)
+    return num_decoding > 0 and seconds_of(plan) > 3.1 * (BASE_S + ROW_S * num_decoding)
+
+
+@pytest.mark.parametrize("num_decodes", [1, MAX_LONG_GAP_ROWS])
+def test_beside_few_decodes_a_prompt_is_computed_at_once(num_decodes: int) -> None:
+    scheduler = scheduler_beside(num_decodes)
+    scheduler.add(make_request("prompt", [20] * 400, max_tokens=1))
+    [plan] = run(scheduler, 1)
+    assert max(plan.num_new_tokens) == 400
+    assert is_long(plan)
+
+
+def test_beside_more_decodes_a_prompt_never_makes_a_step_long() -> None:
+    scheduler = scheduler_beside(MAX_LONG_GAP_ROWS + 1)
+    for row in range(8):
+        scheduler.add(make_request(f"prompt-{row}", [20 + row] * 400, max_tokens=1))
+    plans = run(scheduler, 40)
+    assert sum(sum(plan.num_new_tokens) for plan in plans) > 8 * 400
+    assert not any(is_long(plan) for plan in plans)
+
+
+def share_of_long_gaps(scheduler: Scheduler) -> float:
+    """While there is always another prompt: the share of the decoded tokens that waited for a long
+    step.
+    """
+    num_long = num_decoded = 0
+    for number in range(300):
+        scheduler.add(make_request(f"prompt-{number}", [number + 20] * 400, max_tokens=1))
+        for plan in run(scheduler, 4):
+            num_decoding = plan.num_new_tokens.count(1)
+            num_decoded += num_decoding
+            num_long += num_decoding if is_long(plan) else 0
+    return num_long / num_decoded
+
+
+class NeverSpends(Pace):
+    """Long gaps cost nothing."""
+
+    def spend(self, num_decoding: int, num_prompt_tokens: int) -> None:
+        super().spend(num_decoding, 0)
+
+
+@pytest.mark.parametrize("num_decodes", [1, MAX_LONG_GAP_ROWS])
+def test_fewer_than_one_in_a_hundred_tokens_wait_for_whole_prompts(num_decodes: int) -> None:
+    assert 0.002 < share_of_long_gaps(scheduler_beside(num_decodes)) <= 0.01
+    scheduler = scheduler_beside(num_decodes)
+    scheduler.pace.__class__ = NeverSpends
+    assert share_of_long_gaps(scheduler) > 0.1
+
+
+def test_tokens_that_decode_are_not_saved_up_for_more_than_a_few_long_gaps() -> None:
+    scheduler = scheduler_beside(1)
+    run(scheduler, 10 * TOKENS_PER_LONG_GAP)
+    for row in range(8):
+        scheduler.add(make_request(f"prompt-{row}", [20 + row] * CAP, max_tokens=1))
+    assert sum(is_long(plan) for plan in run(scheduler, 30)) == MAX_LONG_GAP_ROWS
 
 
 def test_records_say_what_the_first_in_line_waits_for() -> None:

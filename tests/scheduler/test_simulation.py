@@ -13,7 +13,7 @@ SEEDS_PER_TEST = 50
 
 
 @pytest.mark.parametrize("first", range(0, 500, SEEDS_PER_TEST))
-def test_random_worlds_keep_every_law(first: int) -> None:
+def test_random_schedules_keep_every_law(first: int) -> None:
     total = run_seeds(first, SEEDS_PER_TEST)
     assert total.seeds == SEEDS_PER_TEST
     assert total.preemptions > SEEDS_PER_TEST, "too little pressure on the blocks"

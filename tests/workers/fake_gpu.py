@@ -173,7 +173,7 @@ class FakeGpu(Device):
             "rms_norm",
             "add_rms_norm",
             "silu_and_mul",
-            "look_up",
+            "look_up_tokens",
             "write_tokens",
         )
         recorded: dict[str, Any] = {

@@ -129,7 +129,6 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
     for i, event in enumerate(events):
         pending = PendingStep(
             device=Device(torch.device("cpu")),
-            num_rows=1,
             token_ids_R=torch.tensor([i]),
             ended=event,
         )

@@ -21,6 +21,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.metadata import AttentionMetadata
@@ -57,12 +58,15 @@ class DecodeGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row. `hidden_SE` gets
         the hidden states.
         """
-        self._model, self._cache, self._state, self._device = model, cache, state, device
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._device = device
         self._hidden_SE = hidden_SE
         self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
         self.sizes = graph_sizes(config.max_num_seqs)
@@ -80,14 +84,14 @@ class DecodeGraphs:
         """Record every size, the largest first: the others share its memory, or all share that of
         `largest`. Returns the graph whose memory is shared. Waits for the device.
         """
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         self._uploads.send()
         for size in reversed(self.sizes):
             for num_places in {self._num_places(size, bound) for bound in self.bounds}:
                 run = partial(self._run, size, num_places)
                 self._graphs[size, num_places] = self._device.capture(run, largest)
                 largest = largest or self._graphs[size, num_places]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began_s
         logger.info(
             "%d decode graphs captured in %.1f s, for up to %d sequences",
             len(self._graphs),
@@ -125,14 +129,14 @@ class DecodeGraphs:
     def _run(self, size: int, num_places: int) -> None:
         slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in self._inputs[:-1])
         part_start_B1 = self._inputs[-1][: size + 1]
-        token_ids_B, slot_mapping_B = self._state.look_up(slots_B, positions_B, cached_B)
+        token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
             query_start_B1=starts_B1,
             seq_start_B1=starts_B1,  # a decode step does not read it
             seq_lens_B=seq_lens_B,
             block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
-            slot_mapping_T=slot_mapping_B,
+            kv_places_T=kv_places_B,
             max_query_len=1,
             max_seq_len=self.bounds[-1],
             decode=(

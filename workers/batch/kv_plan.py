@@ -63,7 +63,8 @@ def plan_kv_cache(
     CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is given in later epochs only. Raises
     `ConfigError` with the numbers when not even one block fits.
     """
-    engine, size = config.engine, block_bytes(config)
+    engine = config.engine
+    size = block_bytes(config)
     wanted_blocks = config.max_num_seqs * config.blocks_per_sequence
     if num_blocks_at_start is not None:
         parts = [("as at the start of the engine", num_blocks_at_start * size)]

@@ -7,7 +7,7 @@ decode rows at the front and for prompts behind them, the longest possible row, 
 programs find their row on the device. A step is padded to the next larger size (`StepRows.padded`).
 Larger steps are launched kernel by kernel, while the GPU computes the ones before. What follows the
 hidden states is in `workers/sampling/next_tokens.py`. Owns its static tensors. Legend: T tokens of
-a captured step, B its rows with padding, R sampling rows, E hidden size.
+a captured step, B its rows with padding, S rows of the largest, R sampling rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
@@ -63,14 +64,19 @@ class MixedGraphs:
         state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: torch.Tensor,
+        hidden_SE: Tensor,
     ) -> None:
         """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
         `hidden_SE`, of `max_rows`, gets the hidden states.
         """
-        self._model, self._cache, self._state, self._device = model, cache, state, device
-        self._uploads, self._hidden_SE = uploads, hidden_SE
-        self._max_seqs, self._max_seq_len = config.max_num_seqs, config.max_model_len
+        self._model = model
+        self._cache = cache
+        self._state = state
+        self._device = device
+        self._uploads = uploads
+        self._hidden_SE = hidden_SE
+        self._max_seqs = config.max_num_seqs
+        self._max_seq_len = config.max_model_len
         self._num_prompts = _most_prompts(config)
         self.sizes = mixed_sizes(
             config.model, config.engine.tensor_parallel_size, config.max_num_batched_tokens
@@ -82,7 +88,7 @@ class MixedGraphs:
         """Record every size, the largest first: the others share its memory. Returns the first
         graph, if any. Waits for the device.
         """
-        began = time.perf_counter()
+        began_s = time.perf_counter()
         largest: Graph | None = None
         for size in reversed(self.sizes):
             make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
@@ -92,7 +98,7 @@ class MixedGraphs:
         logger.info(
             "%d graphs of steps with prompts captured in %.1f s, for up to %d tokens",
             len(self._graphs),
-            time.perf_counter() - began,
+            time.perf_counter() - began_s,
             max(self.sizes, default=0),
         )
         return largest

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from kernels.decode_parts import part_starts
@@ -108,10 +109,10 @@ class StepInputs:
     token_ids_T, positions_T : int32. logits_indices_R : int32.
     """
 
-    token_ids_T: torch.Tensor
-    positions_T: torch.Tensor
+    token_ids_T: Tensor
+    positions_T: Tensor
     attn: AttentionMetadata
-    logits_indices_R: torch.Tensor
+    logits_indices_R: Tensor
 
 
 class BatchState:
@@ -138,11 +139,10 @@ class BatchState:
         )
         self._arrived_SK = torch.zeros(slots, kv_heads, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
-        self.num_tokens_S = np.zeros(slots, np.int32)  # known or in flight
-        self.num_prompt_S = np.zeros(slots, np.int32)
-        self.num_cached_S = np.zeros(slots, np.int32)
-        self.num_computed_S = np.zeros(slots, np.int32)
-        self.num_table_S = np.zeros(slots, np.int32)
+        # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
+        self._counts_NS = np.zeros((5, slots), np.int32)
+        self.num_tokens_S, self.num_prompt_S, self.num_cached_S = self._counts_NS[:3]
+        self.num_computed_S, self.num_table_S = self._counts_NS[3:]
 
     def apply(self, plan: StepPlan) -> None:
         """Release rows, admit rows, then append blocks."""
@@ -166,7 +166,8 @@ class BatchState:
         start_B = self.num_computed_S[slots_B]
         seq_lens_B = start_B + new_B
         query_start_B1 = _running_sum(new_B)
-        num_cached_B, max_query_len = self.num_cached_S[slots_B], int(new_B.max())
+        num_cached_B = self.num_cached_S[slots_B]
+        max_query_len = int(new_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
             slots_T, positions_T, num_cached_T = slots_B, start_B, num_cached_B
@@ -216,7 +217,7 @@ class BatchState:
         )
 
         def inputs() -> StepInputs:
-            token_ids_T, slot_mapping_T = self.look_up(slots_T, positions_T, cached_T)
+            token_ids_T, kv_places_T = self.look_up_tokens(slots_T, positions_T, cached_T)
             num_columns = -(-rows.max_seq_len // self.block_size)
             return StepInputs(
                 token_ids_T=token_ids_T,
@@ -226,7 +227,7 @@ class BatchState:
                     seq_start_B1=seq_start_B1,
                     seq_lens_B=seq_lens_B,
                     block_table_BW=self.block_table_SW[:, :num_columns].index_select(0, slots_B),
-                    slot_mapping_T=slot_mapping_T,
+                    kv_places_T=kv_places_T,
                     max_query_len=rows.max_query_len,
                     max_seq_len=rows.max_seq_len,
                     decode=decode,
@@ -262,7 +263,7 @@ class BatchState:
         starts = part_starts(seq_lens_B, num_free)
         return np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
 
-    def decode_parts(self, num_rows: int, num_places: int, start_B1: torch.Tensor) -> DecodeParts:
+    def decode_parts(self, num_rows: int, num_places: int, start_B1: Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""
         return DecodeParts(
             num_rows=num_rows,
@@ -271,31 +272,22 @@ class BatchState:
             arrived_BK=self._arrived_SK,
         )
 
-    def look_up(
-        self, slots_T: torch.Tensor, positions_T: torch.Tensor, cached_T: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(token ids, where each token's KV goes), see `Kernels.look_up`."""
-        return self._kernels.look_up(
+    def look_up_tokens(
+        self, slots_T: Tensor, positions_T: Tensor, cached_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(token ids, where each token's KV goes), see `Kernels.look_up_tokens`."""
+        return self._kernels.look_up_tokens(
             self.tokens_SL, self.block_table_SW, slots_T, positions_T, cached_T, self.block_size
         )
 
-    def write_sampled(
-        self, slots_R: torch.Tensor, positions_R: torch.Tensor, token_ids_R: torch.Tensor
-    ) -> None:
+    def write_sampled(self, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor) -> None:
         """Write the tokens of a step where the next step reads them, without a trip to the host."""
         self._kernels.write_tokens(self.tokens_SL, slots_R, positions_R, token_ids_R)
 
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
         used, table = self.used_S, self.block_table_SW.cpu().numpy()
-        counts = (
-            self.num_tokens_S,
-            self.num_prompt_S,
-            self.num_cached_S,
-            self.num_computed_S,
-            self.num_table_S,
-        )
-        _demand([not count[~used].any() for count in counts], "a free slot holds nothing")
+        _demand(self._counts_NS[:, ~used] == 0, "a free slot holds nothing")
         _demand(self.num_computed_S <= self.num_tokens_S, "a row computes only tokens it has")
         _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len tokens")
         _demand(self.num_prompt_S[used] >= 1, "a row in use has a prompt")
@@ -310,14 +302,7 @@ class BatchState:
         self._check_slots(slots_N, "released")
         _demand(self.used_S[slots_N], "a released slot is in use", slots_N)
         self.used_S[slots_N] = False
-        for counts in (
-            self.num_tokens_S,
-            self.num_prompt_S,
-            self.num_cached_S,
-            self.num_computed_S,
-            self.num_table_S,
-        ):
-            counts[slots_N] = 0
+        self._counts_NS[:, slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> _Entries:
         """Admit rows. Returns the entries to write to the token table. The caller appends the
@@ -352,7 +337,8 @@ class BatchState:
         _demand(int(tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.used_S[slots_A] = True
-        self.num_tokens_S[slots_A], self.num_prompt_S[slots_A] = tokens_A, prompt_A
+        self.num_tokens_S[slots_A] = tokens_A
+        self.num_prompt_S[slots_A] = prompt_A
         self.num_cached_S[slots_A] = cached_A
         # If even the last token is cached, it runs again, as a query only.
         self.num_computed_S[slots_A] = np.minimum(cached_A, tokens_A - 1)
@@ -376,7 +362,7 @@ class BatchState:
         _demand(columns_N < width, f"a block table has at most {width} blocks", slots_N)
         return slots_N, columns_N, block_ids_N
 
-    def _write(self, *changes: tuple[torch.Tensor, list[_Entries]]) -> None:
+    def _write(self, *changes: tuple[Tensor, list[_Entries]]) -> None:
         """Write entries to tables on the device, with one upload."""
         changed = [(table, entries) for table, entries in changes if entries]
         if not changed:

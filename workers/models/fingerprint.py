@@ -14,6 +14,7 @@ from types import TracebackType
 
 import torch
 import xxhash
+from torch import Tensor
 
 # Samples of each file of weights, evenly spaced; the first one holds the header, which names all
 # tensors.
@@ -67,7 +68,7 @@ class LoadedHash:
             for waiting in self._waiting:
                 waiting.result()
 
-    def add(self, values: torch.Tensor) -> None:
+    def add(self, values: Tensor) -> None:
         """Add values in host memory, which must stay as they are until the context ends."""
         data = values.contiguous().flatten().view(torch.uint8).numpy().data
         if len(self._waiting) == _MAX_WAITING:

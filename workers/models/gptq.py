@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from configs.gptq import Gptq
 from scheduler.errors import ConfigError
@@ -36,7 +37,7 @@ class GptqMatrix:
     ) -> None:
         """Raises `ConfigError` when the index of groups is damaged."""
 
-        def read(part: str) -> torch.Tensor:
+        def read(part: str) -> Tensor:
             full = gptq_part(name, part)
             with safe_open(stored[full].path, framework="pt", device="cpu") as file:
                 return file.get_tensor(full)  # type: ignore[no-any-return]
@@ -61,7 +62,7 @@ class GptqMatrix:
         else:
             self._group_X = inputs // gptq.group_size
 
-    def __getitem__(self, window: tuple[slice, slice]) -> torch.Tensor:
+    def __getitem__(self, window: tuple[slice, slice]) -> Tensor:
         rows, columns = window
         codes_XY = unpack(self._words[:, rows], self._bits, dim=0)[: len(self._group_X)][columns]
         group_X = self._group_X[columns]
@@ -71,7 +72,7 @@ class GptqMatrix:
         return ((codes_XY - zeros_XY) * scale_XY).T
 
 
-def unpack(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
     """The codes in int32 `words` [A, B], as int32: [A * codes per word, B] with `dim` 0, [A, B *
     codes per word] with `dim` 1.
     """

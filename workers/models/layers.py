@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
+from torch import Tensor
 
 from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
@@ -76,14 +76,16 @@ class QKVParallelLinear(_ColumnParallel):
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.model, self.rank = name, model, group.rank
+        self.name = name
+        self.model = model
+        self.rank = group.rank
         self.num_heads = model.num_attention_heads // group.size
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
         heads = self.num_heads + 2 * self.num_kv_heads
         super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, form)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, H + 2K, D]: the queries, then the keys, then the values."""
         return self.weight.product(x_TE, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
@@ -115,11 +117,13 @@ class MergedColumnParallelLinear(_ColumnParallel):
         form: WeightFormat,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
-        self.names, self.full, self.rank = names, size_out, group.rank
+        self.names = names
+        self.full = size_out
+        self.rank = group.rank
         self.shard = size_out // group.size
         super().__init__(len(names) * self.shard, size_in, False, form)
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
         return self.weight.product(x_TE, None)
 
@@ -145,10 +149,13 @@ class RowParallelLinear(_Matrix):
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.group, self.full, self.shard = name, group, size_in, size_in // group.size
+        self.name = name
+        self.group = group
+        self.full = size_in
+        self.shard = size_in // group.size
         super().__init__(size_out, self.shard, bias, form)
 
-    def __call__(self, x_TX: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank."""
         if self.group.size == 1:
             return self.weight.product(x_TX, self.bias_Y)
@@ -176,8 +183,11 @@ class _VocabParallel:
         group: TensorParallelGroup,
         form: WeightFormat,
     ) -> None:
-        self.name, self.group, self.vocab_size = name, group, vocab_size
-        self.hidden_size, self.shard = hidden_size, -(-vocab_size // group.size)
+        self.name = name
+        self.group = group
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.shard = -(-vocab_size // group.size)
         self.first_id = group.rank * self.shard
         self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
         self.weight = form.vocabulary_matrix(self.shard, hidden_size)
@@ -194,7 +204,7 @@ class VocabParallelEmbedding(_VocabParallel):
     sum is the embedding.
     """
 
-    def __call__(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+    def __call__(self, token_ids_T: Tensor) -> Tensor:
         """[T, E], the same on every rank."""
         if self.group.size == 1:
             return self.weight.rows(token_ids_T)
@@ -219,7 +229,9 @@ class ParallelLMHead(_VocabParallel):
     ) -> None:
         self.tied = tied
         if tied:
-            self.name, self.group, self.vocab_size = name, group, embedding.vocab_size
+            self.name = name
+            self.group = group
+            self.vocab_size = embedding.vocab_size
             self.first_id, self.num_ids, self.shard = (
                 embedding.first_id,
                 embedding.num_ids,
@@ -229,7 +241,7 @@ class ParallelLMHead(_VocabParallel):
         else:
             super().__init__(name, embedding.vocab_size, embedding.hidden_size, group, form)
 
-    def __call__(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
         them out.
         """

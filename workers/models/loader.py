@@ -8,14 +8,14 @@ step, and crash the process if the file were rewritten. Conversion to the engine
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
@@ -27,28 +27,22 @@ from workers.models.weights import WeightSlice
 
 _ROWS = 256  # quantized or unpacked at a time
 
-Progress = Callable[[int, int], None]
-
-__all__ = ["LoadingBar", "Progress", "check_checkpoint", "held_dtype", "load_weights"]
-
 
 def load_weights(
     slices: Iterable[WeightSlice],
     model_dir: Path,
     model: ModelConfig,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
     loaded: LoadedHash | None = None,
 ) -> int:
     """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
 
-    `progress(done, total)` is called with bytes after each slice, at least once. `loaded` gets all
-    values.
+    `progress` is called with the bytes filled so far, after each slice. `loaded` gets all values.
     """
     stored = check_checkpoint(model_dir, model)
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
         by_file[stored[_stored_name(piece.name, stored)].path].append(piece)
-    total = sum(piece.nbytes for pieces in by_file.values() for piece in pieces)
     done = 0
     for path, pieces in sorted(by_file.items()):
         try:
@@ -57,7 +51,7 @@ def load_weights(
                     _fill(piece, _values(piece, file, model, stored), loaded)
                     done += piece.nbytes
                     if progress is not None:
-                        progress(done, total)
+                        progress(done)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from None
     return done
@@ -78,34 +72,6 @@ def held_dtype(
         if len(tensor.shape) == 2 and not name.endswith("_scale")
     }
     return weight_dtype if matrices <= {"BF16", "I8"} else dtype
-
-
-class LoadingBar:
-    """Progress of loading on standard error: a bar on a terminal, otherwise a line per quarter for
-    large checkpoints.
-    """
-
-    _LARGE_BYTES = 2**30
-    _WIDTH = 30
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream or sys.stderr
-        self._shown = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        terminal = self._stream.isatty()
-        steps = self._WIDTH if terminal else 4
-        reached = steps if done >= total else done * steps // total
-        if reached == self._shown or (not terminal and total < self._LARGE_BYTES):
-            return
-        self._shown = reached
-        text = f"loading weights: {done / 2**30:.2f} of {total / 2**30:.2f} GiB"
-        if terminal:
-            bar = "#" * reached + "." * (steps - reached)
-            self._stream.write(f"\r{text} [{bar}]" + ("\n" if done >= total else ""))
-        else:
-            self._stream.write(f"{text}\n")
-        self._stream.flush()
 
 
 def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
@@ -160,7 +126,7 @@ def _fill_by_rows(
         _copy(piece.scale[first:last], scales, loaded)
 
 
-def _copy(target: torch.Tensor, values: torch.Tensor, loaded: LoadedHash | None) -> None:
+def _copy(target: Tensor, values: Tensor, loaded: LoadedHash | None) -> None:
     """Fill the target, and hash what it got: on a GPU the values that were copied to it."""
     target.copy_(values)
     if loaded is not None:

@@ -23,7 +23,8 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
     downloaded, in the same revision; the hub's library lets one process per machine do it. Raises
     `ConfigError` naming the machine that lacks a directory.
     """
-    model_dir, model = Path(config.model_dir), config.engine.model
+    model_dir = Path(config.model_dir)
+    model = config.engine.model
     if model_dir.is_dir():
         return model_dir
     host = socket.gethostname()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from torch import Tensor
 
 from configs.model import ModelConfig
 from configs.quantization import Quantization
@@ -30,7 +31,7 @@ from workers.models.rope import cos_sin_table
 from workers.models.weights import WeightFormat, WeightSlice, release_freed_memory
 from workers.parallel.group import TensorParallelGroup
 
-LayerCache = tuple[torch.Tensor, torch.Tensor]
+LayerCache = tuple[Tensor, Tensor]
 
 
 class Attention:
@@ -56,12 +57,12 @@ class Attention:
 
     def __call__(
         self,
-        x_TE: torch.Tensor,
-        positions_T: torch.Tensor,
-        cos_sin_LD: torch.Tensor,
+        x_TE: Tensor,
+        positions_T: Tensor,
+        cos_sin_LD: Tensor,
         attn: AttentionMetadata,
         cache: LayerCache,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         k_cache, v_cache = cache
         # Stored before anything attends: a row may read blocks that another row of the same step
         # fills.
@@ -74,7 +75,7 @@ class Attention:
             positions_T,
             k_cache,
             v_cache,
-            attn.slot_mapping_T,
+            attn.kv_places_T,
         )
         out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
         return self.out(out_THD.flatten(1))
@@ -108,7 +109,7 @@ class MLP:
             form,
         )
 
-    def __call__(self, x_TE: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TE: Tensor) -> Tensor:
         return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -184,11 +185,11 @@ class Qwen3:
 
     def forward(
         self,
-        token_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
         attn: AttentionMetadata,
         kv: Sequence[LayerCache],
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Normalized hidden states [T, E], the same on every rank. Writes the KV of the tokens to
         their slots.
         """
@@ -205,7 +206,7 @@ class Qwen3:
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
         return x_TE
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden_BE: Tensor) -> Tensor:
         """[B, V], this rank's part of the vocabulary."""
         return self.head(hidden_BE)
 

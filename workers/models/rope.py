@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from configs.model import RopeConfig
 
 
-def cos_sin_table(
-    rope: RopeConfig, head_dim: int, length: int, device: torch.device
-) -> torch.Tensor:
+def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.device) -> Tensor:
     """float32 [L, D]: cosines in the first half of each row, sines in the second, times the
     scaling's attention factor.
 
@@ -36,7 +35,7 @@ def cos_sin_table(
     return cos_sin_LD.mul_(attention_factor).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """(float32 [F] radians per position, factor on cosines and sines)."""
     wavelengths_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if rope.rope_type == "linear":
@@ -62,7 +61,7 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: torch.Tensor) -> torch.Tensor:
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: Tensor) -> Tensor:
     """Fast frequencies unchanged, slow ones divided by the factor, and a linear ramp between the
     two.
     """

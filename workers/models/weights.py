@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from configs.quantization import Quantization
@@ -34,10 +35,10 @@ class WeightSlice:
 
     name: str
     shape: tuple[int, ...]
-    target: torch.Tensor
+    target: Tensor
     dim: int = 0
     start: int = 0
-    scale: torch.Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +67,7 @@ class Weight(Protocol):
     def zero(self, first: int) -> None:
         """Set the rows from `first` on to zero."""
 
-    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids_T: Tensor) -> Tensor:
         """[T, X]: the rows with these numbers. Not possible for a packed copy."""
 
     def packed(self) -> Weight:
@@ -74,7 +75,7 @@ class Weight(Protocol):
         once, after all slices are filled.
         """
 
-    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
         """x @ weight.T + bias, [T, Y]. The weight must be packed."""
 
 
@@ -83,7 +84,7 @@ class PlainWeight:
     """`Weight` in the engine's dtype."""
 
     kernels: Kernels
-    values_YX: torch.Tensor
+    values_YX: Tensor
 
     @property
     def num_rows(self) -> int:
@@ -103,7 +104,7 @@ class PlainWeight:
     def zero(self, first: int) -> None:
         self.values_YX[first:].zero_()
 
-    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.values_YX)
 
     def packed(self) -> Weight:
@@ -112,7 +113,7 @@ class PlainWeight:
             return self
         return PlainWeight(kernels=self.kernels, values_YX=packed_YX)
 
-    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
         return self.kernels.linear(x_TX, self.values_YX, bias_Y)
 
 
@@ -129,7 +130,7 @@ class MixedWeight:
         padded = -(-num_rows // kernels.panel) * kernels.panel
         self._values_YX = torch.empty(padded, size_in, dtype=torch.bfloat16, device=device)
         self._values_YX[num_rows:] = 0
-        self._packed: torch.Tensor | None = None
+        self._packed: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -144,7 +145,7 @@ class MixedWeight:
     def zero(self, first: int) -> None:
         self._values_YX[first:].zero_()
 
-    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids_T: Tensor) -> Tensor:
         if self._packed is not None:
             return self._kernels.rows(self._packed, ids_T)
         return functional.embedding(ids_T, self._values_YX).to(torch.float32)
@@ -153,7 +154,7 @@ class MixedWeight:
         self._packed = self._kernels.pack_weight(self._values_YX)
         return self
 
-    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
         assert self._packed is not None
         return self._kernels.linear(x_TX, self._packed, self.num_rows, bias_Y)
 
@@ -193,7 +194,7 @@ class QuantizedWeight:
         self.weight.codes_YX[first:].zero_()
         self.weight.scale_Y[first:].zero_()
 
-    def rows(self, ids_T: torch.Tensor) -> torch.Tensor:
+    def rows(self, ids_T: Tensor) -> Tensor:
         codes_TX = functional.embedding(ids_T, self.weight.codes_YX)
         scale_T1 = self.weight.scale_Y[ids_T].unsqueeze(1)
         return (codes_TX.to(torch.float32) * scale_T1).to(self.dtype)
@@ -206,7 +207,7 @@ class QuantizedWeight:
             kernels=self.kernels, weight=weight, stored=self.stored, dtype=self.dtype
         )
 
-    def product(self, x_TX: torch.Tensor, bias_Y: torch.Tensor | None) -> torch.Tensor:
+    def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
         return self.kernels.linear(x_TX, self.weight, bias_Y)
 
 
@@ -233,7 +234,7 @@ class WeightFormat:
             num_rows, size_in, quantization if quantization and quantization.vocabulary else None
         )
 
-    def vector(self, size: int) -> torch.Tensor:
+    def vector(self, size: int) -> Tensor:
         """The weight of a norm, or a bias."""
         return torch.empty(size, dtype=self.dtype, device=self.device)
 

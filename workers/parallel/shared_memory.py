@@ -106,7 +106,7 @@ class SharedMemoryReducer:
         must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `who` names this
         rank in errors. Raises what `exchange` does.
         """
-        index, size, first = ranks.index(rank), len(ranks), f"rank {ranks[0]}"
+        index, size, first_name = ranks.index(rank), len(ranks), f"rank {ranks[0]}"
         compile_advance()  # nothing has to be cleaned up yet
         token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
         descriptor, reducer = -1, None
@@ -115,7 +115,7 @@ class SharedMemoryReducer:
                 try:
                     descriptor, path = segment.create(segment_bytes(size), token)
                 except OSError as error:
-                    reason = f"{first} got no shared memory: {error}"
+                    reason = f"{first_name} got no shared memory: {error}"
             cards = [
                 json.loads(card)
                 for card in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
@@ -128,7 +128,7 @@ class SharedMemoryReducer:
                     process_ids = [card[1] for card in cards]
                     reducer = cls(index, ranks, process_ids, memory, timeout_s, who)
                 except OSError as error:
-                    reason = f"rank {rank} cannot share memory with {first}: {error}"
+                    reason = f"rank {rank} cannot share memory with {first_name}: {error}"
             reasons = exchange(reason)
         finally:
             if descriptor >= 0:

@@ -20,6 +20,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from scheduler.messages import StepMask
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 WaitForMask = Callable[[], StepMask]
 # From the hidden states of the R rows to their tokens.
-Sample = Callable[[torch.Tensor], SampledTokens]
+Sample = Callable[[Tensor], SampledTokens]
 
 _SMALL_SIZES = (1, 2, 4, 8, 16, 32, 64)
 _SIZE_STEP = 64
@@ -61,7 +62,10 @@ class NextTokens:
         uploads: StepUploads,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row."""
-        self._model, self._sampler, self._state, self._device = model, sampler, state, device
+        self._model = model
+        self._sampler = sampler
+        self._state = state
+        self._device = device
         max_rows = config.max_num_seqs
         self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
         self._slots = uploads.keep(self._slots_S)
@@ -69,21 +73,22 @@ class NextTokens:
         self._kept = KeptRows(max_rows, uploads.keep)
         self.sizes = sampling_sizes(max_rows)
         self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
-        self._tokens: dict[tuple[int, int], torch.Tensor] = {}
-        self._hidden_SE: torch.Tensor | None = None
+        self._tokens: dict[tuple[int, int], Tensor] = {}
+        self._hidden_SE: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, hidden_SE: torch.Tensor, largest: Graph | None = None) -> None:
+    def capture(self, hidden_SE: Tensor, largest: Graph | None = None) -> None:
         """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
         `largest`. Waits for the device.
         """
-        began, self._hidden_SE = time.perf_counter(), hidden_SE
+        began_s = time.perf_counter()
+        self._hidden_SE = hidden_SE
         for size in reversed(self.sizes):
             for kind in USUAL_KINDS:
                 run = partial(self._run, size, kind)
                 self.graphs[size, kind] = self._device.capture(run, largest)
                 largest = largest or self.graphs[size, kind]
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began_s
         logger.info("%d graphs of sampling captured in %.1f s", len(self.graphs), seconds)
 
     def stage(self, rows: StepRows, put: Put, wait_for_mask: WaitForMask | None = None) -> Sample:
@@ -92,21 +97,20 @@ class NextTokens:
         """
         num_rows = len(rows.sampling_slots_R)
         slots_R = rows.sampling_slots_R.astype(np.int64)
+        positions_R = rows.sampling_positions_R.astype(np.int64)
         self._slots_S[:num_rows] = slots_R
-        self._positions_S[:num_rows] = rows.sampling_positions_R
+        self._positions_S[:num_rows] = positions_R
         may_replay = bool(self.graphs) and wait_for_mask is None
-        kind = self._sampler.usual_kind(slots_R) if may_replay else None
+        kind = self._sampler.state.usual_kind(slots_R) if may_replay else None
         if kind is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
             self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing
-            self._sampler.fill(self._kept, slots_R, rows.sampling_positions_R.astype(np.int64))
+            self._sampler.state.fill(self._kept, slots_R, positions_R)
             return partial(self._replay, size, kind, num_rows)
-        batch = self._sampler.batch(slots_R, rows.sampling_positions_R.astype(np.int64), put)
+        batch = self._sampler.state.batch(slots_R, positions_R, put)
         return partial(self._launch, batch, wait_for_mask)
 
-    def _replay(
-        self, size: int, kind: int, num_rows: int, hidden_RE: torch.Tensor
-    ) -> SampledTokens:
+    def _replay(self, size: int, kind: int, num_rows: int, hidden_RE: Tensor) -> SampledTokens:
         faults.reach("sample", self._model.group.rank)
         assert self._hidden_SE is not None
         if hidden_RE.data_ptr() != self._hidden_SE.data_ptr():
@@ -115,7 +119,7 @@ class NextTokens:
         return SampledTokens(token_ids_B=self._tokens[size, kind][:num_rows], logprobs=None)
 
     def _launch(
-        self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: torch.Tensor
+        self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: Tensor
     ) -> SampledTokens:
         faults.reach("sample", self._model.group.rank)
         logits_RV = self._model.logits(hidden_RE)
@@ -131,6 +135,6 @@ class NextTokens:
         self._write(sampled.token_ids_B)
         self._tokens[size, kind] = sampled.token_ids_B
 
-    def _write(self, token_ids_B: torch.Tensor) -> None:
+    def _write(self, token_ids_B: Tensor) -> None:
         size = len(token_ids_B)
         self._state.write_sampled(self._slots[:size], self._positions[:size], token_ids_B)

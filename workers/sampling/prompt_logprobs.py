@@ -5,23 +5,25 @@ probabilities of the prompt tokens that follow each of its own. The last of them
 of the next chunk, which the token table has had since the row was admitted. Logits of at most
 `POSITIONS_AT_ONCE` positions exist at a time. A step without such rows costs nothing.
 Legend: P positions to be scored, S those of one slice, V this rank's shard of the vocabulary, M
-alternatives, E hidden size, T tokens of the step.
+alternatives, E hidden size, T tokens of the step. In tables of the batch S is its slots and L their
+tokens, as in `workers/batch/state.py`, and R is the scored rows.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from scheduler.messages import PromptLogprobs, StepPlan
 from scheduler.params import Sampling
 from workers.batch.state import BatchState, StepRows
 from workers.device import Put
-from workers.sampling.shard import VocabularyShard
+from workers.sampling.shard import TokenColumns, VocabularyShard
 
 # 39 MB of logits in float32 at 151,936 columns.
 POSITIONS_AT_ONCE = 64
@@ -30,7 +32,7 @@ POSITIONS_AT_ONCE = 64
 class Head(Protocol):
     """The part of the model that is used."""
 
-    def logits(self, hidden_BE: torch.Tensor) -> torch.Tensor: ...
+    def logits(self, hidden_BE: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,37 +45,18 @@ class ScoredRows:
     firsts: tuple[int, ...]
     counts: tuple[int, ...]
     num_top: tuple[int, ...]
-    indices_P: torch.Tensor
-    slots_P: torch.Tensor
-    places_P: torch.Tensor
+    indices_P: Tensor
+    slots_P: Tensor
+    places_P: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTokens:
-    """The scores of `rows`, one after another: logprob_P float32, rank_P and top_ids_PM int64,
-    top_logprobs_PM float32, best first.
-    """
+    """The scores of `rows`, one after another; rank_P int64."""
 
     rows: ScoredRows
-    logprob_P: torch.Tensor
-    rank_P: torch.Tensor
-    top_ids_PM: torch.Tensor
-    top_logprobs_PM: torch.Tensor
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.logprob_P, self.rank_P, self.top_ids_PM, self.top_logprobs_PM
-
-    def on_host(self, tensors: list[torch.Tensor]) -> ScoredTokens:
-        """The same with copies of `tensors`."""
-        logprob_P, rank_P, top_ids_PM, top_logprobs_PM = tensors
-        return replace(
-            self,
-            logprob_P=logprob_P,
-            rank_P=rank_P,
-            top_ids_PM=top_ids_PM,
-            top_logprobs_PM=top_logprobs_PM,
-        )
+    columns: TokenColumns
+    rank_P: Tensor
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
@@ -90,10 +73,10 @@ class ScoredTokens:
         return PromptLogprobs(
             first=first,
             num_top=num_top,
-            logprobs=_floats(self.logprob_P[part]),
+            logprobs=_floats(self.columns.logprob_L[part]),
             ranks=_ints(self.rank_P[part]),
-            top_token_ids=_ints(self.top_ids_PM[part, :num_top]),
-            top_logprobs=_floats(self.top_logprobs_PM[part, :num_top]),
+            top_token_ids=_ints(self.columns.top_ids_LM[part, :num_top]),
+            top_logprobs=_floats(self.columns.top_logprobs_LM[part, :num_top]),
         )
 
 
@@ -101,7 +84,9 @@ class PromptScorer:
     """Scores the rows of steps over one batch."""
 
     def __init__(self, head: Head, shard: VocabularyShard, state: BatchState) -> None:
-        self._head, self._shard, self._state = head, shard, state
+        self._head = head
+        self._shard = shard
+        self._state = state
         self._num_top_S = np.zeros(len(state.used_S), np.int32)
 
     def admit(self, slot: int, sampling: Sampling) -> None:
@@ -130,7 +115,7 @@ class PromptScorer:
             places_P=put(np.repeat(first_R, count_R) + within_P),
         )
 
-    def score(self, hidden_TE: torch.Tensor, rows: ScoredRows) -> ScoredTokens:
+    def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:
         """The scores of a step, from the hidden states of all its tokens."""
         ids_P = self._state.tokens_SL[rows.slots_P, rows.places_P].to(torch.int64)
         num_top = max(1, *rows.num_top)
@@ -144,35 +129,29 @@ class PromptScorer:
                 strict=True,
             )
         ]
-        columns = [torch.cat(column) for column in zip(*slices, strict=True)]
+        columns_of_slices, ranks_of_slices = zip(*slices, strict=True)
+        columns = map(torch.cat, zip(*columns_of_slices, strict=True))
         return ScoredTokens(
-            rows=rows,
-            logprob_P=columns[0],
-            rank_P=columns[1],
-            top_ids_PM=columns[2],
-            top_logprobs_PM=columns[3],
+            rows=rows, columns=TokenColumns(*columns), rank_P=torch.cat(ranks_of_slices)
         )
 
 
 def score_slice(
     head: Head,
     shard: VocabularyShard,
-    hidden_SE: torch.Tensor,
-    ids_S: torch.Tensor,
+    hidden_SE: Tensor,
+    ids_S: Tensor,
     num_top: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(log probabilities, ranks) of the tokens that follow S positions, and (ids, log
-    probabilities) of the best ones there.
-    """
+) -> tuple[TokenColumns, Tensor]:
+    """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
     columns = shard.logprobs(logits_SV, ids_S, num_top)
-    ranks_S = shard.ranks(logits_SV, columns.logit_L)
-    return columns.logprob_L, ranks_S, columns.top_ids_LM, columns.top_logprobs_LM
+    return columns, shard.ranks(logits_SV, columns.logit_L)
 
 
-def _floats(tensor: torch.Tensor) -> array[float]:
+def _floats(tensor: Tensor) -> array[float]:
     return array("f", np.ascontiguousarray(tensor.numpy(), np.float32).tobytes())
 
 
-def _ints(tensor: torch.Tensor) -> array[int]:
+def _ints(tensor: Tensor) -> array[int]:
     return array("i", np.ascontiguousarray(tensor.numpy(), np.int32).tobytes())

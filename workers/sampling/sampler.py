@@ -19,18 +19,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
-from workers.device import Put
-from workers.sampling.shard import Group, VocabularyShard
+from workers.sampling.shard import Group, Ints, TokenColumns, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
-    Ints,
-    KeptRows,
     LogprobRows,
     PenaltyRows,
     SamplingBatch,
@@ -42,23 +40,19 @@ from workers.sampling.state import (
 class SampledLogprobs:
     """Logprobs of the rows that asked for them. `rows` (places in the batch) and `num_top` (numbers
     of alternatives) are on the host.
-
-    logprob_L float32, top_ids_LM int64, top_logprobs_LM float32, best first.
     """
 
     rows: tuple[int, ...]
     num_top: tuple[int, ...]
-    logprob_L: torch.Tensor
-    top_ids_LM: torch.Tensor
-    top_logprobs_LM: torch.Tensor
+    columns: TokenColumns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowMasks:
     """Which tokens rows of the batch may choose, in the form that `mask_columns` takes."""
 
-    rows_R: torch.Tensor
-    words_RW: torch.Tensor
+    rows_R: Tensor
+    words_RW: Tensor
     first: int
 
 
@@ -66,7 +60,7 @@ class RowMasks:
 class SampledTokens:
     """Tokens of the batch, int64 [B], on the device and equal on every rank."""
 
-    token_ids_B: torch.Tensor
+    token_ids_B: Tensor
     logprobs: SampledLogprobs | None
 
 
@@ -79,12 +73,8 @@ def to_logprobs(
     if logprobs is None:
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
-    columns = (
-        logprobs.logprob_L.tolist(),
-        logprobs.top_ids_LM.tolist(),
-        logprobs.top_logprobs_LM.tolist(),
-    )
-    for row, num, logprob, ids, values in zip(
+    columns = [tensor.tolist() for tensor in logprobs.columns]
+    for row, num, logprob, ids, values, _ in zip(
         logprobs.rows, logprobs.num_top, *columns, strict=True
     ):
         out[row] = TokenLogprobs(
@@ -112,74 +102,42 @@ class Sampler:
     ) -> None:
         self._group = group
         self._kernels = kernels
-        self._vocab_size = vocab_size
         place = torch.device(device)
         self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, place)
-        self._vocab_start, self._num_columns = vocab_start, self.shard.num_columns
-        self._state = SamplingState(vocab_size, vocab_start, vocab_end, max_num_seqs, place)
-        self._counts = _TokenCounts(
-            max_num_seqs, vocab_start, self._num_columns, place, self._state.upload
-        )
+        self.state = SamplingState(self.shard, max_num_seqs, place)
+        self._counts = _TokenCounts(self.shard, max_num_seqs, place, self.state.upload)
 
     def admit(
         self,
         slot: int,
         sampling: Sampling,
-        token_ids: Sequence[int] | Ints | torch.Tensor,
+        token_ids: Sequence[int] | Ints | Tensor,
         num_prompt_tokens: int,
     ) -> None:
         """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its
         prompt.
         """
-        self._state.admit(slot, sampling, num_prompt_tokens)
-        if (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) != (
-            1,
-            0,
-            0,
-        ):
+        self.state.admit(slot, sampling, num_prompt_tokens)
+        if slot in self.state.penalized:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
-
-    def release(self, slot: int) -> None:
-        """Forget the row in `slot`."""
-        self._state.release(slot)
-
-    def batch(
-        self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints, put: Put | None = None
-    ) -> SamplingBatch:
-        """See `SamplingState.batch`. Needs no sampled value, so it may be built while an earlier
-        step still runs.
-        """
-        return self._state.batch(slots, positions, put)
-
-    def usual_kind(self, slots_B: Ints) -> int | None:
-        """See `SamplingState.usual_kind`."""
-        return self._state.usual_kind(slots_B)
-
-    def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
-        """See `SamplingState.fill`."""
-        self._state.fill(kept, slots_B, positions_B)
-
-    def check(self) -> None:
-        """See `SamplingState.check`."""
-        self._state.check()
 
     def row_masks(self, mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
-        if not mask.masks or self._num_columns == 0:
+        if not mask.masks or self.shard.num_columns == 0:
             return None
-        first_word, first = divmod(self._vocab_start, 32)
-        last_word = -(-(self._vocab_start + self._num_columns) // 32)
+        first_word, first = divmod(self.shard.start, 32)
+        last_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
             [np.frombuffer(of_row, np.int32)[first_word:last_word] for of_row in mask.masks]
         )
         return RowMasks(
-            rows_R=self._state.upload(np.asarray(mask.rows, np.int64)),
-            words_RW=self._state.upload(words_RW),
+            rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),
+            words_RW=self.state.upload(words_RW),
             first=first,
         )
 
     def sample(
-        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None = None
+        self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None = None
     ) -> SampledTokens:
         """One token per row. `logits_BV`: this rank's shard of the raw logits, any float dtype,
         left unchanged.
@@ -197,7 +155,7 @@ class Sampler:
             else:
                 token_ids_B = drawn_R
         # NaN logits must not end the engine.
-        token_ids_B = token_ids_B.clamp(0, self._vocab_size - 1)
+        token_ids_B = token_ids_B.clamp(0, self.shard.vocab_size - 1)
         if batch.penalties is not None:
             self._counts.add(batch.penalties, token_ids_B)
         logprobs = None
@@ -206,29 +164,21 @@ class Sampler:
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _logprobs(
-        self, logits_BV: torch.Tensor, token_ids_B: torch.Tensor, rows: LogprobRows
+        self, logits_BV: Tensor, token_ids_B: Tensor, rows: LogprobRows
     ) -> SampledLogprobs:
         columns = self.shard.logprobs(
             logits_BV.index_select(0, rows.rows_L),
             token_ids_B.index_select(0, rows.rows_L),
             max(1, *rows.num_top),
         )
-        return SampledLogprobs(
-            rows=rows.rows,
-            num_top=rows.num_top,
-            logprob_L=columns.logprob_L,
-            top_ids_LM=columns.top_ids_LM,
-            top_logprobs_LM=columns.top_logprobs_LM,
-        )
+        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, columns=columns)
 
-    def _adjust(
-        self, logits_BV: torch.Tensor, batch: SamplingBatch, masks: RowMasks | None
-    ) -> torch.Tensor:
+    def _adjust(self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None) -> Tensor:
         """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
         are only masks, whose minus infinity any dtype has.
         """
         adjustments = (batch.penalties, batch.bias, batch.masked_N, masks)
-        if self._num_columns == 0 or all(adjustment is None for adjustment in adjustments):
+        if self.shard.num_columns == 0 or all(adjustment is None for adjustment in adjustments):
             return logits_BV
         only_masked = batch.penalties is None and batch.bias is None
         logits_BV = logits_BV.to(logits_BV.dtype if only_masked else torch.float32, copy=True)
@@ -245,86 +195,85 @@ class Sampler:
             self._kernels.mask_columns(logits_BV, masks.rows_R, masks.words_RW, masks.first)
         return logits_BV
 
-    def _best(self, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _best(self, logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(largest logit, its token, lowest id among equals) over all ranks, then the largest of
         each block of this rank.
         """
         max_B, columns_B, block_max_BX = self._kernels.row_best(logits_BV)
         best_B = self._group.all_reduce_max(
-            self._kernels.pack_value_and_id(max_B, columns_B + self._vocab_start)
+            self._kernels.pack_value_and_id(max_B, columns_B + self.shard.start)
         )
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
-    def _draw(self, gaps: GapRows, rows: DrawRows) -> torch.Tensor:
-        limit_R, kept_NR = self._limits(gaps, rows.filters)
-        sums_RX, mine_R = self._kernels.block_weights(gaps, limit_R)
+    def _draw(self, gap_rows: GapRows, rows: DrawRows) -> Tensor:
+        limit_R, kept_NR = self._limits(gap_rows, rows.filters)
+        sums_RX, mine_R = self._kernels.block_weights(gap_rows, limit_R)
         if kept_NR is None:
             kept_NR = self._group.all_gather(mine_R)
         index_R = self._kernels.draw_index(
             rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
         )
-        column_R = self._kernels.pick_column(gaps, limit_R, sums_RX, index_R)
+        column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, index_R)
         return self._group.all_reduce_max(
-            torch.where(column_R >= 0, column_R + self._vocab_start, -1)
+            torch.where(column_R >= 0, column_R + self.shard.start, -1)
         )
 
-    def _limits(
-        self, gaps: GapRows, filters: Filters | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _limits(self, gap_rows: GapRows, filters: Filters | None) -> tuple[Tensor, Tensor | None]:
         """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
-            return torch.full_like(gaps.max_R, torch.inf), None
+            return torch.full_like(gap_rows.max_R, torch.inf), None
         if not filters.listed:
-            return self._descend(gaps, filters), None
-        list_RK = self._kernels.list_nearest(gaps, filters.top_k_R, filters.max_top_k)
+            return self._descend(gap_rows, filters), None
+        list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
         return self._kernels.listed_limits(
             lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R
         )
 
-    def _descend(self, gaps: GapRows, filters: Filters) -> torch.Tensor:
+    def _descend(self, gap_rows: GapRows, filters: Filters) -> Tensor:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
         everything_R, nothing_R = (
-            torch.full_like(gaps.max_R, torch.inf),
-            torch.full_like(gaps.max_R, -1.0),
+            torch.full_like(gap_rows.max_R, torch.inf),
+            torch.full_like(gap_rows.max_R, -1.0),
         )
         within_R, limit_R = everything_R, filters.max_gap_R
         if filters.max_top_k > 0:
             has_R = filters.top_k_R > 0
             within_R = self._limit(
-                gaps, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
+                gap_rows, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
             )
             within_R = torch.where(has_R, within_R, everything_R)
         if filters.uses_top_p:
             has_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(has_R, torch.minimum(within_R, filters.bound_R), nothing_R)
-            _, kept_R = self._kernels.block_weights(gaps, torch.where(has_R, within_R, nothing_R))
+            _, kept_R = self._kernels.block_weights(
+                gap_rows, torch.where(has_R, within_R, nothing_R)
+            )
             target_R = sampling.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
-            top_p_limit_R = self._limit(gaps, bound_R, target_R, by_weight=True)
+            top_p_limit_R = self._limit(gap_rows, bound_R, target_R, by_weight=True)
             limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
         return torch.minimum(limit_R, within_R)
 
     def _limit(
-        self, gaps: GapRows, within_R: torch.Tensor, wanted_R: torch.Tensor, by_weight: bool
-    ) -> torch.Tensor:
+        self, gap_rows: GapRows, within_R: Tensor, wanted_R: Tensor, by_weight: bool
+    ) -> Tensor:
         """The smallest gap within which there are `wanted_R` tokens, or that much weight, over all
         ranks.
         """
         prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
-        for radix_pass in range(len(sampling.RADIX_PASSES)):
+        for radix_pass, (_, num_bits) in enumerate(sampling.RADIX_PASSES):
             histogram_RX = self._kernels.gap_histogram(
-                gaps, within_R, prefix_R, radix_pass, by_weight
+                gap_rows, within_R, prefix_R, radix_pass, by_weight
             )
             digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
-            prefix_R = sampling.append_digit(prefix_R, digit_R, radix_pass)
-        return sampling.limit_of(prefix_R)
+            prefix_R = (prefix_R << num_bits) + digit_R.to(torch.int32)
+        # Infinite where there are fewer tokens than wanted.
+        return prefix_R.clamp(max=sampling.INFINITY_BITS).view(torch.float32)
 
 
-def _gap_rows(
-    logits_BV: torch.Tensor, block_max_BX: torch.Tensor, max_B: torch.Tensor, rows: DrawRows
-) -> GapRows:
+def _gap_rows(logits_BV: Tensor, block_max_BX: Tensor, max_B: Tensor, rows: DrawRows) -> GapRows:
     rows_R = rows.rows_R
     return GapRows(
         logits_BV=logits_BV,
@@ -342,18 +291,16 @@ class _TokenCounts:
 
     def __init__(
         self,
+        shard: VocabularyShard,
         max_num_seqs: int,
-        vocab_start: int,
-        num_columns: int,
         device: torch.device,
-        upload: Callable[[Ints], torch.Tensor],
+        upload: Callable[[Ints], Tensor],
     ) -> None:
+        self._shard = shard
         self._upload = upload
-        self._shape = (max_num_seqs, max(1, num_columns))
-        self._vocab_start = vocab_start
-        self._num_columns = num_columns
+        self._shape = (max_num_seqs, max(1, shard.num_columns))
         self._device = device
-        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
         """Reset `slot` to these tokens."""
@@ -372,15 +319,15 @@ class _TokenCounts:
             0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32)
         )
 
-    def add(self, rows: PenaltyRows, token_ids_B: torch.Tensor) -> None:
+    def add(self, rows: PenaltyRows, token_ids_B: Tensor) -> None:
         """Count the sampled tokens, each on the rank that has it in its shard."""
         assert self._tables is not None
-        columns_R = token_ids_B.index_select(0, rows.rows_R) - self._vocab_start
-        here_R = (columns_R >= 0) & (columns_R < self._num_columns)
+        columns_R = token_ids_B.index_select(0, rows.rows_R) - self._shard.start
+        here_R = (columns_R >= 0) & (columns_R < self._shard.num_columns)
         places_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
         self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
 
-    def penalize(self, logits_BV: torch.Tensor, rows: PenaltyRows, part: slice) -> torch.Tensor:
+    def penalize(self, logits_BV: Tensor, rows: PenaltyRows, part: slice) -> Tensor:
         """Penalized logits of some of the rows, [R, V]."""
         assert self._tables is not None
         return sampling.penalize(
@@ -392,7 +339,6 @@ class _TokenCounts:
             rows.frequency_R[part],
         )
 
-    def _columns(self, token_ids: Ints) -> torch.Tensor:
+    def _columns(self, token_ids: Ints) -> Tensor:
         """The columns of those tokens that are in this shard, int64, on the device."""
-        columns = token_ids - self._vocab_start
-        return self._upload(columns[(columns >= 0) & (columns < self._num_columns)])
+        return self._upload(self._shard.columns_of(token_ids)[0])

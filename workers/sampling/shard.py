@@ -8,13 +8,17 @@ Legend: L rows, V columns of this rank's shard, M alternatives.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
+
+Ints = npt.NDArray[np.int64]
 
 
 class Group(Protocol):
@@ -25,9 +29,9 @@ class Group(Protocol):
     rank: int
     size: int
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor: ...
-    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor: ...
+    def all_reduce(self, tensor: Tensor) -> Tensor: ...
+    def all_reduce_max(self, tensor: Tensor) -> Tensor: ...
+    def all_gather(self, tensor: Tensor) -> Tensor: ...
 
 
 # With more, the allocator takes fresh pages for every intermediate result, which is three times
@@ -35,8 +39,7 @@ class Group(Protocol):
 _COLUMNS_AT_ONCE = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenColumns:
+class TokenColumns(NamedTuple):
     """Natural-log probabilities under the raw logits: of one token per row, and of the best tokens,
     best first.
 
@@ -44,10 +47,10 @@ class TokenColumns:
     the token.
     """
 
-    logprob_L: torch.Tensor
-    top_ids_LM: torch.Tensor
-    top_logprobs_LM: torch.Tensor
-    logit_L: torch.Tensor
+    logprob_L: Tensor
+    top_ids_LM: Tensor
+    top_logprobs_LM: Tensor
+    logit_L: Tensor
 
 
 class VocabularyShard:
@@ -71,7 +74,12 @@ class VocabularyShard:
         self._kernels = kernels
         self._device = device
 
-    def real_columns(self, logits_LV: torch.Tensor) -> torch.Tensor:
+    def columns_of(self, token_ids: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+        """(columns of those tokens that are in this shard, mask of those tokens)."""
+        inside = (token_ids >= self.start) & (token_ids < self.start + self.num_columns)
+        return token_ids[inside] - self.start, inside
+
+    def real_columns(self, logits_LV: Tensor) -> Tensor:
         """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
         one column that nothing chooses.
         """
@@ -89,7 +97,7 @@ class VocabularyShard:
             step = max(1, _COLUMNS_AT_ONCE // max(1, self.num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def logprobs(self, logits_LV: torch.Tensor, ids_L: torch.Tensor, num_top: int) -> TokenColumns:
+    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> TokenColumns:
         """Log probabilities of the tokens `ids_L`, and of the `num_top` best ones, at least 1.
         `logits_LV`: the real columns. The sum of exponentials is the same integer sum as in a draw.
         """
@@ -97,14 +105,14 @@ class VocabularyShard:
         top_LM, top_ids_LM = self._top(logits_LV, num_top)
         max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
-        gaps = GapRows(
+        gap_rows = GapRows(
             logits_BV=logits_LV,
             block_max_BX=block_max_LX,
             rows_R=torch.arange(len(ids_L), device=ids_L.device),
             max_R=max_L,
             temperature_R=one_L,
         )
-        _, mass_L = self._kernels.block_weights(gaps, torch.full_like(max_L, torch.inf))
+        _, mass_L = self._kernels.block_weights(gap_rows, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self.start
         here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
         own_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
@@ -122,11 +130,11 @@ class VocabularyShard:
             logit_L=logit_L,
         )
 
-    def ranks(self, logits_LV: torch.Tensor, logit_L: torch.Tensor) -> torch.Tensor:
+    def ranks(self, logits_LV: Tensor, logit_L: Tensor) -> Tensor:
         """How many tokens of each row have at least this logit, over all ranks, int64."""
         return self._group.all_reduce((logits_LV >= logit_L[:, None]).sum(dim=1))
 
-    def _top(self, logits_LV: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _top(self, logits_LV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
         """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first
         of equals.
         """

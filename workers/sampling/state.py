@@ -5,7 +5,8 @@ the engine may run a step ahead. `batch` picks the rows of a step and gathers th
 same stages into one draw: a stage that no row uses is absent from the batch and costs nothing. All
 ranks build the same draws, so that their all-reduces pair up; only the entries of `bias` and
 `masked_N` differ, because each rank holds those of its own shard. Legend: B sampling rows of the
-step, R rows of one draw, L rows that report logprobs, N flat entries.
+step, R rows of one draw, L rows that report logprobs, N flat entries, S rows of the largest batch
+that graphs sample.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from kernels.reference.sampling import MAX_LISTED, TOP_P_ONE
 from scheduler.params import Sampling
 from workers.device import Put
-
-Ints = npt.NDArray[np.int64]
+from workers.sampling.shard import Ints, VocabularyShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +39,12 @@ class Filters:
     listed      : every row has a top-k of at most `MAX_LISTED`.
     """
 
-    top_k_R: torch.Tensor
+    top_k_R: Tensor
     max_top_k: int
-    top_p_R: torch.Tensor
+    top_p_R: Tensor
     uses_top_p: bool
-    max_gap_R: torch.Tensor
-    bound_R: torch.Tensor
+    max_gap_R: Tensor
+    bound_R: Tensor
     listed: bool
 
 
@@ -57,12 +58,12 @@ class DrawRows:
     temperature_R: float32.
     """
 
-    rows_R: torch.Tensor | None
-    seeds_R: torch.Tensor
-    positions_R: torch.Tensor
-    temperature_R: torch.Tensor
+    rows_R: Tensor | None
+    seeds_R: Tensor
+    positions_R: Tensor
+    temperature_R: Tensor
     filters: Filters | None
-    is_drawn_R: torch.Tensor | None = None
+    is_drawn_R: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +72,11 @@ class PenaltyRows:
     (float32).
     """
 
-    rows_R: torch.Tensor
-    slots_R: torch.Tensor
-    repetition_R: torch.Tensor
-    presence_R: torch.Tensor
-    frequency_R: torch.Tensor
+    rows_R: Tensor
+    slots_R: Tensor
+    repetition_R: Tensor
+    presence_R: Tensor
+    frequency_R: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,8 +85,8 @@ class LogitBias:
     times the number of columns, plus the column.
     """
 
-    places_N: torch.Tensor
-    values_N: torch.Tensor
+    places_N: Tensor
+    values_N: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +95,7 @@ class LogprobRows:
     alternatives each.
     """
 
-    rows_L: torch.Tensor
+    rows_L: Tensor
     rows: tuple[int, ...]
     num_top: tuple[int, ...]
 
@@ -111,7 +112,7 @@ class SamplingBatch:
     draws: tuple[DrawRows, ...]
     penalties: PenaltyRows | None
     bias: LogitBias | None
-    masked_N: torch.Tensor | None
+    masked_N: Tensor | None
     logprobs: LogprobRows | None
 
 
@@ -168,76 +169,53 @@ class KeptRows:
 
 
 class SamplingState:
-    """Parameters by slot. `vocab_start` to `vocab_end` are this rank's tokens; ids from
-    `vocab_size` on are padding.
-    """
+    """Parameters by slot. `shard` is this rank's."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        vocab_start: int,
-        vocab_end: int,
-        max_num_seqs: int,
-        device: torch.device,
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._vocab_start = vocab_start
-        self._vocab_end = min(vocab_end, vocab_size)
+    def __init__(self, shard: VocabularyShard, max_num_seqs: int, device: torch.device) -> None:
+        self._shard = shard
         self._device = device
         self._sampling: list[Sampling | None] = [None] * max_num_seqs
         # Slots with rare parameters, so that a step without them costs nothing.
         self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
         self._stop_columns: dict[int, Ints] = {}
-        self._penalized: set[int] = set()
+        self.penalized: set[int] = set()
         self._reporting: set[int] = set()
-        self._ints = {name: np.zeros(max_num_seqs, np.int64) for name in _INT_FIELDS}
-        self._floats = {name: np.zeros(max_num_seqs, np.float32) for name in _FLOAT_FIELDS}
-        self._tables: dict[str, npt.NDArray[Any]] = {**self._ints, **self._floats}
+        self._table = np.zeros(max_num_seqs, _PARAMETERS)
 
     def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
         """Give `slot` the parameters of a new row, whatever it held before."""
         self.release(slot)
         self._sampling[slot] = sampling
-        top_k = sampling.top_k if sampling.top_k < self._vocab_size else 0
+        top_k = sampling.top_k if sampling.top_k < self._shard.vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
         kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
-        ints = (
-            sampling.seed,
-            top_k,
-            top_p,
-            kind,
-            sampling.min_tokens,
-            num_prompt_tokens,
-            sampling.logprobs,
-        )
-        for name, value in zip(_INT_FIELDS, ints, strict=True):
-            self._ints[name][slot] = value
+        counts = sampling.min_tokens, num_prompt_tokens, sampling.logprobs
         penalties = (
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        floats = (sampling.temperature, max_gap, self._bound(top_p), *penalties)
-        for name, number in zip(_FLOAT_FIELDS, floats, strict=True):
-            self._floats[name][slot] = number
+        floats = sampling.temperature, max_gap, self._bound(top_p)
+        self._table[slot] = sampling.seed, top_k, top_p, kind, *counts, *floats, *penalties
         if penalties != (1, 0, 0):
-            self._penalized.add(slot)
+            self.penalized.add(slot)
         if sampling.logprobs >= 0:
             self._reporting.add(slot)
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
-            columns, inside = self._columns(ids)
+            columns, inside = self._shard.columns_of(np.asarray(ids, np.int64))
             self._bias[slot] = columns, np.asarray(values, np.float32)[inside]
         if sampling.min_tokens > 0:
-            self._stop_columns[slot] = self._columns(sorted(sampling.stop_token_ids))[0]
+            stop_token_ids = np.asarray(sorted(sampling.stop_token_ids), np.int64)
+            self._stop_columns[slot] = self._shard.columns_of(stop_token_ids)[0]
 
     def release(self, slot: int) -> None:
         """Forget what `slot` held."""
         self._sampling[slot] = None
         self._bias.pop(slot, None)
         self._stop_columns.pop(slot, None)
-        self._penalized.discard(slot)
+        self.penalized.discard(slot)
         self._reporting.discard(slot)
 
     def batch(
@@ -250,7 +228,7 @@ class SamplingState:
         put = put or self.upload
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
-        kind_B = self._ints["kind"][slots_B]
+        kind_B = self._table["kind"][slots_B]
         kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY]
         return SamplingBatch(
             num_rows=len(slots_B),
@@ -266,21 +244,21 @@ class SamplingState:
         top-k of at most `MAX_KEPT_TOP_K`. None if they are of several or of others, or if any slot
         in use has penalties, a bias, a minimum of tokens or logprobs.
         """
-        if self._penalized or self._bias or self._stop_columns or self._reporting:
+        if self.penalized or self._bias or self._stop_columns or self._reporting:
             return None
-        kind_B = self._ints["kind"][slots_B]
+        kind_B = self._table["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
         has_kind_B = kind_B == kind
         is_usual = kind in USUAL_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
         if kind == LISTED and is_usual:
-            is_usual = self._ints["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
+            is_usual = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
         return kind if is_usual else None
 
     def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
         """Write the parameters of these rows, which have a `usual_kind`."""
         num_rows = len(slots_B)
         for name, values_S in kept.parameters.items():
-            values_S[:num_rows] = self._tables[name][slots_B]
+            values_S[:num_rows] = self._table[name][slots_B]
         kept.positions_S[:num_rows] = positions_B
         is_drawn_B = kept.parameters["temperature"][:num_rows] > 0
         kept.is_drawn_S[:num_rows] = is_drawn_B
@@ -294,7 +272,7 @@ class SamplingState:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
         shard; tables agree with the parameters they were made from.
         """
-        width = self._vocab_end - self._vocab_start
+        width = self._shard.num_columns
         for slot, columns in [(s, c) for s, (c, _) in self._bias.items()] + list(
             self._stop_columns.items()
         ):
@@ -305,13 +283,13 @@ class SamplingState:
                     f"slot {slot} holds columns {columns} outside a shard of {width}"
                 )
         for slot, sampling in enumerate(self._sampling):
-            if sampling is None and slot in self._penalized | self._reporting:
+            if sampling is None and slot in self.penalized | self._reporting:
                 raise AssertionError(
                     f"free slot {slot} is recorded as having penalties or logprobs"
                 )
-            if sampling is not None and self._ints["seed"][slot] != sampling.seed:
+            if sampling is not None and self._table["seed"][slot] != sampling.seed:
                 raise AssertionError(
-                    f"slot {slot} has seed {self._ints['seed'][slot]}, admitted with"
+                    f"slot {slot} has seed {self._table['seed'][slot]}, admitted with"
                     f" {sampling.seed}"
                 )
 
@@ -321,13 +299,7 @@ class SamplingState:
         """
         if top_p >= TOP_P_ONE:
             return math.inf
-        return math.log(self._vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
-
-    def _columns(self, ids: Sequence[int]) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """(columns of those ids that are in this shard, mask of those ids)."""
-        array = np.asarray(ids, np.int64)
-        inside = (array >= self._vocab_start) & (array < self._vocab_end)
-        return array[inside] - self._vocab_start, inside
+        return math.log(self._shard.vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
 
     def _draw_rows(
         self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int, put: Put
@@ -337,29 +309,29 @@ class SamplingState:
         slots = slots_B if is_all else slots_B[rows]
         return DrawRows(
             rows_R=None if is_all else put(rows),
-            seeds_R=put(self._ints["seed"][slots]),
+            seeds_R=put(self._table["seed"][slots]),
             positions_R=put(positions_B if is_all else positions_B[rows]),
-            temperature_R=put(self._floats["temperature"][slots]),
+            temperature_R=put(self._table["temperature"][slots]),
             filters=None if kind == PLAIN else self._filters(slots, kind == LISTED, put),
         )
 
     def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
-        top_k, top_p = self._ints["top_k"][slots], self._ints["top_p"][slots]
+        top_k, top_p = self._table["top_k"][slots], self._table["top_p"][slots]
         return Filters(
             top_k_R=put(top_k),
             max_top_k=int(top_k.max()),
             top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_gap_R=put(self._floats["max_gap"][slots]),
-            bound_R=put(self._floats["bound"][slots]),
+            max_gap_R=put(self._table["max_gap"][slots]),
+            bound_R=put(self._table["bound"][slots]),
             listed=listed,
         )
 
     def _penalty_rows(self, slots_B: Ints, put: Put) -> PenaltyRows | None:
-        if not self._penalized:
+        if not self.penalized:
             return None
         repetition, presence, frequency = (
-            self._floats[n][slots_B] for n in ("repetition", "presence", "frequency")
+            self._table[n][slots_B] for n in ("repetition", "presence", "frequency")
         )
         rows = ((repetition != 1) | (presence != 0) | (frequency != 0)).nonzero()[0]
         if not len(rows):
@@ -388,40 +360,40 @@ class SamplingState:
             values_N=put(np.concatenate([values for *_, values in bias_of_rows])),
         )
 
-    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> torch.Tensor | None:
+    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> Tensor | None:
         """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
         from its position.
         """
         if not self._stop_columns:
             return None
         short_B = (
-            positions_B - self._ints["num_prompt_tokens"][slots_B]
-            < self._ints["min_tokens"][slots_B]
+            positions_B - self._table["num_prompt_tokens"][slots_B]
+            < self._table["min_tokens"][slots_B]
         )
         return self._places(
             [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()],
             put,
         )
 
-    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> torch.Tensor | None:
+    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
         """Places of columns in rows of the batch; None if there are no columns."""
-        width = self._vocab_end - self._vocab_start
+        width = self._shard.num_columns
         places = [row * width + columns for row, columns in columns_of_rows]
         return put(np.concatenate(places)) if sum(map(len, places)) else None
 
     def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
         if not self._reporting:
             return None
-        num_top = self._ints["logprobs"][slots_B]
+        num_top = self._table["logprobs"][slots_B]
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
             return None
-        num_listed = np.minimum(num_top[rows], self._vocab_size)
+        num_listed = np.minimum(num_top[rows], self._shard.vocab_size)
         return LogprobRows(
             rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_listed.tolist())
         )
 
-    def upload(self, values: npt.NDArray[np.generic]) -> torch.Tensor:
+    def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """An asynchronous copy on the device."""
         tensor = torch.from_numpy(values)
         return (
@@ -446,5 +418,9 @@ GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 # Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
 USUAL_KINDS = (GREEDY, PLAIN, LISTED)
 MAX_KEPT_TOP_K = 32
-_INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOAT_FIELDS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")
+_INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
+_FLOATS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")
+# What is kept of each slot.
+_PARAMETERS = np.dtype(
+    [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]
+)

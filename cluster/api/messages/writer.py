@@ -21,7 +21,7 @@ from pydantic_core import from_json
 
 from cluster.api.errors import messages_body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
-from cluster.api.replies import named_event
+from cluster.api.replies import TextEvent, named_event
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.grammar.markers import State
 
@@ -45,6 +45,7 @@ class MessageWriter:
         self._num_blocks = 0
         self._open_kind: str | None = None  # the kind of the block that is open
         self._thinking_hash = hashlib.sha256()  # of the block that is open
+        self._open_text_event: TextEvent | None = None
         self._has_calls = self._has_started = False
 
     def events(self, place: int, chunk: Chunk) -> bytes:
@@ -119,20 +120,20 @@ class MessageWriter:
     def _parts_events(self, parts: Parts) -> list[bytes]:
         events: list[bytes] = []
         for kind, text in _texts(parts):
-            events += self._opening_events(kind, _EMPTY[kind])
-            events.append(self._delta({"type": f"{kind}_delta", kind: text}))
+            events += self._switch_block_events(kind, _EMPTY[kind])
+            events.append(self._text_event(kind)(text))
             if kind == "thinking":
                 self._thinking_hash.update(text.encode())
         for call in parts.calls:
             self._has_calls = True
-            events += self._closing_events() + self._opening_events(
+            events += self._closing_events() + self._switch_block_events(
                 "tool_use", _tool_use(call) | {"input": {}}
             )
             arguments = {"type": "input_json_delta", "partial_json": _input_json(call)}
             events += [self._delta(arguments), *self._closing_events()]
         return events
 
-    def _opening_events(self, kind: str, block: dict[str, Any]) -> list[bytes]:
+    def _switch_block_events(self, kind: str, block: dict[str, Any]) -> list[bytes]:
         if self._open_kind == kind:
             return []
         events = self._closing_events()
@@ -143,6 +144,14 @@ class MessageWriter:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return named_event("content_block_delta", {"index": self._num_blocks, "delta": delta})
 
+    def _text_event(self, kind: str) -> TextEvent:
+        """That of the block that is open."""
+        if self._open_text_event is None:
+            self._open_text_event = TextEvent(
+                lambda text: self._delta({"type": f"{kind}_delta", kind: text})
+            )
+        return self._open_text_event
+
     def _closing_events(self) -> list[bytes]:
         if self._open_kind is None:
             return []
@@ -152,7 +161,7 @@ class MessageWriter:
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
             self._thinking_hash = hashlib.sha256()
         events.append(named_event("content_block_stop", {"index": self._num_blocks}))
-        self._open_kind = None
+        self._open_kind = self._open_text_event = None
         self._num_blocks += 1
         return events
 

@@ -184,7 +184,7 @@ class ResponseWriter:
             self._count_reasoning(piece.reasoning)
         for kind, text in (("reasoning", piece.reasoning), ("message", piece.content)):
             if text:
-                events += self._opening_events(kind)
+                events += self._switch_item_events(kind)
                 self._texts.append(text)
                 form = self._forms[kind]
                 delta: dict[str, Any] = {form.place: 0, "delta": text}
@@ -196,7 +196,7 @@ class ResponseWriter:
             events += self._closing_events("completed") + self._call_events(call)
         return events
 
-    def _opening_events(self, kind: str) -> list[bytes]:
+    def _switch_item_events(self, kind: str) -> list[bytes]:
         if self._is_open and self._items[-1]["type"] == kind:
             return []
         events = self._closing_events("completed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -77,6 +78,12 @@ def echo_number(request: Request) -> str:
     return " ".join(f"w{request.sampling.seed % 1000}x{i}" for i in range(10))
 
 
+@functools.lru_cache
+def _tokens_of(text: str) -> list[int]:
+    """One list for all requests of a text, so that the memory of many streams is not this."""
+    return [*TOKENIZER.encode(text), END_ID]
+
+
 class ScriptedEngine:
     """Gives every request the tokens of its script, some per step, and then ends it."""
 
@@ -99,7 +106,7 @@ class ScriptedEngine:
             for generation in generations:
                 self.sessions.append(generation.session_id)
                 for output in generation.outputs:
-                    tokens = [*TOKENIZER.encode(self.script(output.request)), END_ID]
+                    tokens = _tokens_of(self.script(output.request))
                     self._active[output.request.request_id] = (generation, output, tokens, 0)
             self._changed.notify_all()
 

@@ -313,6 +313,24 @@ def test_an_answer_that_is_not_read_is_dropped(wordy: Server, ending: bytes) -> 
         wait_until(lambda: not is_connected(wordy, connection))
 
 
+def test_a_client_that_leaves_during_the_first_of_its_requests_is_no_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def statuses(server: Server) -> set[str]:
+        [family] = [f for f in server.api.metrics.families() if f.name == "eagleray_http_requests"]
+        return {dict(labels)["status"] for _, labels, _ in family.samples}
+
+    body = LONG.replace(b"}", b', "stream": true}')
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with serve(lambda _: "word " * 300, step_s=0.01) as running:
+        with connect(running) as connection:
+            connection.sendall(2 * request)
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200")
+        wait_until(lambda: bool(statuses(running)))
+        assert statuses(running) == {"499"}
+        assert len(running.engine.aborted) == 1 and not caplog.records
+
+
 def test_an_answer_that_is_read_slowly_comes_whole(wordy: Server) -> None:
     head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(LARGE)
     with connect_without_reading(wordy) as connection:

@@ -8,6 +8,8 @@ import random
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -17,6 +19,7 @@ from cluster.api.prompts_scored import LOWEST_LOGPROB
 from cluster.api.replies import (
     DONE,
     ChatWriter,
+    TextEvent,
     encode_json,
     json_pieces,
     usage_of,
@@ -230,6 +233,16 @@ def test_pieces_take_iterators_as_lists() -> None:
     entries = [{"x": i} for i in range(200)]
     for values in (entries, []):
         assert json.loads(b"".join(json_pieces({"a": iter(values)}))) == {"a": values}
+
+
+@given(st.text())
+def test_an_event_of_which_only_a_text_changes_is_what_is_encoded_whole(text: str) -> None:
+    def make(text: str) -> bytes:
+        return replies.event(
+            {"model": 'a "b"', "delta": {"reasoning": text, "again": text}, "index": 1}
+        )
+
+    assert TextEvent(make)(text) == make(text)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])

@@ -16,7 +16,6 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from cluster.api.errors import HttpError, body_of, messages_body_of
-from cluster.api.field_tables import page
 from cluster.api.fields import IGNORED, OTHER_NAMES, REFUSED_EVERYWHERE
 from cluster.api.messages.schema import MessagesRequest
 from cluster.api.reading import read
@@ -31,7 +30,6 @@ from cluster.api.unknown import (
     header_of,
     lookalike,
 )
-from configs.paths import CHECKOUT
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 from tests.cluster.api.scripted import Server, serve
@@ -402,8 +400,3 @@ def test_a_server_that_refuses_unknown_fields_says_which() -> None:
         answer = httpx.post(f"{running.url}/v1/chat/completions", json=body)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "provider"
-
-
-def test_the_page_shows_the_tables() -> None:
-    """To write it: `python -m cluster.api.field_tables > docs/fields.md`."""
-    assert (CHECKOUT / "docs" / "fields.md").read_text(encoding="utf-8") == page()

@@ -20,6 +20,8 @@ PIECES = ["a", "b", "ab", "\n", "\n\n", " ", "<", "<thi", "nk>", "</thi", THINK,
 class Pieces:
     """A tokenizer whose tokens are the pieces of one text."""
 
+    text_bytes = None
+
     def __init__(self, pieces: Sequence[str]) -> None:
         self.pieces = pieces
 

@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
+from cluster.client.detokenizing import detokenizer
 from cluster.client.prompts import Conversation
 from cluster.client.tokenizer import Tokenizer
 from configs.paths import DEFAULT_MODEL_DIR
@@ -92,7 +93,8 @@ def like_qwen3(path: Path) -> Path:
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
-    tokenizer.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+    added = ("<think>", "é\u0120")  # the letters of the second stand for bytes, one for a space
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     path.mkdir()
     tokenizer.save(str(path / "tokenizer.json"))
     stored = json.loads((path / "tokenizer.json").read_text())
@@ -285,6 +287,19 @@ def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> 
     assert f"<tools>\n{json.dumps(ADD)}\n</tools>" in text
     assert '<tool_call>\n{"name": "add", "arguments": {"a":  "ü"}}\n</tool_call>' in text
     assert "<think>\nso\n</think>" in text and "<tool_response>\n85\n</tool_response>" in text
+
+
+def test_text_that_comes_token_by_token_is_that_of_transformers(pair: Any) -> None:
+    """Also of tokens that no text has in this order, and of one whose letters stand for bytes."""
+    ours, theirs = pair
+    rng = random.Random(0)
+    num_ids = len(theirs)
+    for _ in range(200):
+        token_ids = [rng.randrange(num_ids + 2) for _ in range(rng.randrange(40))]
+        pieces = detokenizer(ours)
+        text = "".join(pieces.push([token_id]) for token_id in token_ids) + pieces.finish()
+        known_ids = [token_id for token_id in token_ids if token_id < num_ids]
+        assert text == theirs.decode(known_ids, skip_special_tokens=True) == ours.decode(token_ids)
 
 
 def test_the_bytes_of_tokens_add_up_to_those_of_the_text(pair: Any) -> None:

@@ -45,6 +45,17 @@ def test_the_numbers_of_a_server_are_shown() -> None:
     assert "forward 500.0 ms" in done.stdout
 
 
+def test_an_event_that_is_rare_is_shown_with_its_total() -> None:
+    first, second = top.MetricsReading(100.0), top.MetricsReading(102.0)
+    first.totals["eagleray_preemptions_total"] = 11.0
+    second.totals["eagleray_preemptions_total"] = 12.0
+    live, once = text_of(first, second), text_of(None, second)
+    assert "0.5 per s, 12 since the start" in live and "at URL, the last 2 s" in live
+    assert (
+        "12 since the start" in once and "per s" not in once and "at URL, since its start" in once
+    )
+
+
 def test_an_address_without_a_server_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no server answers at 'http://127.0.0.1:1'"):
         top.read("http://127.0.0.1:1")

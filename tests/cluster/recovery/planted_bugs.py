@@ -44,10 +44,10 @@ class DeathsAreNotNoticed(Supervisor):
     replaced.
     """
 
-    def turn(self) -> None:
+    def check_group(self) -> None:
         if self.recovery.state is RecoveryState.SERVING and self._failed_step is None:
             return
-        super().turn()
+        super().check_group()
 
 
 class FailedStepsAreForgotten(Supervisor):

@@ -391,7 +391,7 @@ class World:
             if self.rng.random() < 0.7:
                 driver.turn()
             if self.rng.random() < 0.4:
-                driver.supervisor.turn()
+                driver.supervisor.check_group()
             while self.later and self.rng.random() < 0.6:
                 self.later.popleft()()
         if self.rng.random() < 0.3 and self.frontend._outstanding.has_accepted:

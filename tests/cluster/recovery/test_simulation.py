@@ -13,7 +13,7 @@ MAX_SEEDS = 60
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, BATCH))
-def test_random_worlds_keep_every_law(first: int) -> None:
+def test_random_recoveries_keep_every_law(first: int) -> None:
     for seed in range(first, first + BATCH):
         run_seed(seed)
 

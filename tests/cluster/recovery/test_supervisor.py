@@ -137,7 +137,7 @@ def turns(supervisor: Supervisor, world: World, seconds: float) -> None:
     until_s = world.now_s + seconds
     while world.now_s < until_s and supervisor.recovery.state is not RecoveryState.DEAD:
         world.now_s += 0.5
-        supervisor.turn()
+        supervisor.check_group()
 
 
 def state_of(supervisor: Supervisor) -> str:
@@ -185,7 +185,7 @@ def test_a_bug_while_processes_are_ended_ends_the_engine(world: World) -> None:
     world.close_failures = deque([KeyError("a")])
     world.wrong = "rank 1 died"
     with pytest.raises(KeyError):
-        supervisor.turn()
+        supervisor.check_group()
 
 
 def test_a_start_that_does_not_end_with_its_processes_is_waited_for(world: World) -> None:

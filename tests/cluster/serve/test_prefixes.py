@@ -27,6 +27,13 @@ def put(
     return request_id, table.choose(request_id, list(engines), prefix_hashes(tokens, 16), hashed)
 
 
+def test_a_salt_and_a_session_may_be_any_text_also_half_a_character() -> None:
+    """A handle's caller may give what HTTP refuses; the block manager takes it too."""
+    tokens = list(range(32))
+    assert prefix_hashes(tokens, 16, "a\ud800") != prefix_hashes(tokens, 16, "a\ud801")
+    assert session_hash("a\ud800") != session_hash("a\ud801")
+
+
 def test_a_prompt_that_goes_on_shares_the_hashes_of_its_beginning() -> None:
     rng = random.Random(0)
     tokens = [rng.randrange(1000) for _ in range(40_000)]
@@ -136,3 +143,21 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
             assert engine == home
             table.end(request_id)
     assert len(table._engines_by_hash) <= 100 and len(table._engine_by_request) == 1
+
+
+def test_processes_that_know_nothing_of_each_other_agree_on_the_engine_of_a_session() -> None:
+    tables = [PrefixTable(is_only_one=False) for _ in range(3)]
+    homes = dict[str, str]()
+    for number in range(60):
+        session, tokens = f"session {number}", [number] * 40
+        chosen = [put(table, tokens, "abc", session) for table in tables]
+        [homes[session]] = {engine for _, engine in chosen}
+        for table, (request_id, _) in zip(tables, chosen, strict=True):
+            table.end(request_id)
+    counts = [[*homes.values()].count(engine) for engine in "abc"]
+    assert min(counts) > 10, "all engines have some"
+    fewer = PrefixTable(is_only_one=False)
+    for session, home in homes.items():
+        request_id, engine = put(fewer, [1], "ab", session)
+        fewer.end(request_id)
+        assert home == engine or home == "c", "those of an engine that stays stay"

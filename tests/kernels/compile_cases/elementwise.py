@@ -74,7 +74,7 @@ def _qk_norm_rope_store(
         "positions_T": "*i32",
         "k_cache": f"*{cache or dtype}",
         "v_cache": f"*{cache or dtype}",
-        "slots_T": "*i64",
+        "kv_places_T": "*i64",
         "q_THD": f"*{dtype}",
         "row_stride": "i32:16",
         "eps": "fp32",

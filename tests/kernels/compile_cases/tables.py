@@ -9,12 +9,12 @@ _TOKENS = {"TOKENS": tables._TOKENS_PER_PROGRAM}
 
 CASES = [
     CompileCase(
-        name="look_up",
-        kernel=tables._look_up,
+        name="look_up_tokens",
+        kernel=tables._look_up_tokens,
         signature=dict.fromkeys(
             ("tokens_SL", "block_table_SW", "slots_T", "positions_T", "num_cached_T"), "*i32"
         )
-        | {"token_ids_T": "*i32", "slot_mapping_T": "*i64"}
+        | {"token_ids_T": "*i32", "kv_places_T": "*i64"}
         | dict.fromkeys(("num_tokens", "token_stride", "table_stride", "block_size"), "i32")
         | {"TOKENS": "constexpr"},
         constexprs=_TOKENS,

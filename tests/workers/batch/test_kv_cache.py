@@ -209,7 +209,9 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
         name: noted(name, getattr(REFERENCE.sampling, name))
         for name in functions_of(SamplingKernels)
     }
-    tables = {name: noted(name, getattr(REFERENCE, name)) for name in ("look_up", "write_tokens")}
+    tables = {
+        name: noted(name, getattr(REFERENCE, name)) for name in ("look_up_tokens", "write_tokens")
+    }
     kernels: Any = Replaced(
         REFERENCE, paged_attention=attend, sampling=Replaced(REFERENCE.sampling, **noting), **tables
     )
@@ -226,7 +228,9 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
         for name in ("row_best", "block_weights", "pick_column", "list_nearest"):
             assert (name, dtype) in seen
         assert {("gap_histogram", dtype, by_weight) for by_weight in (False, True)} <= seen
-    assert {"draw_index", "listed_limits", "look_up", "write_tokens"} <= {key[0] for key in seen}
+    assert {"draw_index", "listed_limits", "look_up_tokens", "write_tokens"} <= {
+        key[0] for key in seen
+    }
 
 
 MIB = 2**20

@@ -175,10 +175,7 @@ def assert_equal(rows: StepRows, inputs: StepInputs, expected: dict[str, list[in
     attn = inputs.attn
     assert inputs.token_ids_T.tolist() == expected["tokens"]
     assert inputs.positions_T.tolist() == expected["positions"]
-    assert (
-        attn.slot_mapping_T.tolist() == expected["slots"]
-        and attn.slot_mapping_T.dtype == torch.int64
-    )
+    assert attn.kv_places_T.tolist() == expected["slots"] and attn.kv_places_T.dtype == torch.int64
     assert (
         attn.query_start_B1.tolist() == expected["starts"]
         and attn.query_start_B1.dtype == torch.int32
@@ -215,7 +212,7 @@ def test_full_hit_runs_its_last_token_and_writes_nothing(config: ResolvedConfig)
     plan = planner.step([(row, 8)])
     state.apply(plan)
     inputs = prepare(state, plan)
-    assert inputs.token_ids_T.tolist() == [7] and inputs.attn.slot_mapping_T.tolist() == [-1]
+    assert inputs.token_ids_T.tolist() == [7] and inputs.attn.kv_places_T.tolist() == [-1]
     assert inputs.attn.seq_lens_B.tolist() == [8]
 
 
@@ -226,7 +223,7 @@ def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
     planner.admit(row, slot=0, shared=[2**31 - 2], num_cached=0)
     plan = planner.step([(row, 1)])
     state.apply(plan)
-    assert prepare(state, plan).attn.slot_mapping_T.tolist() == [(2**31 - 2) * 4096]
+    assert prepare(state, plan).attn.kv_places_T.tolist() == [(2**31 - 2) * 4096]
 
 
 def admitted(**changes: Any) -> AdmittedRows:

@@ -4,7 +4,6 @@ memory.
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_NAME, expected_tensors
-from workers.models.loader import LoadingBar, held_dtype, load_weights
+from workers.models.loader import held_dtype, load_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import PlainWeight, Weight
 from workers.parallel.group import TensorParallelGroup
@@ -155,12 +154,9 @@ def test_matrices_are_held_in_bfloat16_only_if_all_are_stored_in_it(tmp_path: Pa
 def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
     config = ModelConfig.from_dir(small_checkpoint)
     model = build(config, 0, 2)
-    calls: list[tuple[int, int]] = []
-    loaded = load_weights(
-        model.slices(), small_checkpoint, config, lambda *call: calls.append(call)
-    )
-    done = [call[0] for call in calls]
-    assert done == sorted(done) and calls[-1] == (loaded, loaded)
+    done: list[int] = []
+    loaded = load_weights(model.slices(), small_checkpoint, config, done.append)
+    assert done == sorted(done) and done[-1] == loaded
     model.pack()
     assert loaded == model.weight_bytes < (small_checkpoint / SINGLE_NAME).stat().st_size
 
@@ -169,26 +165,3 @@ def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path
     config = ModelConfig.from_dir(small_checkpoint)
     with pytest.raises(ConfigError, match="holds no"):
         load_weights(build(config, 0, 1).slices(), tmp_path, config)
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_bar_fills_on_a_terminal() -> None:
-    stream = Terminal()
-    bar = LoadingBar(stream)
-    for done in range(0, 101, 10):
-        bar(done, 100)
-    last = stream.getvalue().split("\r")[-1]
-    assert last.endswith("[" + 30 * "#" + "]\n") and stream.getvalue().count("\n") == 1
-
-
-def test_bar_is_a_few_lines_for_large_checkpoints_and_silent_for_small_ones() -> None:
-    for total, lines in ((2**32, 4), (2**20, 0)):
-        stream = io.StringIO()
-        bar = LoadingBar(stream)
-        for part in range(1, 101):
-            bar(total * part // 100, total)
-        assert len(stream.getvalue().splitlines()) == lines

@@ -4,6 +4,7 @@ those of a step that is launched kernel by kernel.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from kernels.reference import sampling
 from scheduler.params import Sampling
 from tests.workers.batch.graph_pair import MakeRunner, Pair, sampling_graphs
 from tests.workers.planner import Row
+from workers.parallel.group import TensorParallelGroup
 from workers.sampling import state
 from workers.sampling.next_tokens import sampling_sizes
+from workers.sampling.sampler import Sampler
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 0.8}
@@ -30,6 +34,23 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a minimum of tokens": GREEDY | {"min_tokens": 9, "stop_token_ids": frozenset({1})},
     "log probabilities": GREEDY | {"logprobs": 2},
 }
+
+# For each parameter that decides a token, a value other than that of a row of `LISTED`.
+OTHER_VALUES: dict[str, Any] = {
+    "seed": 1,
+    "temperature": 0.5,
+    "top_k": 10,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+    "logit_bias": ((3, 5.0),),
+    "min_tokens": 9,
+    "logprobs": 2,
+}
+# These decide when an output ends, or what is said of its prompt.
+DECIDE_NO_TOKEN = {"max_tokens", "stop_token_ids", "prompt_logprobs"}
 
 
 @pytest.fixture(scope="session")
@@ -100,6 +121,28 @@ def test_what_a_graph_does_not_know_is_launched(make: MakeRunner, name: str) -> 
     assert sampled_by(pair, rows) is None
 
 
+@pytest.mark.parametrize(
+    "name", [each.name for each in dataclasses.fields(Sampling) if each.name not in DECIDE_NO_TOKEN]
+)
+def test_a_parameter_is_known_to_graphs_or_keeps_its_row_away_from_them(name: str) -> None:
+    """Else a graph would ignore it in silence."""
+    usual_row = {"seed": 0, "max_tokens": 100, **LISTED}
+    with_other_value = usual_row | {name: OTHER_VALUES[name]}
+    assert sampled_in_a_graph(with_other_value) != sampled_in_a_graph(usual_row)
+
+
+def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
+    """All that the graph of one row reads of these parameters; None if no graph samples it."""
+    cpu = torch.device("cpu")
+    shard = Sampler(TensorParallelGroup(0, 1, cpu), sampling, 100, 0, 100, 4, cpu).state
+    shard.admit(2, Sampling(**row), 3)
+    slots, kept = np.array([2]), state.KeptRows(4, torch.from_numpy)
+    if (kind := shard.usual_kind(slots)) is None:
+        return None
+    shard.fill(kept, slots, np.array([3]))
+    return repr(kept.batch(1, kind))
+
+
 def test_two_kinds_of_draw_in_one_step_are_launched(make: MakeRunner) -> None:
     pair = Pair(make, 4)
     rows = rows_of(pair, DRAWN, LISTED)
@@ -152,10 +195,12 @@ def test_all_ranks_sample_a_step_the_same_way(name: str) -> None:
     """Else their sums would not pair up: even where only one shard has the tokens that a row names,
     and where a shard is all padding.
     """
-    shards = [
-        state.SamplingState(100, start, start + 40, 4, torch.device("cpu"))
-        for start in (0, 40, 80, 120)
+    cpu = torch.device("cpu")
+    samplers = [
+        Sampler(TensorParallelGroup(rank, 4, cpu), sampling, 100, 40 * rank, 40 * rank + 40, 4, cpu)
+        for rank in range(4)
     ]
+    shards = [sampler.state for sampler in samplers]
     for shard in shards:
         shard.admit(2, Sampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
     kinds = [shard.usual_kind(np.array([2])) for shard in shards]

@@ -69,7 +69,7 @@ def sample(
     sampler = make_sampler(vocab_size or logits.shape[1], len(rows), shard=logits.shape[1])
     for slot, sampling in enumerate(rows):
         sampler.admit(slot, sampling, [0], 1)
-    batch = sampler.batch(range(len(rows)), [position] * len(rows))
+    batch = sampler.state.batch(range(len(rows)), [position] * len(rows))
     return sampler.sample(logits, batch).token_ids_B.tolist()
 
 
@@ -81,7 +81,7 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) 
     sampler.admit(0, sampling, [0], 1)
     counts = np.zeros(len(logits_V))
     for start in range(0, num_draws, rows):
-        batch = sampler.batch([0] * rows, range(start + 1, start + rows + 1))
+        batch = sampler.state.batch([0] * rows, range(start + 1, start + rows + 1))
         counts += np.bincount(
             sampler.sample(logits_V.expand(rows, -1), batch).token_ids_B, minlength=len(counts)
         )
@@ -120,7 +120,7 @@ def test_greedy_takes_the_best_and_the_lowest_of_equals() -> None:
 def test_greedy_batch_has_nothing_to_draw() -> None:
     sampler = make_sampler(50)
     sampler.admit(0, make(temperature=0, top_k=5, top_p=0.5), [0], 1)
-    batch = sampler.batch([0, 0], [1, 2])
+    batch = sampler.state.batch([0, 0], [1, 2])
     assert batch.draws == ()
     assert (batch.penalties, batch.bias, batch.masked_N, batch.logprobs) == (None, None, None, None)
 
@@ -179,7 +179,7 @@ def test_seeds_draw_independently_at_one_position() -> None:
     for slot in range(20_000):
         sampler.admit(slot, make(seed=slot), [0], 1)
     tokens = sampler.sample(
-        logits.expand(20_000, -1), sampler.batch(range(20_000), [1] * 20_000)
+        logits.expand(20_000, -1), sampler.state.batch(range(20_000), [1] * 20_000)
     ).token_ids_B
     assert_drawn_from(
         np.bincount(tokens, minlength=40).astype(float), logits.double().softmax(0).numpy()
@@ -239,7 +239,7 @@ def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
     """
     sampler = make_sampler(len(logits_V))
     sampler.admit(0, sampling, [0], 1)
-    (rows,) = sampler.batch([0], [1]).draws
+    (rows,) = sampler.state.batch([0], [1]).draws
     if rows.filters is None:
         return set(range(len(logits_V)))
     best_1, _, block_max_1X = KERNELS.row_best(logits_V[None])
@@ -278,13 +278,13 @@ def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> No
         logits = normal(8, vocab_size, seed=100 * seed + step) * 2
         positions = [len(p) + len(o) for p, o in zip(prompts, outputs, strict=True)]
         order = rng.sample(range(8), 8)
-        batch = together.batch(order, [positions[slot] for slot in order])
+        batch = together.state.batch(order, [positions[slot] for slot in order])
         tokens = dict(
             zip(order, together.sample(logits[order], batch).token_ids_B.tolist(), strict=True)
         )
         for slot, sampling in enumerate(rows):
             single = alone.sample(
-                logits[slot : slot + 1], alone.batch([slot], [positions[slot]])
+                logits[slot : slot + 1], alone.state.batch([slot], [positions[slot]])
             ).token_ids_B
             assert tokens[slot] == int(single)
             adjusted = reference.adjust(
@@ -295,7 +295,7 @@ def test_rows_of_any_mix_sample_what_the_slow_reference_samples(seed: int) -> No
                 num_clear += 1
                 assert tokens[slot] == want, (step, sampling)
             outputs[slot].append(tokens[slot])
-        together.check()
+        together.state.check()
     assert num_clear >= 29
 
 
@@ -308,16 +308,16 @@ def test_repetition_covers_the_prompt_and_the_other_penalties_only_the_output() 
     ):
         sampler = make_sampler(4)
         sampler.admit(0, make(temperature=0, **{option: 1.5}), [0, 1, 1], 2)
-        assert sampler.sample(logits, sampler.batch([0], [3])).token_ids_B.tolist() == [want], (
-            option
-        )
+        assert sampler.sample(logits, sampler.state.batch([0], [3])).token_ids_B.tolist() == [
+            want
+        ], option
 
 
 def test_sampled_tokens_count_for_the_next_step_without_the_host() -> None:
     sampler = make_sampler(4)
     sampler.admit(0, make(temperature=0, frequency_penalty=2.0), [0], 1)
     logits = torch.tensor([[0.0, 5.0, 4.0, 0.5]])
-    batches = [sampler.batch([0], [position]) for position in range(1, 6)]
+    batches = [sampler.state.batch([0], [position]) for position in range(1, 6)]
     assert [int(sampler.sample(logits, batch).token_ids_B) for batch in batches] == [1, 2, 1, 2, 1]
 
 
@@ -328,7 +328,7 @@ def test_min_tokens_masks_stop_ids_until_enough_were_generated() -> None:
     )
     logits = torch.tensor([[0.0, 1.0, 2.0, 9.0]])
     tokens = [
-        int(sampler.sample(logits, sampler.batch([0], [position])).token_ids_B)
+        int(sampler.sample(logits, sampler.state.batch([0], [position])).token_ids_B)
         for position in (4, 5, 6)
     ]
     assert tokens == [2, 3, 3]  # one token was already there on admission, so one more is needed
@@ -361,21 +361,21 @@ def test_slot_given_to_a_new_row_forgets_the_old_one(
     )
     sampler.admit(0, old, [0, 1, 1], 1)
     logits = torch.tensor([[2.0, 1.9, 1.0, 0.0]])
-    assert sampler.sample(logits, sampler.batch([0], [3])).token_ids_B.tolist() == [3]
+    assert sampler.sample(logits, sampler.state.batch([0], [3])).token_ids_B.tolist() == [3]
     if released:
-        sampler.release(0)
-        sampler.check()
+        sampler.state.release(0)
+        sampler.state.check()
     sampler.admit(0, make(temperature=0, **penalties), [2], 1)
-    assert sampler.sample(logits, sampler.batch([0], [1])).token_ids_B.tolist() == [0]
+    assert sampler.sample(logits, sampler.state.batch([0], [1])).token_ids_B.tolist() == [0]
     sampler.admit(0, make(temperature=0, **penalties), [2], 1)
     swapped = logits[:, [1, 0, 2, 3]]
-    assert sampler.sample(swapped, sampler.batch([0], [1])).token_ids_B.tolist() == [1]
+    assert sampler.sample(swapped, sampler.state.batch([0], [1])).token_ids_B.tolist() == [1]
 
 
 def test_token_counts_take_memory_only_when_a_row_has_penalties() -> None:
     sampler = make_sampler(1000)
     sampler.admit(0, make(temperature=0.5, top_k=3), [0], 1)
-    sampler.sample(normal(1, 1000), sampler.batch([0], [1]))
+    sampler.sample(normal(1, 1000), sampler.state.batch([0], [1]))
     assert sampler._counts._tables is None
 
 
@@ -383,7 +383,7 @@ def test_counts_made_in_inference_mode_can_be_used_outside() -> None:
     sampler = make_sampler(10)
     with torch.inference_mode():
         sampler.admit(0, make(presence_penalty=1.0), [0], 1)
-    sampler.sample(normal(1, 10), sampler.batch([0], [1]))
+    sampler.sample(normal(1, 10), sampler.state.batch([0], [1]))
 
 
 def test_logits_stay_unchanged() -> None:
@@ -494,7 +494,7 @@ def test_masked_rows_get_the_same_tokens_from_bfloat16_as_from_the_same_numbers_
         for slot in range(16):
             ended = {"min_tokens": 5, "stop_token_ids": frozenset(range(2000))} if slot % 3 else {}
             sampler.admit(slot, make(seed=slot, temperature=slot / 8, top_k=slot, **ended), [0], 1)
-        batch = sampler.batch(range(16), [1] * 16)
+        batch = sampler.state.batch(range(16), [1] * 16)
         assert batch.penalties is None and batch.bias is None
         out = sampler.sample(each, batch, sampler.row_masks(mask))
         tokens.append(out.token_ids_B.tolist())
@@ -522,7 +522,7 @@ def run_case(
             logits = logits.round()  # ties, even between shards
         mine = logits[:, group.rank * shard : (group.rank + 1) * shard]
         mask = random_mask(rng, vocab_size, range(16))
-        batch = sampler.batch(range(16), [length + step for length in lengths])
+        batch = sampler.state.batch(range(16), [length + step for length in lengths])
         out = sampler.sample(mine, batch, sampler.row_masks(mask))
         tokens = out.token_ids_B.tolist()
         for row, of_row in zip(mask.rows, mask.masks, strict=True):
@@ -601,7 +601,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     sampler = make_sampler(5000)
     for slot, sampling in enumerate(rows):
         sampler.admit(slot, sampling, [0], 1)
-    out = sampler.sample(logits, sampler.batch(range(4), [1] * 4))
+    out = sampler.sample(logits, sampler.state.batch(range(4), [1] * 4))
     reported = to_logprobs(out.logprobs, 4)
     assert reported is not None
     assert reported[1] is None
@@ -620,14 +620,14 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 def test_no_logprobs_are_computed_when_no_row_asks() -> None:
     sampler = make_sampler(10)
     sampler.admit(0, make(), [0], 1)
-    out = sampler.sample(normal(1, 10), sampler.batch([0], [1]))
+    out = sampler.sample(normal(1, 10), sampler.state.batch([0], [1]))
     assert to_logprobs(out.logprobs, 1) is None
 
 
 def test_alternatives_are_at_most_the_vocabulary_and_equals_come_lowest_id_first() -> None:
     sampler = make_sampler(5)
     sampler.admit(0, make(logprobs=20, temperature=0), [0], 1)
-    out = sampler.sample(torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0]]), sampler.batch([0], [1]))
+    out = sampler.sample(torch.tensor([[1.0, 2.0, 2.0, 1.0, 1.0]]), sampler.state.batch([0], [1]))
     reported = to_logprobs(out.logprobs, 1)
     assert reported is not None and reported[0] is not None
     assert reported[0].top_token_ids == (1, 2, 0, 3, 4)

@@ -1,4 +1,4 @@
-"""Prints docs/options.md from the fields of options: `python -m cluster.commands.options_page`."""
+"""Prints docs/options.md from the fields of options: `python -m tests.pages.options`."""
 
 from __future__ import annotations
 

@@ -13,48 +13,48 @@ import pytest
 
 from cluster.api.app import MAX_TRACING
 from cluster.api.runner import MAX_TOKENIZING, TOKENIZERS
-from cluster.api.workers import Workers
+from cluster.api.threads import ThreadQueue
 from scheduler.errors import OverloadedError
 from tests.cluster.api.scripted import TOKENIZER, serve, wait_until
 
 
 def test_a_call_returns_what_its_work_returns_or_raises() -> None:
     async def check() -> None:
-        workers = Workers("testing", 1)
-        assert await workers.run(lambda: 3) == 3
+        queue = ThreadQueue("testing", 1)
+        assert await queue.run(lambda: 3) == 3
         with pytest.raises(ZeroDivisionError):
-            await workers.run(lambda: 1 / 0)
+            await queue.run(lambda: 1 / 0)
 
     asyncio.run(check())
 
 
 def test_a_call_beyond_the_queue_is_refused_until_another_ends() -> None:
     async def check() -> None:
-        workers, gate = Workers("testing", 1, max_waiting=1), threading.Event()
-        calls = [asyncio.ensure_future(workers.run(gate.wait)) for _ in range(2)]
+        queue, gate = ThreadQueue("testing", 1, max_waiting=1), threading.Event()
+        calls = [asyncio.ensure_future(queue.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="2 requests for testing"):
-            await workers.run(gate.wait)
+            await queue.run(gate.wait)
         gate.set()
         await asyncio.gather(*calls)
-        assert await workers.run(gate.wait)
+        assert await queue.run(gate.wait)
 
     asyncio.run(check())
 
 
 def test_a_canceled_call_leaves_the_queue_unless_it_runs() -> None:
     async def check() -> None:
-        workers, gate = Workers("testing", 1, max_waiting=1), threading.Event()
-        running, waiting = (asyncio.ensure_future(workers.run(gate.wait)) for _ in range(2))
+        queue, gate = ThreadQueue("testing", 1, max_waiting=1), threading.Event()
+        running, waiting = (asyncio.ensure_future(queue.run(gate.wait)) for _ in range(2))
         await asyncio.sleep(0.01)
         waiting.cancel()
         await asyncio.sleep(0)
-        workers.check_room()
+        queue.check_room()
         running.cancel()
-        third = asyncio.ensure_future(workers.run(gate.wait))
+        third = asyncio.ensure_future(queue.run(gate.wait))
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError):
-            workers.check_room()
+            queue.check_room()
         gate.set()
         assert await third
 

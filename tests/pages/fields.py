@@ -1,6 +1,6 @@
 """docs/fields.md: what becomes of each field of a request, printed from the models and the tables.
 
-To write it: `python -m cluster.api.field_tables > docs/fields.md`.
+To write it: `python -m tests.pages.fields > docs/fields.md`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,62 @@
+"""The counters of all processes of the API, whichever is asked, also of those that have ended.
+
+A sum must not fall when a process ends: whoever reads it would take that for a restart, and count
+the rest again. So each process remembers what it has read of the others, and tells that with its
+own. What has once been reported is known to whoever reported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cluster.api.metrics import Family
+
+MAX_REMEMBERED = 64  # processes that have ended, or do not answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessCounters:
+    """What one process knows. own: its own; others: those of other processes, by replica id."""
+
+    replica_id: str
+    own: list[Family]
+    others: dict[str, list[Family]]
+
+
+class GatheredCounters:
+    """The memory of one process. Used from one event loop only."""
+
+    def __init__(self, replica_id: str, own_families: Callable[[], list[Family]]) -> None:
+        self._replica_id = replica_id
+        self._own_families = own_families
+        self._others: dict[str, list[Family]] = {}
+
+    def known(self) -> ProcessCounters:
+        """What to tell the process that is asked for all."""
+        return ProcessCounters(
+            replica_id=self._replica_id, own=self._own_families(), others=self._others
+        )
+
+    def of_all(self, answers: list[ProcessCounters]) -> list[list[Family]]:
+        """The families of each process, from the answers of those that gave one. Of the others
+        there is what only counts up, as it was last known.
+        """
+        answered = {answer.replica_id: answer.own for answer in answers}
+        answered[self._replica_id] = self._own_families()
+        lost: dict[str, list[Family]] = {}
+        for others in [self._others, *(answer.others for answer in answers)]:
+            for replica_id, families in others.items():
+                if replica_id not in answered:
+                    lost[replica_id] = max(lost.get(replica_id, []), families, key=_total)
+        remembered = dict(list(lost.items())[-MAX_REMEMBERED:])
+        for replica_id, families in answered.items():
+            if replica_id != self._replica_id:
+                remembered[replica_id] = [f for f in families if f.kind != "gauge"]
+        self._others = remembered
+        return [*answered.values(), *lost.values()]
+
+
+def _total(families: list[Family]) -> float:
+    """Larger for the later of two states of one process: none of its counters falls."""
+    return sum(value for family in families for _, _, value in family.samples)

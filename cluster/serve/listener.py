@@ -1,0 +1,57 @@
+"""HTTP on the port of the application, from within an API process.
+
+Serve's proxy would handle each event of a stream as a Ray object, which takes as much of the
+processor as a small model does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import uvicorn
+
+from cluster.api.app import Api
+from cluster.api.connections import server_config
+from cluster.resources.addresses import bound_sockets
+from cluster.serve.accepting import Acceptor
+from cluster.serve.port import PortShare
+from configs.serve import ServeConfig
+
+
+class HttpListener:
+    """Serves an API on the running event loop, at a port of this process's own or at one that it
+    shares with others.
+    """
+
+    def __init__(self, api: Api, config: ServeConfig) -> None:
+        """Raises `ConfigError` or `EngineError` if it cannot listen there."""
+        port_share = PortShare(config.shared_port) if config.shared_port is not None else None
+        sockets = [] if config.listen is None else bound_sockets(*config.listen)
+        self._server = uvicorn.Server(server_config(api, log_level="warning"))
+        # Ray Serve has signal handlers of its own.
+        setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
+        self._serving = asyncio.create_task(self._server.serve(sockets=sockets))
+        self._acceptor: Acceptor | None = None
+        if port_share is not None:
+            api.admission.open_outputs = port_share.open_outputs
+            num_connections = self._server.server_state.connections.__len__
+            self._acceptor = Acceptor(port_share, self._make_protocol, num_connections)
+
+    def check(self) -> None:
+        """Raise why it has ended, if it has."""
+        if self._serving.done():
+            self._serving.result()
+
+    def take_no_more(self) -> None:
+        """Leave new connections to the other processes, if there are any."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        """As uvicorn does for sockets of its own."""
+        config = self._server.config
+        protocol: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self._server.server_state, app_state={}
+        )
+        return protocol

@@ -1,0 +1,62 @@
+"""Counters of several processes, of which some have ended or do not answer."""
+
+from __future__ import annotations
+
+from cluster.api.metrics import Family, merge
+from cluster.serve.gathered import MAX_REMEMBERED, GatheredCounters
+
+
+class Process:
+    """A process that has answered some requests."""
+
+    def __init__(self, name: str, num_answered: int = 0) -> None:
+        self.num_answered = num_answered
+        self.counters = GatheredCounters(name, self.families)
+
+    def families(self) -> list[Family]:
+        answered, open_now = float(self.num_answered), 1.0
+        return [
+            Family(name="answered", kind="counter", help="", samples=[("answered", (), answered)]),
+            Family(name="open", kind="gauge", help="", samples=[("open", (), open_now)]),
+        ]
+
+    def report(self, *others: Process) -> tuple[float, float]:
+        """What it says of all, if these others and itself answer: (answered, open)."""
+        known = [process.counters.known() for process in (self, *others)]
+        values = {f.name: f.samples[0][2] for f in merge(self.counters.of_all(known))}
+        return values["answered"], values["open"]
+
+
+def test_whoever_is_asked_gives_the_sum() -> None:
+    first, second = Process("a", 3), Process("b", 4)
+    assert first.report(second) == second.report(first) == (7, 2)
+
+
+def test_what_has_been_reported_of_a_process_stays_when_it_ends_but_not_what_it_has_open() -> None:
+    first, second, third = Process("a", 3), Process("b", 4), Process("c", 5)
+    assert first.report(second, third) == (12, 3)
+    third.num_answered = 6
+    assert second.report(first, third) == (13, 3), "known to the second only"
+    assert first.report(second) == (13, 2), "the first one asks it"
+    assert second.report(first) == (13, 2)
+
+
+def test_a_process_that_answers_again_is_counted_once() -> None:
+    first, second = Process("a", 3), Process("b", 4)
+    assert first.report(second) == (7, 2)
+    assert first.report() == (7, 1)
+    second.num_answered = 5
+    assert first.report(second) == (8, 2)
+
+
+def test_a_process_that_takes_the_place_of_another_adds_to_what_that_one_had() -> None:
+    first, second = Process("a", 3), Process("b", 4)
+    first.report(second)
+    assert first.report(Process("c", 1)) == (8, 2)
+
+
+def test_only_so_many_processes_are_remembered() -> None:
+    first = Process("a")
+    for number in range(3 * MAX_REMEMBERED):
+        first.report(Process(f"lost {number}", 1))
+    assert len(first.counters.known().others) <= MAX_REMEMBERED + 1
