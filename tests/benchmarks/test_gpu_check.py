@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from benchmarks import (
 )
 from benchmarks.gpu_check_cache import ARCHIVE
 from benchmarks.gpu_check_common import Check
+from benchmarks.gpu_check_process import run_section
 from kernels.gpu import attention as gpu_attention
 from kernels.gpu.backend import TRITON_KERNELS as TRITON
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
@@ -35,10 +37,14 @@ from tests.kernels.replaced import Replaced
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_section_reports_and_passes(tmp_path: Path) -> None:
+# Those whose processes are started below; a process takes longer to import torch than a section.
+IN_PROCESSES = ["machine", "speed"]
+
+
+def test_sections_report_and_pass_in_their_own_processes(tmp_path: Path) -> None:
     out = tmp_path / "gpu_check.json"
     command = [sys.executable, "-m", "benchmarks.gpu_check", "--small", "--out", str(out)]
-    command += ["--triton-cache", str(tmp_path / "earlier")]
+    command += ["--triton-cache", str(tmp_path / "earlier"), "--sections", *IN_PROCESSES]
     environment = dict(os.environ)
     if DEVICE.type != "cuda":  # one thread for each process, of which several run at a time
         environment |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
@@ -47,16 +53,48 @@ def test_every_section_reports_and_passes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(out.read_text())
-    assert list(record["sections"]) == gpu_check.DEFAULT_SECTIONS
+    assert list(record["sections"]) == IN_PROCESSES
     assert record["times_are_real"] is (DEVICE.type == "cuda")
     for name, section in record["sections"].items():
         assert section["rows"] and not section["failed"] and section["ended_early"] is None, name
-    assert sum(gpu_check.SECTIONS[name][1] for name in gpu_check.DEFAULT_SECTIONS) <= 535
     assert (record["compiled_kernels"] > 0) is (DEVICE.type == "cuda")
     archive = [tmp_path / ARCHIVE] if DEVICE.type == "cuda" else []
     assert sorted(tmp_path.iterdir()) == [out, *archive]
     tables = done.stdout.partition("all of it")[2]
-    assert all(f"{name}: " in tables for name in gpu_check.DEFAULT_SECTIONS)
+    assert all(f"{name}: " in tables for name in IN_PROCESSES)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in gpu_check.DEFAULT_SECTIONS if name not in IN_PROCESSES]
+)
+def test_section_reports_and_passes(name: str, tmp_path: Path) -> None:
+    section, limit_s = gpu_check.SECTIONS[name]
+    part = tmp_path / "part.json"
+    run_section(small(), section, part, time.monotonic() + 5 * limit_s)
+    found = json.loads(part.read_text())
+    assert found["rows"] and not found["failed"] and found["ended_early"] is None, found
+    assert f"{name}: " in gpu_check.table({name: found}, brief=True)
+
+
+def test_all_sections_run_within_nine_minutes_unless_others_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, float] = {}
+    families: list[str] = []
+
+    def run_sections(
+        record: Any, limits_s: dict[str, float], out: Path, command: Any, names: Any, cache: Any
+    ) -> None:
+        asked.update(limits_s)
+        families.extend(names)
+
+    monkeypatch.setattr(gpu_check, "run_sections", run_sections)
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--small", "--out", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    assert not ended.value.code
+    assert list(asked) == gpu_check.DEFAULT_SECTIONS and sum(asked.values()) <= 535
+    assert families == list(gpu_check_numerics.families(gpu_check.find_backends(DEVICE)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

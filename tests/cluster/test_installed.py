@@ -14,7 +14,8 @@ import pytest
 from configs.paths import CHECKOUT
 from setup import inside_package
 
-pytestmark = [pytest.mark.engine, pytest.mark.programs]
+# One process installs the copy for all of them.
+pytestmark = [pytest.mark.engine, pytest.mark.programs, pytest.mark.xdist_group("installed")]
 
 NOT_NEEDED = (".venv", ".git", "build", "tests", "benchmarks", "docs", "__pycache__", "*.egg-info")
 PROGRAM = """

@@ -1,11 +1,13 @@
 """Hosts on one machine: each has its own network, processes, /tmp, /dev/shm and home, and a cable
 to a common switch that can be pulled.
 
-Made of Linux namespaces, which needs root and iproute2.
+Made of Linux namespaces, which needs root and iproute2. Test processes that run at the same time
+have a switch and addresses each.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -18,8 +20,9 @@ from typing import Any
 from configs.paths import CHECKOUT
 from tests.cluster.processes import descendants, wait_until
 
-SWITCH = "eagleray0"
-NETWORK = "10.77.0"
+_PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+SWITCH = f"eagleray{_PROCESS}"
+NETWORK = f"10.77.{_PROCESS}"
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 # Run as the first process of a host, from which all others in it descend.
 INIT = """
@@ -53,7 +56,7 @@ class Host:
     def __init__(self, number: int) -> None:
         self.name = f"host{number}"
         self.address = f"{NETWORK}.{number}"
-        self._cable = f"eagleray{number}"
+        self._cable = f"{SWITCH}_{number}"
         flags = ["--net", "--pid", "--mount", "--uts", "--fork", "--kill-child", "--mount-proc"]
         self._init = subprocess.Popen(
             ["unshare", *flags, "sh", "-c", INIT, "init", self.name],

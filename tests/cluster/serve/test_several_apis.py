@@ -20,7 +20,8 @@ from cluster.commands import top
 from tests.cluster.processes import command_of, connections, family, wait_until
 from tests.cluster.serve.served import LONG, Program
 
-pytestmark = [pytest.mark.engine, pytest.mark.programs]
+# One process starts the engine for all of them.
+pytestmark = [pytest.mark.engine, pytest.mark.programs, pytest.mark.xdist_group("several apis")]
 NUM_APIS = 2
 NUM_STREAMS, NUM_TOKENS = 8, 150
 COUNTED = "eagleray_output_tokens_total"
