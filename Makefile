@@ -16,19 +16,18 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# In several processes, since some wait. Those that share an engine are in one: loadgroup.
+# Tests that start engines run one after another, the others in three processes, since some wait.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 3 -m "not engine"
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "engine and not programs and not nodes" \
-	    tests/cluster
+	$(BIN)/python -m pytest -m "engine and not programs and not nodes" tests/cluster
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m programs tests/cluster
+	$(BIN)/python -m pytest -m programs tests/cluster
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m nodes tests/cluster/nodes
+	$(BIN)/python -m pytest -m nodes tests/cluster/nodes
 
 # Real client programs from PyPI and npm against the server; installs gigabytes below the user's cache.
 test-clients: $(VENV)/.ready

@@ -63,17 +63,3 @@ def users_ray() -> Iterator[None]:
     )
     yield
     ray.shutdown()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup`, tests that share an application go to one process, and so do those
-    of a module that share the user's Ray or an engine. Each other program may go to any.
-    """
-    for item in items:
-        fixtures = set(getattr(item, "fixturenames", ()))
-        is_program = item.get_closest_marker("programs") or item.get_closest_marker("nodes")
-        if "served" in fixtures:
-            item.add_marker(pytest.mark.xdist_group("served"))
-        elif item.get_closest_marker("engine") and ("users_ray" in fixtures or not is_program):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))

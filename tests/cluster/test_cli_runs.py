@@ -231,7 +231,6 @@ def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[
     shutil.rmtree(folder)
 
 
-@pytest.mark.xdist_group("ray start")  # whose client server has one port
 def test_a_running_cluster_with_too_few_cpus_is_refused(
     one_cpu_cluster: str, small_model: SmallModel, requests: Path
 ) -> None:

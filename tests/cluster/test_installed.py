@@ -15,7 +15,7 @@ from configs.paths import CHECKOUT
 from setup import inside_package
 
 # One process installs the copy for all of them.
-pytestmark = [pytest.mark.engine, pytest.mark.programs, pytest.mark.xdist_group("installed")]
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 NOT_NEEDED = (".venv", ".git", "build", "tests", "benchmarks", "docs", "__pycache__", "*.egg-info")
 PROGRAM = """

@@ -132,9 +132,9 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
     """The next engine has as many blocks, though its ranks find memory for fewer."""
     load = Load(engine, CASES)
     load.wait_for_news(10.0)
-    old = processes_of(engine)
+    old, dead_driver = processes_of(engine), engine._engine.driver
     kill(engine, "driver")
-    load.wait_for_news(30.0)
+    wait_until(lambda: engine._engine.driver is not dead_driver, "the next driver", 30.0)
     assert all(command_of(process.pid) is None for process in old.values())
     assert compare(CASES, load.wait(LIMIT_S), expected) == []
     assert engine.stats().num_blocks == OPTIONS["num_kv_blocks"]

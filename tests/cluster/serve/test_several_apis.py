@@ -21,7 +21,7 @@ from tests.cluster.processes import command_of, connections, family, wait_until
 from tests.cluster.serve.served import LONG, Program
 
 # One process starts the engine for all of them.
-pytestmark = [pytest.mark.engine, pytest.mark.programs, pytest.mark.xdist_group("several apis")]
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
 NUM_APIS = 2
 NUM_STREAMS, NUM_TOKENS = 8, 150
 COUNTED = "eagleray_output_tokens_total"
