@@ -23,7 +23,7 @@ from tests.cluster.serve.served import LONG, Program
 # One process starts the engine for all of them.
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 NUM_APIS = 2
-NUM_STREAMS, NUM_TOKENS = 8, 150
+NUM_STREAMS, NUM_TOKENS = 8, 600
 COUNTED = "eagleray_output_tokens_total"
 
 
@@ -130,8 +130,8 @@ def test_each_process_answers_for_all_of_them(program: Program) -> None:
 
 def test_a_process_that_is_killed_takes_only_its_own_streams_with_it(program: Program) -> None:
     engine = named(program, "ray::Driver") | named(program, "ray::RankActor")
-    streams = Streams(program)
     with client_of_each(program) as clients:
+        streams = Streams(program)  # after the clients are found, which takes as long as a stream
         lost, *others = clients
         of_lost = [port in connections(lost, program.port) for port in streams.ports]
         assert 0 < sum(of_lost) < NUM_STREAMS
