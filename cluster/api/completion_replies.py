@@ -62,7 +62,8 @@ class CompletionWriter(Envelope):
             if index not in self._echoes:
                 text = start + text
             self._offsets[index] = self._new_offsets(start)
-        self._unsent.setdefault(index, []).extend(chunk.token_ids)
+        if self._with_ids:
+            self._unsent.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
         choices = []
         if text or logprobs:
