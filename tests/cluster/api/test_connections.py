@@ -350,16 +350,18 @@ def test_a_stream_that_is_not_read_waits_outside_the_buffer_and_comes_whole() ->
     num_outputs = 10
     body = LARGE.replace(b"}", b', "stream": true}')
     head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    with serve(lambda _: "word " * 300, step_s=0.001, send_buffer=16_384) as running:
-        with connect_without_reading(running) as connection:
-            connection.sendall(head + body)
-            wait_until(lambda: running.engine.num_active == num_outputs)
-            wait_until(lambda: running.engine.num_active == 0, 20.0)
-            [protocol] = running.connections
-            assert protocol.transport.get_write_buffer_size() < 200_000
-            answer = b""
-            while part := connection.recv(65_536):
-                answer += part
+    with (
+        serve(lambda _: "word " * 300, step_s=0.001, send_buffer=16_384) as running,
+        connect_without_reading(running) as connection,
+    ):
+        connection.sendall(head + body)
+        wait_until(lambda: running.engine.num_active == num_outputs)
+        wait_until(lambda: running.engine.num_active == 0, 20.0)
+        [protocol] = running.connections
+        assert protocol.transport.get_write_buffer_size() < 200_000
+        answer = b""
+        while part := connection.recv(65_536):
+            answer += part
     assert answer.count(b'"finish_reason":"') == num_outputs and b"data: [DONE]" in answer
     assert len(answer) > 400_000
 
