@@ -104,6 +104,12 @@ JSON: Mapping[str, Bound] = {
         "the body: numbers, texts, lists and objects",
         "12 prompts of 40,960 token ids; more would stall other requests while it is parsed",
     ),
+    "texts": Bound(
+        131_072,
+        "texts",
+        "the body, the keys of its objects among them",
+        "twice as many as keys; to make one takes as long as two numbers, and memory of its own",
+    ),
     "containers": Bound(
         32_768,
         "lists and objects",

@@ -8,6 +8,7 @@ holds the interpreter for at most about 20 ms, so that in a thread it does not s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -86,7 +87,7 @@ def count_json(text: bytes) -> dict[str, int]:
     """How much a JSON text holds, by the names of the bounds; too much rather than too little. Text
     that is not JSON is counted up to where a parser would notice.
     """
-    commas, containers, pairs, bare = 0, 0, 0, 0
+    commas, quotes, containers, pairs, bare = 0, 0, 0, 0, 0
     is_in_text, carried = False, b""
     for start in range(0, len(text), SLICE):
         part = carried + text[start : start + SLICE]
@@ -97,6 +98,7 @@ def count_json(text: bytes) -> dict[str, int]:
         between_quotes = part.removesuffix(carried).split(b'"')
         outside = b"".join(between_quotes[is_in_text::2])
         is_in_text ^= len(between_quotes) % 2 == 0
+        quotes += len(between_quotes) - 1
         bare += len(outside)
         commas += outside.count(b",")
         containers += outside.count(b"[") + outside.count(b"{")
@@ -104,6 +106,7 @@ def count_json(text: bytes) -> dict[str, int]:
     # A value is the first one of its container, or follows a comma.
     return {
         "values": 1 + commas + containers,
+        "texts": quotes // 2,
         "containers": containers,
         "pairs": pairs,
         "bare": bare,
@@ -185,7 +188,7 @@ def _check_nesting(values: dict[str, Any]) -> None:
     """Check depth, the keys of each object, and all arguments of calls, which are JSON in a text,
     together.
     """
-    total = dict.fromkeys(("values", "containers", "pairs", "bare"), 0)
+    total: Counter[str] = Counter()
     level: list[Any] = [values]
     depth = 0
     while level:
@@ -199,8 +202,7 @@ def _check_nesting(values: dict[str, Any]) -> None:
             check("keys", len(container), "an object in the body", "")
             deeper += [item for item in container.values() if type(item) in (list, dict)]
             if isinstance(arguments := container.get("arguments"), str):
-                for name, count in count_json(arguments.encode()).items():
-                    total[name] += count
+                total.update(count_json(arguments.encode()))
         level = deeper
     check_counts(total, "the arguments of all calls in the body")
 

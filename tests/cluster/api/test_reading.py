@@ -31,6 +31,13 @@ def values_of(value: Any) -> int:
     return 1 + sum(map(values_of, inner))
 
 
+def texts_of(value: Any) -> int:
+    """Keys among them."""
+    if isinstance(value, dict):
+        return len(value) + sum(map(texts_of, value.values()))
+    return sum(map(texts_of, value)) if isinstance(value, list) else isinstance(value, str)
+
+
 def any_json(rng: random.Random, depth: int = 0) -> Any:
     kind = rng.randrange(6 if depth < 4 else 3)
     if kind == 0:
@@ -51,6 +58,7 @@ def test_what_texts_contain_is_not_counted_wherever_slices_end(
         value = any_json(random.Random(seed))
         counts = count_json(json.dumps(value).encode())
         assert counts["containers"] == containers_of(value), value
+        assert counts["texts"] == texts_of(value), value
         # An empty list counts as one with a value.
         assert values_of(value) <= counts["values"] <= 2 * values_of(value), value
 
