@@ -38,6 +38,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
 )
 from workers import faults
+from workers.memory.inheritance import RankMemory
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -208,18 +209,22 @@ class SeeingRankActor(RankActor):
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
+        *,
+        stands_by: bool = False,
     ) -> WorkerReport:
-        self._met_at = address
+        self._met_at = rendezvous_address
         self._wait_for_worker().start = self._look  # type: ignore[assignment, method-assign]
-        return super().start(address, place, epoch, gpus, num_kv_blocks)
+        return super().start(
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+        )
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        pass
+    def allocate_cache(self, num_blocks: int) -> RankMemory:
+        return RankMemory()
 
     def gpu(self) -> tuple[str, list[str]]:
         """(the one that it would use, those that it sees)"""
