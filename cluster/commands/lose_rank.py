@@ -39,7 +39,7 @@ def main() -> None:
     logging.getLogger("eagleray").setLevel(logging.ERROR)
     with LLM(tensor_parallel_size=last_rank + 1, dtype="float32", log_level="error") as llm:
         expected_token_ids = llm.generate(PROMPT, PARAMS)[0].token_ids
-        print("[waiting for the spares, which are made when an engine has served for 5 s]")
+        print("[waiting for the spares, which are made when an engine has served for 2 s]")
         deadline_s = time.monotonic() + SPARES_TIMEOUT_S
         while f"spare {last_rank}" not in processes_of(llm) and time.monotonic() < deadline_s:
             time.sleep(0.2)

@@ -18,11 +18,9 @@ from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 from workers.memory.inheritance import RankMemory
 
-# Spares are made once the engine has served for a while, because a program that generates once and
-# ends needs none, and while it has no work, because starting processes takes time on the cores of
-# the ranks.
-DELAY_S = 5.0
-MAX_WAIT_FOR_IDLE_S = 30.0  # then they are made although the engine works
+# Spares are made when the engine has served for a moment: a program that generates once and ends
+# needs none. They warm up with the lowest priority, so they are made beside the work.
+DELAY_S = 2.0
 IDENTIFY_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -38,15 +36,13 @@ class Spares:
         self._warming_spares: dict[
             Any, RankHandle
         ] = {}  # by the ref that is ready when the spare is
-        self._due_when_idle_s = time.monotonic() + DELAY_S
-        self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
+        self._due_s = time.monotonic() + DELAY_S
 
-    def prepare(self, memories: Seq[RankMemory | None], *, is_busy: bool) -> None:
+    def prepare(self, memories: Seq[RankMemory | None]) -> None:
         """Make spares if they are due, and note those that have become ready. `memories`: of the
         present ranks.
         """
-        due_s = self._due_when_busy_s if is_busy else self._due_when_idle_s
-        if self._is_enabled and not self._spares and time.monotonic() >= due_s:
+        if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
             try:
                 self._create(memories)
             except Exception as error:  # such as a node that is missing
@@ -65,7 +61,7 @@ class Spares:
 
     def delay(self) -> None:
         """Make the next spares a while from now."""
-        self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
+        self._due_s = time.monotonic() + DELAY_S
 
     def _create(self, memories: Seq[RankMemory | None]) -> None:
         places = self._rank_maker.placement.places()
@@ -96,7 +92,7 @@ class Spares:
         """
         spares, self._spares = self._spares, []
         self._warming_spares = {}
-        self._due_when_idle_s = self._due_when_busy_s = time.monotonic()
+        self._due_s = time.monotonic()
         refs = [spare.actor.identify.remote() for spare in spares]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=IDENTIFY_TIMEOUT_S)

@@ -38,12 +38,12 @@ class Standby:
         self._has_lost_process = False
         self._executor = ThreadPoolExecutor(1, "stand-by")
 
-    def prepare(self, present: RankGroup, first_report: GroupReport, *, is_busy: bool) -> None:
+    def prepare(self, present: RankGroup, first_report: GroupReport) -> None:
         """Make spares for the present group if they are due, and a group of them when they are
         warm.
         """
         if self._group is None:
-            self._spares.prepare([handle.memory for handle in present.ranks], is_busy=is_busy)
+            self._spares.prepare([handle.memory for handle in present.ranks])
             if self._forms_groups and self._spares.are_warm:
                 self._stand_by(self._spares.hand_over(), first_report)
         elif self._has_failed():

@@ -193,7 +193,7 @@ class Supervisor:
             reason = self._take_step_failure() or self._watch.check(self._busy_since_s())
             if reason is None:
                 assert self._first_report is not None
-                self._standby.prepare(self._group, self._first_report, is_busy=self._has_work())
+                self._standby.prepare(self._group, self._first_report)
             else:
                 self._lose(reason)
         elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that

@@ -197,7 +197,7 @@ class Standby:
         self._maker = maker
         self._present: Group | None = None  # whose memory the group that stands by holds
 
-    def prepare(self, present: Group, first: GroupReport, *, is_busy: bool) -> None:
+    def prepare(self, present: Group, first: GroupReport) -> None:
         if self._maker.world.happens("stands_by"):
             self._present = present
 

@@ -29,9 +29,9 @@ class World:
         warm = SimpleNamespace(remote=object)
         return SimpleNamespace(actor=SimpleNamespace(wait_until_warm=warm), process=None)
 
-    def run(self, spares: Spares, *, until_s: float, is_busy: bool) -> None:
+    def run(self, spares: Spares, *, until_s: float) -> None:
         while self.now_s < 100.0 + until_s:
-            spares.prepare(MEMORIES, is_busy=is_busy)
+            spares.prepare(MEMORIES)
             self.now_s += 0.5
 
 
@@ -48,24 +48,21 @@ def spares_in(world: World, kind: str = "warm") -> Spares:
     return Spares(maker, kind)
 
 
-@pytest.mark.parametrize(("is_busy", "made_s"), [(False, 5.0), (True, 35.0)])
-def test_spares_are_made_after_5_s_without_work_and_after_35_s_beside_work(
-    world: World, is_busy: bool, made_s: float
-) -> None:
-    world.run(spares_in(world), until_s=60.0, is_busy=is_busy)
-    assert world.made_s == [made_s] * 2, "one per rank, once"
+def test_spares_are_made_after_2_s(world: World) -> None:
+    world.run(spares_in(world), until_s=60.0)
+    assert world.made_s == [2.0] * 2, "one per rank, once"
 
 
 def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None:
     """One that comes before there were any takes none, and starts processes of its own."""
     spares = spares_in(world)
     assert spares.take() == []
-    spares.prepare(MEMORIES, is_busy=True)
+    spares.prepare(MEMORIES)
     assert world.made_s == [0.0] * 2
 
 
 def test_an_engine_without_spares_makes_none(world: World) -> None:
     spares = spares_in(world, "off")
     spares.take()
-    world.run(spares, until_s=100.0, is_busy=False)
+    world.run(spares, until_s=100.0)
     assert world.made_s == []

@@ -76,7 +76,7 @@ class NoStandby:
     def __init__(self, maker: World, kind: str, make_group: type[Group]) -> None:
         self.world = maker
 
-    def prepare(self, present: Group, first: GroupReport, *, is_busy: bool) -> None:
+    def prepare(self, present: Group, first: GroupReport) -> None:
         pass
 
     def take(self) -> tuple[None, list[Any]]:
@@ -245,6 +245,6 @@ def test_spares_that_cannot_be_made_now_are_made_later(
     maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
     spares = Spares(maker, "warm")
     for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
-        spares.prepare([], is_busy=False)
+        spares.prepare([])
     assert 3 <= num_tries < 20
     assert "spares are made later: the placement group has bundles without a node" in caplog.text
