@@ -55,7 +55,10 @@ def packed_tensor(
     if error_code:
         raise OSError(f"torch makes no packed tensor of {shape} and {dtype} of this data")
     capsule = _capsule_functions()[1](tensor_handle, None, None)
-    tensor: Tensor = torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(capsule)
+    # Not the function for one tensor, which never lets it be freed.
+    make_tensors: Any = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs
+    [tensor] = make_tensors([capsule])
+    assert isinstance(tensor, Tensor)
     return tensor
 
 
