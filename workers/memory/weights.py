@@ -167,9 +167,7 @@ def _take_apart(model: Qwen3) -> tuple[_Contents, list[Tensor]]:
         place = tensor_place(tensor)
         first_byte = first_bytes.setdefault(place, _end_of(stored))
         stored.append(
-            _StoredTensor(
-                first_byte=first_byte, num_bytes=place[1], layout=tensor_layout(tensor)
-            )
+            _StoredTensor(first_byte=first_byte, num_bytes=place[1], layout=tensor_layout(tensor))
         )
     contents = _Contents(
         owner=_owner(model.group, model.kernels),
