@@ -133,6 +133,11 @@ def keep(state: State, name: str) -> MemoryCard:
     return state.memory.card
 
 
+def weight_bytes(state: State) -> int:
+    assert state.model is not None
+    return state.model.weight_bytes
+
+
 def adopt(state: State, card: MemoryCard, config: ModelConfig, rank: int = 0) -> MemoryCard:
     """The card of the process that has adopted."""
     state.forget()
@@ -168,7 +173,6 @@ def memory_bytes(state: State) -> int:
     """What this process takes of the machine; of memory that n processes share, an nth (Pss)."""
     gc.collect()
     release_freed_memory()
-    print(Path("/proc/self/smaps_rollup").read_text(), flush=True)
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -214,3 +218,4 @@ def _serve(pipe: Any) -> None:
         except Exception as error:
             answer = error
         pipe.send(answer)
+        del answer  # before the next call measures memory

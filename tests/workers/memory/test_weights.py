@@ -157,6 +157,16 @@ def test_two_processes_hold_one_copy(rank: Holder, standby: Holder) -> None:
     weights = stored_bytes(LARGE)
     print(f"{added / MIB:.1f} MiB for both, of weights of {weights / MIB:.1f} MiB")
     assert 0.95 * weights < added < 1.1 * weights
+    for process in both:
+        process.tell(holder.forget)
+    left = sum(process.tell(holder.memory_bytes) for process in both) - before
+    assert left < 0.1 * weights
+
+
+def test_an_embedding_that_is_also_the_packed_head_is_kept_once(rank: Holder) -> None:
+    rank.tell(holder.load, replace(LARGE, weight_dtype=torch.bfloat16, tied=True))
+    kept = rank.tell(holder.keep, NAME).num_bytes
+    assert kept < 1.05 * rank.tell(holder.weight_bytes)
 
 
 def test_another_model_or_rank_is_refused(rank: Holder, standby: Holder) -> None:
