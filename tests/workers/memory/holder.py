@@ -181,8 +181,13 @@ def memory_bytes(state: State) -> int:
 
 def _logits(model: Qwen3, length: int) -> bytes:
     kernels, num_blocks = model.kernels, -(-max(LENGTHS) // BLOCK)
-    shapes = kernels.kv_cache_shapes(num_blocks, BLOCK, model.num_kv_heads, model.model.head_dim)
-    kv = [tuple(torch.zeros(shape, dtype=model.dtype) for shape in shapes) for _ in model.layers]
+    k_shape, v_shape = kernels.kv_cache_shapes(
+        num_blocks, BLOCK, model.num_kv_heads, model.model.head_dim
+    )
+    kv = [
+        (torch.zeros(k_shape, dtype=model.dtype), torch.zeros(v_shape, dtype=model.dtype))
+        for _ in model.layers
+    ]
     starts = torch.tensor([0, length], dtype=torch.int32)
     attn = AttentionMetadata(
         query_start_B1=starts,
