@@ -78,11 +78,13 @@ def keep_weights(model: Qwen3, name: str) -> LastingMemory:
     end_of_tensors = _end_of(contents.tensors)
     memory = LastingMemory.create(name, end_of_tensors + len(described) + _LENGTH_BYTES)
     try:
-        _move(contents.tensors, tensors, memory.descriptor)
+        memory_B = _map(memory)
+        _move(contents.tensors, tensors, memory_B, memory.descriptor)
         length = len(described).to_bytes(_LENGTH_BYTES, "little")
         _write(memory.descriptor, end_of_tensors, memoryview(described + length))
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
         fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
+        _touch(memory_B)
     except OSError:
         os.close(memory.descriptor)
         raise
@@ -104,7 +106,11 @@ def adopt_weights(
         owner = _owner(group, kernels)
         if contents.owner != owner:
             raise ValueError(f"{card.name} holds the weights of {contents.owner}, not of {owner}")
-        tensors = _map_tensors(contents.tensors, memory.descriptor)
+        memory_B = _map(memory)
+        _touch(memory_B)
+        tensors = [
+            tensor_over(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
+        ]
         parts = _shared_parts(kernels, group)
         model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
         if model.model != config:
@@ -186,43 +192,40 @@ def _end_of(tensors: tuple[_StoredTensor, ...] | list[_StoredTensor]) -> int:
     return -(-end // _PAGE) * _PAGE
 
 
-def _move(stored: tuple[_StoredTensor, ...], tensors: list[Tensor], descriptor: int) -> None:
+def _move(
+    stored: tuple[_StoredTensor, ...], tensors: list[Tensor], memory_B: Tensor, descriptor: int
+) -> None:
     """Write the tensors one after the other, and let each go on with what is in the file."""
-    mapped: dict[int, Tensor] = {}
+    written = set()
     for piece, tensor in zip(stored, tensors, strict=True):
-        if piece.first_byte not in mapped:
+        if piece.first_byte not in written:
             _write(descriptor, piece.first_byte, tensor_bytes(tensor))
-            mapped[piece.first_byte] = _map(descriptor, piece)
-        move_tensor(tensor, mapped[piece.first_byte])
+            written.add(piece.first_byte)
+        move_tensor(tensor, _bytes_of(piece, memory_B))
         release_freed_memory()
 
 
-def _map_tensors(stored: tuple[_StoredTensor, ...], descriptor: int) -> list[Tensor]:
-    mapped: dict[int, Tensor] = {}
-    for piece in stored:
-        if piece.first_byte not in mapped:
-            mapped[piece.first_byte] = _map(descriptor, piece)
-    return [tensor_over(mapped[piece.first_byte], piece.layout) for piece in stored]
+def _bytes_of(piece: _StoredTensor, memory_B: Tensor) -> Tensor:
+    return memory_B[piece.first_byte : piece.first_byte + piece.num_bytes]
 
 
-def _map(descriptor: int, piece: _StoredTensor) -> Tensor:
-    """The bytes of a tensor, uint8, in the pages of the file: read-only, and all of them at hand.
-
-    A private mapping, because a sealed file may have no shared one before Linux 6.7. It must not
-    be writable: then `MAP_POPULATE` would copy every page.
+def _map(memory: LastingMemory) -> Tensor:
+    """The whole file, uint8, for reading only. A private mapping, because a sealed file may have no
+    shared one before Linux 6.7.
     """
     mapping = mmap.mmap(
-        descriptor,
-        piece.num_bytes,
-        flags=mmap.MAP_PRIVATE | mmap.MAP_POPULATE,
-        prot=mmap.PROT_READ,
-        offset=piece.first_byte,
+        memory.descriptor, memory.num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
     )
     address = np.frombuffer(mapping, np.uint8).ctypes.data
     # By its address, because torch warns of memory that it may not write.
-    pages: Any = (ctypes.c_uint8 * piece.num_bytes).from_address(address)
-    pages.mapping = mapping  # lives as long as the tensor
+    pages: Any = (ctypes.c_uint8 * memory.num_bytes).from_address(address)
+    pages.mapping = mapping  # lives as long as a tensor of it
     return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _touch(memory_B: Tensor) -> None:
+    """Read a byte of each page, so that no step has to wait until the kernel has mapped it."""
+    memory_B[::_PAGE].sum()
 
 
 def _write(descriptor: int, offset: int, data: memoryview) -> None:
