@@ -1,4 +1,4 @@
-"""Memory whose life is not that of the process that made it: it stays while any process has it open.
+"""Memory whose life is not that of the process that made it: it stays while any has it open.
 
 A file without a name (a memfd), which other processes of this machine and user open through /proc.
 When the last one ends, the kernel frees it, so nothing is left behind, whoever dies in which order.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class LastingMemory:
         if card.host != host_id():
             raise OSError("it is on another host or in another container")
         descriptor = os.open(card.path, os.O_RDWR | os.O_CLOEXEC)
-        kernel_name = os.readlink(f"/proc/self/fd/{descriptor}")
+        kernel_name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         num_bytes = os.fstat(descriptor).st_size
         # Another process may have the number by now.
         if kernel_name != f"/memfd:{card.name} (deleted)" or num_bytes != card.num_bytes:
