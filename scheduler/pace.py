@@ -124,7 +124,7 @@ class Pace:
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
         allowed_prompt_s = self._longest_s(num_decoding) - base_s
         token_s = median(self._prompt_token_s)
-        if self.max_prompt_tokens * token_s <= allowed_prompt_s:
+        if not token_s or self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
 

@@ -318,6 +318,16 @@ def test_tokens_that_decode_are_not_saved_up_for_more_than_a_few_long_gaps() -> 
     assert sum(is_long(plan) for plan in run(scheduler, 30)) == MAX_LONG_GAP_ROWS
 
 
+def test_prompts_that_cost_nothing_are_not_limited_beside_more_rows_than_usual() -> None:
+    """A step with prompts that took no longer than one without them."""
+    pace = Pace(3.0, CAP)
+    pace.observe(1, 0, 0.01)
+    pace.observe(8, 0, 0.2)
+    pace.observe(8, 100, 0.1)
+    pace.spend(1, 0)
+    assert pace.budget(6) == CAP
+
+
 def test_records_say_what_the_first_in_line_waits_for() -> None:
     for slowdown, reason in ((0.0, records.WAITS_FOR_TOKEN_BUDGET), (3.0, records.WAITS_FOR_PACE)):
         scheduler = scheduler_with_decodes(slowdown)

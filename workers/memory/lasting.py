@@ -1,4 +1,4 @@
-"""Memory whose life is not that of the process that made it: it stays while any has it open.
+"""Memory that outlives the process that made it: it stays while any process has it open.
 
 A file without a name (a memfd), which other processes of this machine and user open through /proc.
 When the last one ends, the kernel frees it, so nothing is left behind, whoever dies in which order.
@@ -11,11 +11,12 @@ import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from workers.parallel.segment import host_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +74,8 @@ class LastingMemory:
 
     def tensor(self) -> Tensor:
         """All bytes, uint8, shared with every process that has the memory open."""
+        import torch  # here, because a process opens memory before it has imported torch
+
         return torch.frombuffer(mmap.mmap(self.descriptor, self.num_bytes), dtype=torch.uint8)
 
 
