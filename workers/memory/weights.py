@@ -35,7 +35,7 @@ from kernels.cpu.tensor_bytes import (
     tensor_place,
 )
 from kernels.interface import Kernels
-from workers.memory.lasting import LastingMemory, MemoryCard, is_supported
+from workers.memory.lasting import LastingMemory, is_supported
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
@@ -92,33 +92,27 @@ def keep_weights(model: Qwen3, name: str) -> LastingMemory:
 
 
 def adopt_weights(
-    card: MemoryCard, config: ModelConfig, group: TensorParallelGroup, kernels: Kernels
-) -> tuple[Qwen3, LastingMemory]:
-    """(the model that another process keeps, the memory, whose card is for the next process). It
-    computes with `group` and `kernels`, and holds nothing of its own; it outlives the other one.
+    memory: LastingMemory, config: ModelConfig, group: TensorParallelGroup, kernels: Kernels
+) -> Qwen3:
+    """The model whose weights another process has put into `memory` by `keep_weights`, which is
+    open in this one. It computes with `group` and `kernels`, and outlives the other process.
 
-    Raises `OSError` if the memory is out of reach; `ValueError` if it holds another model, or the
-    weights of another rank.
+    Raises `ValueError` if the memory holds another model, or the weights of another rank; `OSError`
+    if this torch cannot use it.
     """
-    memory = LastingMemory.open(card)
-    try:
-        contents = _read_contents(memory)
-        owner = _owner(group, kernels)
-        if contents.owner != owner:
-            raise ValueError(f"{card.name} holds the weights of {contents.owner}, not of {owner}")
-        memory_B = _map(memory)
-        _touch(memory_B)
-        tensors = [
-            tensor_over(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
-        ]
-        parts = _shared_parts(kernels, group)
-        model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
-        if model.model != config:
-            raise ValueError(f"{card.name} holds the weights of {model.model}, not of {config}")
-    except (OSError, ValueError):
-        os.close(memory.descriptor)
-        raise
-    return model, memory
+    contents = _read_contents(memory)
+    owner = _owner(group, kernels)
+    if contents.owner != owner:
+        raise ValueError(f"the memory holds the weights of {contents.owner}, not of {owner}")
+    memory_B = _map(memory)
+    tensors = [tensor_over(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors]
+    parts = _shared_parts(kernels, group)
+    model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
+    assert isinstance(model, Qwen3)
+    if model.model != config:
+        raise ValueError(f"the memory holds the weights of {model.model}, not of {config}")
+    _touch(memory_B)
+    return model
 
 
 def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:

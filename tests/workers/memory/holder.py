@@ -141,7 +141,8 @@ def weight_bytes(state: State) -> int:
 def adopt(state: State, card: MemoryCard, config: ModelConfig, rank: int = 0) -> MemoryCard:
     """The card of the process that has adopted."""
     state.forget()
-    state.model, state.memory = adopt_weights(card, config, _group(rank, rank + 1), CPU_KERNELS)
+    state.memory = LastingMemory.open(card)
+    state.model = adopt_weights(state.memory, config, _group(rank, rank + 1), CPU_KERNELS)
     return state.memory.card
 
 
