@@ -31,6 +31,7 @@ from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
@@ -41,12 +42,16 @@ _NO_BIAS = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedInt8Weight(Int8Weight):
-    """`codes_YX` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each product.
-    address: where the panels lie, if the layout is the known one.
+    """`codes_YX` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each
+    product.
     """
 
     excess_Y: Tensor
-    address: int | None
+
+    @property
+    def address(self) -> int | None:
+        """Where the panels lie, if the layout is the known one."""
+        return panel_address(self.codes_YX)
 
 
 class CpuInt8:
@@ -63,13 +68,14 @@ class CpuInt8:
         """The weight in oneDNN's layout, which only `linear` can read."""
         codes_YX = weight.codes_YX
         packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
+        if has_dot_products():
+            set_panel_address(packed_YX, packed_address(codes_YX, packed_YX))
         # In numpy, because torch would first copy all codes to the wider type.
         sum_Y = torch.from_numpy(as_array(codes_YX).sum(axis=1, dtype=np.int32))
         return PackedInt8Weight(
             codes_YX=packed_YX,
             scale_Y=weight.scale_Y,
             excess_Y=sum_Y * _ZERO_CODE,
-            address=packed_address(codes_YX, packed_YX) if has_dot_products() else None,
         )
 
     def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from kernels.cpu import few_rows
 from kernels.cpu.packed import max_rows, packed_address
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 
 # The number of rows for which the layout is chosen; measured to make no difference from 1 to 64.
@@ -27,7 +28,6 @@ _ROWS_HINT = 16
 # oneDNN adds the products of a row in spans of this many. Where registers hold sixteen floats, it
 # adds those of a row that is alone without spans, which rounds differently.
 _PRODUCTS_PER_SPAN = 1024
-_ADDRESS_ATTRIBUTE = "address_for_few_rows"  # attribute of a packed weight
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def pack_weight(weight_YX: Tensor) -> Tensor:
         return weight_YX
     packed_YX = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
     if weight_YX.dtype is torch.bfloat16 and has_dot_products():
-        vars(packed_YX)[_ADDRESS_ATTRIBUTE] = packed_address(weight_YX, packed_YX)
+        set_panel_address(packed_YX, packed_address(weight_YX, packed_YX))
     return packed_YX
 
 
@@ -57,7 +57,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     """
     if not packed_YX.is_mkldnn:
         return functional.linear(x_TX, packed_YX, bias_Y)
-    address = vars(packed_YX).get(_ADDRESS_ATTRIBUTE)
+    address = panel_address(packed_YX)
     if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
         return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from llvmlite import binding as llvm
 from torch import Tensor
 
 from kernels.cpu.jit import as_array
+from kernels.cpu.torch_c import data_pointer
 
 PANEL = 64
 _LANE_BYTES = 4
@@ -54,7 +53,7 @@ def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:
     )
     if size_in % lane_elements or torch.ops.mkldnn._nbytes(packed_YX) != num_bytes:
         return None
-    address = _data_pointer(packed_YX)
+    address = data_pointer(packed_YX)
     if address is None:
         return None
     weight_array_YX = as_array(weight_YX)
@@ -82,33 +81,3 @@ def row_bytes(num_bytes: int) -> int:
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _data_pointer(tensor: Tensor) -> int | None:
-    """The address of the data, through torch's C interface, because Python has no access to the
-    memory of a packed weight. None if this torch does not have that interface.
-    """
-    library = _torch_library()
-    if not hasattr(torch._C, "_aoti") or not hasattr(library, "aoti_torch_get_data_ptr"):
-        return None
-    make_handles: Any = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors
-    [capsule] = make_handles([tensor])
-    data_pointer = ctypes.c_void_p()
-    tensor_handle = ctypes.c_void_p(_capsule_pointer()(capsule, None))
-    error_code = library.aoti_torch_get_data_ptr(tensor_handle, ctypes.byref(data_pointer))
-    library.aoti_torch_delete_tensor_object(tensor_handle)
-    if error_code or data_pointer.value is None:
-        raise RuntimeError("torch does not say where a packed weight lies")
-    return data_pointer.value
-
-
-@functools.cache
-def _torch_library() -> ctypes.CDLL:
-    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-
-
-@functools.cache
-def _capsule_pointer() -> Any:
-    function = ctypes.pythonapi.PyCapsule_GetPointer
-    function.restype, function.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return function

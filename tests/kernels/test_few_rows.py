@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu import few_rows, linear, packed
+from kernels.cpu import few_rows, linear, torch_c
 from kernels.cpu.packed import max_rows, packed_address
 from kernels.cpu.tile import has_dot_products
 
@@ -67,7 +67,7 @@ def test_another_layout_is_seen() -> None:
 def test_a_torch_without_the_interface_leaves_products_to_onednn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(packed, "_torch_library", object)
+    monkeypatch.setattr(torch_c, "_torch_library", object)
     weight, x = normal(128, 64, seed=1), normal(3, 64, seed=2)
     want = x.double() @ weight.double().T
     out = linear.linear(x, linear.pack_weight(weight), None)

@@ -1,0 +1,94 @@
+"""The bytes of a tensor, and a tensor made of bytes, also where oneDNN has packed it.
+
+A packed tensor is opaque: torch shows neither its memory nor its layout. What our kernels know of
+one, the address of its panels (`packed.py`), is kept as an attribute of the tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.torch_c import data_pointer, packed_tensor
+
+_PANELS = "panel_address"  # attributes of a packed tensor
+_MEMORY = "memory_B"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLayout:
+    """All of a tensor but its bytes. packing: oneDNN's description of how it has packed the tensor;
+    None if the elements follow one another. has_panels: whether `panel_address` is known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    packing: bytes | None
+    has_panels: bool
+
+
+def set_panel_address(packed: Tensor, address: int | None) -> None:
+    """Note where the panels of a packed weight begin; None if its layout is not the known one."""
+    vars(packed)[_PANELS] = address
+
+
+def panel_address(packed: Tensor) -> int | None:
+    """What `set_panel_address` noted."""
+    address: int | None = vars(packed).get(_PANELS)
+    return address
+
+
+def tensor_layout(tensor: Tensor) -> TensorLayout:
+    """The layout of a tensor that is contiguous or packed."""
+    packing = None
+    if tensor.is_mkldnn:
+        packing = torch.ops.mkldnn._get_mkldnn_serialized_md(tensor).numpy().tobytes()
+    return TensorLayout(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        packing=packing,
+        has_panels=panel_address(tensor) is not None,
+    )
+
+
+def tensor_place(tensor: Tensor) -> tuple[int, int]:
+    """(address, number of bytes). Raises `OSError` if this process cannot tell, as on a GPU."""
+    if tensor.is_mkldnn:
+        address = data_pointer(tensor)
+        if address is None:
+            raise OSError("this torch does not say where a packed weight lies")
+        return address, torch.ops.mkldnn._nbytes(tensor)
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise OSError(f"the bytes of {tensor.device} cannot be read here, or are not in one piece")
+    return tensor.data_ptr(), tensor.nbytes
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes, to be used while the tensor lives. Raises `OSError`, as `tensor_place`."""
+    address, num_bytes = tensor_place(tensor)
+    return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
+
+
+def tensor_over(memory_B: Tensor, layout: TensorLayout) -> Tensor:
+    """The tensor of these bytes: all of `memory_B`, uint8, as `tensor_bytes` gave them. Raises
+    `OSError` if this torch cannot make a packed tensor.
+    """
+    if layout.packing is None:
+        return memory_B.view(layout.dtype).view(layout.shape)
+    address = memory_B.data_ptr()
+    packed = packed_tensor(address, layout.shape, layout.dtype, layout.packing)
+    vars(packed)[_MEMORY] = memory_B  # torch does not know whose memory it is
+    set_panel_address(packed, address if layout.has_panels else None)
+    return packed
+
+
+def move_tensor(tensor: Tensor, memory_B: Tensor) -> None:
+    """Give a tensor, for everyone who holds it, other memory that has the same bytes. What it had
+    is freed. Raises `OSError`, as `tensor_over`; the tensor is then as before.
+    """
+    moved = tensor_over(memory_B, tensor_layout(tensor))
+    tensor.data = moved
+    vars(tensor).update(vars(moved))
