@@ -177,9 +177,9 @@ class EngineConfig:
     )
     spares: str = option(
         "warm",
-        help="warm: a process per rank that is ready to take its place; loaded: with its weights"
-        " too, on a CPU; off saves their memory.",
-        choices=("off", "warm", "loaded"),
+        help="warm: a process per rank that is ready to take its place, on a CPU with its weights"
+        " and KV cache; off saves its memory.",
+        choices=("off", "warm"),
     )
     step_timeout_s: float = option(
         120.0, help="Limit on a step.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False

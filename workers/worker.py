@@ -33,6 +33,8 @@ from workers.compilation import compile_first_step, compile_other_steps_beside, 
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.lasting import is_supported
+from workers.memory.weights import adopt_weights, keep_weights
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.fingerprint import LoadedHash, fingerprint
 from workers.models.loader import held_dtype, load_weights
@@ -64,7 +66,8 @@ class Worker:
         self._kernels: Kernels | None = None
         self._model: Qwen3 | None = None
         self._runner: ModelRunner | None = None
-        self._checkpoint = self._loaded = ""
+        self._weights = self._inherited.weights  # where they lie, if that outlives this process
+        self._checkpoint, self._loaded = self._inherited.checkpoint, self._inherited.loaded
         self._seconds: dict[str, float] = {}
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
@@ -84,9 +87,9 @@ class Worker:
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
 
-    def warm(self, *, load: bool) -> None:
+    def warm(self) -> None:
         """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
-        on a CPU, map the weights of the rank or, with `load`, read them. Needs no peers.
+        on a CPU, map the weights of the rank. Needs no peers.
         """
         config = self.config
         kernels = find_kernels(config)
@@ -94,9 +97,9 @@ class Worker:
         size = config.engine.tensor_parallel_size
         quantized = config.quantization is not None
         load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized)
-        if load and config.device == "cpu":
+        if self._weights is not None:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
-            self._model = self._load(self._group, kernels)
+            self._model = adopt_weights(self._weights, config.model, self._group, kernels)
 
     def start(
         self,
@@ -178,7 +181,12 @@ class Worker:
         """What this rank will leave. After `allocate_cache`."""
         assert self._runner is not None
         cache = self._runner.cache.memory
-        return RankMemory(cache=cache.card if cache is not None else None, loaded=self._loaded)
+        return RankMemory(
+            weights=self._weights.card if self._weights is not None else None,
+            cache=cache.card if cache is not None else None,
+            checkpoint=self._checkpoint,
+            loaded=self._loaded,
+        )
 
     def take_over(self, epoch: int, num_threads: int) -> None:
         """Run the steps of `epoch` from now on, on `num_threads` threads. On the thread that
@@ -351,6 +359,11 @@ class Worker:
             load_weights(model.slices(), model_dir, config.model, progress, loaded)
         self._loaded = loaded.hexdigest()
         model.pack()
+        if config.device == "cpu" and config.engine.spares != "off" and is_supported():
+            try:
+                self._weights = keep_weights(model, "eagleray-weights")
+            except OSError as error:
+                logger.warning("spares cannot share the weights: %s", error)
         return model
 
     @contextmanager

@@ -248,7 +248,7 @@ class RankActor:
         self._import()
         assert self._worker is not None
         try:
-            self._worker.warm(load=self._config.engine.spares == "loaded")
+            self._worker.warm()
         finally:
             self._is_imported.set()
 

@@ -185,7 +185,7 @@ class RankGroup:
     ) -> GroupReport:
         began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         try:
-            if first_report is not None:
+            if first_report is not None and not stands_by:  # those have their weights already
                 check_again(self._config)
             self._identify(places, limit_s, stands_by)
             gpus_by_rank = [

@@ -1,6 +1,6 @@
 """Spares: processes that can take the place of a rank. They have imported everything and loaded the
-compiled kernels, which is most of the work of a start. They hold no device, and no weights except
-with `spares="loaded"` on a CPU.
+compiled kernels, which is most of the work of a start. On a CPU they hold the memory of their rank;
+they hold no device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from workers.memory.inheritance import RankMemory
 # Spares are made when the engine has served for a moment: a program that generates once and ends
 # needs none. They warm up with the lowest priority, so they are made beside the work.
 DELAY_S = 2.0
+RETRY_AFTER_S = 5.0  # if they could not be made
 IDENTIFY_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -50,7 +51,7 @@ class Spares:
                     raise
                 reason = reason_of(error).split("\n")[0]
                 logger.warning("spares are made later: %s", reason)
-                self.delay()
+                self.delay(RETRY_AFTER_S)
         if self._warming_spares:
             ready, _ = ray.wait(
                 list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
@@ -59,9 +60,9 @@ class Spares:
                 with contextlib.suppress(RayError):  # it has died; `take` will notice
                     self._warming_spares.pop(ref).process = ray.get(ref)
 
-    def delay(self) -> None:
+    def delay(self, seconds: float) -> None:
         """Make the next spares a while from now."""
-        self._due_s = time.monotonic() + DELAY_S
+        self._due_s = time.monotonic() + seconds
 
     def _create(self, memories: Seq[RankMemory | None]) -> None:
         places = self._rank_maker.placement.places()

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from cluster.error_kinds import kind_of, reason_of
+from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import on_this_node, watch_here
 from cluster.recovery.spares import Spares
 
 # How long a group that is about to stand by is waited for when it has to take over.
 START_LIMIT_S = 10.0
+# How long after a group is lost, or could not stand by, the next one is made.
+REPLACE_AFTER_S = 10.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -98,7 +100,7 @@ class Standby:
         try:
             self._start.result(limit_s)
         except Exception as error:
-            if not (isinstance(error, TimeoutError) or kind_of(error).is_transient):
+            if not isinstance(error, TimeoutError) and kind_of(error) is ErrorKind.BUG:
                 raise
             logger.warning("no group stands by: %s", reason_of(error).split("\n")[0])
             return True
@@ -109,4 +111,4 @@ class Standby:
         group, self._group, self._start = self._group, None, None
         assert group is not None
         group.close()
-        self._spares.delay()
+        self._spares.delay(REPLACE_AFTER_S)

@@ -12,12 +12,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Where the memory of a living rank is; None for what ends with its process. loaded: identifies
-    the weights, as in `WorkerReport`.
+    """Where the memory of a living rank is; None for what ends with its process. checkpoint,
+    loaded: identify the weights, as in `WorkerReport`.
     """
 
     weights: MemoryCard | None = None
     cache: MemoryCard | None = None
+    checkpoint: str = ""
     loaded: str = ""
 
 
@@ -27,6 +28,7 @@ class InheritedMemory:
 
     weights: LastingMemory | None = None
     cache: LastingMemory | None = None
+    checkpoint: str = ""
     loaded: str = ""
 
     @classmethod
@@ -36,6 +38,7 @@ class InheritedMemory:
             return cls(
                 weights=LastingMemory.open(memory.weights) if memory.weights else None,
                 cache=LastingMemory.open(memory.cache) if memory.cache else None,
+                checkpoint=memory.checkpoint,
                 loaded=memory.loaded,
             )
         except OSError as error:
