@@ -15,7 +15,7 @@ import httpx
 import pytest
 from ray import serve
 
-from cluster.serve.application import application
+from cluster.serve.application import END_PERIOD_S, application
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.serve import ServeConfig
@@ -138,7 +138,9 @@ def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(program: Program) 
 def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     served: tuple[str, Any],
 ) -> None:
-    """As when another program ends the application, of which this one knows nothing."""
+    """As when another program ends the application, of which this one knows nothing. Ray Serve
+    itself sees no request, and would end the replica after `END_PERIOD_S`.
+    """
     port = free_port()
     engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
     config = ServeConfig(engine=engine, listen=("127.0.0.1", port))
@@ -148,10 +150,10 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     wait_until(streams.all_run, "streaming", 30)
     ranks = processes("ray::RankActor") - others
     for rank in ranks:
-        os.kill(rank, signal.SIGSTOP)  # the streams take longer than Ray Serve waits by itself
+        os.kill(rank, signal.SIGSTOP)
     ending = threading.Thread(target=serve.delete, args=("direct",))
     ending.start()
-    time.sleep(8.0)
+    time.sleep(30 * END_PERIOD_S)
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     streams.wait(60)
