@@ -30,8 +30,13 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "spares": "off",
 }
-# Ray Serve looks at its proxy every 10 s otherwise, and replaces it after three looks.
-SETTINGS_OF_RAY = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1"}
+SETTINGS_OF_RAY = {
+    # Ray Serve looks at its proxy every 10 s otherwise, and replaces it after three looks.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Twelve processes would be started in advance, which actors of ours cannot use.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 
 
 @dataclass(frozen=True)
