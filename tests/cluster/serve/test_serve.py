@@ -230,13 +230,14 @@ def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: 
     arrive.
     """
     url, _ = served
+    soon = httpx.Timeout(30, read=0.1)  # it is connected, and has sent its request
     for _ in range(30):
         if stream:
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as got:
                 assert next(got.iter_lines()).startswith("data: ")
         else:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{url}/v1/completions", json=LONG, timeout=0.1)
+                httpx.post(f"{url}/v1/completions", json=LONG, timeout=soon)
     wait_until_idle(url, 1.0)
 
 
