@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,8 @@ def slow_loads(
         if state_of(rank) == "T":
             os.kill(rank, signal.SIGCONT)
     yield loads
-    for name in loads:
-        serve.delete(name)
+    with ThreadPoolExecutor(len(loads)) as threads:
+        list(threads.map(serve.delete, loads))
 
 
 @pytest.mark.parametrize("name", ["stopped", "killed"])
