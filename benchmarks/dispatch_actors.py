@@ -57,14 +57,18 @@ class OneCoreRankActor(RankActor):
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
+        *,
+        stands_by: bool = False,
     ) -> WorkerReport:
         place = dataclasses.replace(place, ranks_on_node=len(os.sched_getaffinity(0)))
-        return super().start(address, place, epoch, gpus, num_kv_blocks)
+        return super().start(
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+        )
 
 
 class OneCoreDriver(TimedDriver):

@@ -15,12 +15,15 @@ asked. Every block is compared with it, although only first blocks need that: th
 one has it. It is in the hash too, so that equal prompts with different salts do not push each other
 out of the index. A free block keeps its content and stays findable until it is taken for something
 new.
+
+If ranks are lost and their cache is not, what was published for steps whose result is unread is
+withdrawn (`roll_back`): nobody knows whether those steps have filled it.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,6 +32,7 @@ import xxhash
 
 HashFunction = Callable[[bytes], int]
 NO_HASH = -1
+NO_STEP = -1
 ROOT_SERIAL = 0
 
 
@@ -83,6 +87,9 @@ class BlockManager:
         self._hash_function = hash_function
         self._index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
+        # Published blocks, each after the last step that was submitted or planned by then; those
+        # of steps whose result was read are dropped now and then.
+        self._published_after: deque[tuple[int, Block]] = deque()
 
     @property
     def num_free_blocks(self) -> int:
@@ -145,21 +152,46 @@ class BlockManager:
         seq.block_table.clear()
         seq.num_published_blocks = 0
 
-    def publish(self, seq: BlockUser, num_tokens: int) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
         Call when their tokens are known and every step that fills them has been submitted.
+        `step_id`: the last of these steps, or a later one.
         """
         if not self._caches_prefixes:
             return
         for index in range(seq.num_published_blocks, num_tokens // self.block_size):
             self._publish_block(seq, index)
+            self._published_after.append((step_id, self.blocks[seq.block_table[index]]))
             seq.num_published_blocks = index + 1
+
+    def confirm(self, step_id: int) -> None:
+        """The result of a step was read: everything up to it is in the cache."""
+        published_after = self._published_after
+        while published_after and published_after[0][0] <= step_id:
+            published_after.popleft()
+
+    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        """Withdraw what was published after the step with this id, the last whose result was read;
+        the steps of the next epoch are counted anew. `users`: of all blocks.
+        """
+        for published_after, block in self._published_after:
+            if published_after > step_id and block.hash != NO_HASH:
+                if self._index.get(block.hash) is block:
+                    del self._index[block.hash]
+                _forget(block)
+        self._published_after.clear()
+        for user in users:
+            while (last := user.num_published_blocks - 1) >= 0 and self.blocks[
+                user.block_table[last]
+            ].hash == NO_HASH:
+                user.num_published_blocks = last
 
     def clear_index(self) -> None:
         """Forget all content: the caches of a new epoch are empty. No sequence may hold blocks."""
         assert self.num_free_blocks == len(self.blocks), "a new epoch starts with every block free"
         self._index.clear()
+        self._published_after.clear()
         for block in self.blocks:
             _forget(block)
 

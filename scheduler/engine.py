@@ -252,11 +252,12 @@ class Engine:
                 self._held_sequences.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
 
-    def start_epoch(self) -> list[Sequence]:
-        """The executor has lost all that it held. Sequences continue in the next epoch, once there
-        is an executor for it. Returns the sequences that end here (see `Scheduler.start_epoch`).
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        """The executor has lost its steps and, unless `cache_survives`, all that it held. Sequences
+        continue in the next epoch, once there is an executor for it. Returns the sequences that end
+        here (see `Scheduler.start_epoch`).
         """
-        convicted = self.scheduler.start_epoch()
+        convicted = self.scheduler.start_epoch(cache_survives=cache_survives)
         self._held_sequences.clear()
         for seq in convicted:
             self._sequences.pop(seq.request_id, None)

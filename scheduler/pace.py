@@ -123,10 +123,8 @@ class Pace:
         if base_s is None or self._is_new(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
         allowed_prompt_s = self._longest_s(num_decoding) - base_s
-        if allowed_prompt_s <= 0:  # and a token may seem to take no time
-            return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
         token_s = median(self._prompt_token_s)
-        if self.max_prompt_tokens * token_s <= allowed_prompt_s:
+        if not token_s or self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
+from collections.abc import Collection
 
 from scheduler.block_manager import BlockManager
 from scheduler.sequence import NO_SLOT, Sequence, SequenceStatus
@@ -50,10 +51,13 @@ class Queues:
         seq.last_step_id = last_step_id
         insort(self.waiting, seq, key=_arrival)
 
-    def end(self, seq: Sequence, reason: str) -> None:
-        """End an unfinished sequence. One that runs stays in `running` until `drop_ended`."""
+    def end(self, seq: Sequence, reason: str, last_step_id: int) -> None:
+        """End an unfinished sequence. One that runs stays in `running` until `drop_ended`.
+        `last_step_id`: as in `wait_again`.
+        """
         if seq.status is RUNNING:
-            self.block_manager.publish(seq, min(seq.num_computed, len(seq.token_ids)))
+            num_computed = min(seq.num_computed, len(seq.token_ids))
+            self.block_manager.publish(seq, num_computed, last_step_id)
             self._give_back(seq)
         else:
             self.waiting.remove(seq)
@@ -66,10 +70,16 @@ class Queues:
     def _give_back(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         self.free_slots.append(seq.slot)
-        self.released_slots.append(seq.slot)
+        self.take_row(seq)
         seq.slot = NO_SLOT
-        seq.num_computed = 0
-        seq.must_restart = seq.is_held = False
+        seq.num_computed = seq.num_retracted = 0
+        seq.lacks_row = seq.is_held = False
+
+    def take_row(self, seq: Sequence) -> None:
+        """Have the ranks forget the row of a running sequence with the next plan."""
+        if not seq.lacks_row:
+            self.released_slots.append(seq.slot)
+            seq.lacks_row = True
 
     def take_released(self) -> list[int]:
         """The slots that were released since the last call."""
@@ -89,16 +99,20 @@ class Queues:
             *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
 
-    def start_epoch(self) -> None:
-        """All sequences wait again, and what was in flight for them is forgotten."""
+    def start_epoch(self, kept: Collection[Sequence] = ()) -> None:
+        """What was in flight is forgotten, and nobody is held. Running sequences wait again, except
+        those that are `kept`, which keep slots and blocks.
+        """
         for seq in self.running[::-1]:
-            self.wait_again(seq, -1)
-        for seq in self.waiting:
+            if seq not in kept:
+                self.wait_again(seq, -1)
+        for seq in (*self.running, *self.waiting):
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
-            seq.last_step_id = -1
-            seq.valid_from_step = 0
-        self.block_manager.clear_index()
+            seq.last_step_id = seq.admitted_step_id = -1
+            seq.valid_from_step = seq.num_retracted = 0
+        for seq in self.running:
+            seq.lacks_row, seq.is_held = True, False
         self.released_slots.clear()
 
     def check(self) -> None:
@@ -139,7 +153,7 @@ class Queues:
         assert seq.status is RUNNING and seq.slot != NO_SLOT, (
             f"in the running queue but not running: {seq}"
         )
-        fewest_computed = 0 if seq.must_restart else 1
+        fewest_computed = 0 if seq.lacks_row else 1
         assert fewest_computed <= seq.num_computed <= seq.num_total <= seq.max_total, (
             f"token counts are out of order: {seq}"
         )

@@ -26,8 +26,8 @@ class StepRecord:
 
     num_rows, num_tokens: what the step runs. num_decoding: rows that run one token. head_waits_for:
     why the first sequence in line was not admitted, "" if none was left. num_preempted: in this
-    step; num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
-    `StepResult.seconds`.
+    step; num_recomputed: tokens of rows admitted in it that were lost with ranks; num_evicted:
+    blocks of the prefix cache that were taken, since the start. seconds: `StepResult.seconds`.
     """
 
     step_id: int
@@ -42,6 +42,7 @@ class StepRecord:
     num_waiting: int
     num_free_blocks: int
     num_preempted: int
+    num_recomputed: int = 0
     num_evicted: int
     head_waits_for: str
     seconds: dict[str, float] = field(default_factory=dict)
@@ -72,6 +73,7 @@ class SchedulerStats:
 
     num_steps: int = 0
     num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_admitted: int = 0

@@ -37,6 +37,7 @@ from scheduler.pace import Pace
 from scheduler.prompt_scores import take_scores
 from scheduler.queues import FINISHED, RUNNING, WAITING, Queues
 from scheduler.records import SchedulerStats, StepRecords
+from scheduler.rollback import roll_back
 from scheduler.sequence import Sequence
 from scheduler.steps import StepDraft, StepOutput, SubmittedStep, step_of
 from scheduler.suspects import Suspects
@@ -110,7 +111,7 @@ class Scheduler:
         """End a sequence now; its tokens in flight are dropped. Does nothing if it has ended."""
         if seq.status is FINISHED:
             return
-        self.queues.end(seq, reason)
+        self.queues.end(seq, reason, self._last_step_id)
         self.queues.drop_ended()
         self.suspects.drop(seq)
 
@@ -126,15 +127,17 @@ class Scheduler:
 
     def retract(self, seq: Sequence) -> None:
         """Hold a sequence, and drop what the steps in flight sample for it. It continues after its
-        known tokens, whose KV is in its blocks by then: its row is released and admitted again in
-        place, as one that is cached to its end.
+        known tokens, whose KV is in its blocks by then: its row is released, and admitted again in
+        place.
         """
         seq.valid_from_step = self._last_step_id + 1
         seq.num_pending = 0
         seq.num_total = len(seq.token_ids)
         if seq.status is RUNNING:
+            seq.num_retracted += seq.num_computed - (seq.num_total - 1)
             seq.num_computed = seq.num_total - 1
-            seq.must_restart = seq.is_held = True
+            seq.is_held = True
+            self.queues.take_row(seq)
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -175,6 +178,7 @@ class Scheduler:
         and step.
         """
         block_manager, block_size = self.block_manager, self.limits.block_size
+        step_id = self._last_step_id + 1
         slots, num_new_tokens = step.slots, step.num_new_tokens
         samples, sampling_sequences = step.samples, step.sampling_sequences
         running, budget, index = self.running, step.budget, 0
@@ -196,10 +200,11 @@ class Scheduler:
                 break  # it was the latest arrival and was itself preempted
             index += 1
             budget -= num_new
-            if seq.must_restart:  # the ranks forget the row with what was retracted
-                seq.must_restart = False
-                self.queues.released_slots.append(seq.slot)
-                step.admitted.append((seq, num_total))
+            if seq.lacks_row:
+                seq.lacks_row = False
+                # What is published may be shared, and is not written again.
+                num_published = seq.num_published_blocks * block_size
+                step.admitted.append((seq, max(seq.num_computed, num_published)))
             if num_new > 1 or num_computed < num_total:  # otherwise no prompt token follows
                 step.score(seq)
             slots.append(seq.slot)
@@ -213,7 +218,7 @@ class Scheduler:
             else:
                 samples.append(0)
             if num_new > 1 or num_computed % block_size == 0:
-                block_manager.publish(seq, min(num_computed, len(seq.token_ids)))
+                block_manager.publish(seq, min(num_computed, len(seq.token_ids)), step_id)
         step.budget = budget
 
     def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
@@ -227,9 +232,11 @@ class Scheduler:
             step.num_preempted += 1
             if latest_arrival is seq:
                 return False
-        for block_id in block_manager.append(seq, num_tokens):
-            step.appended_slots.append(seq.slot)
-            step.appended_block_ids.append(block_id)
+        new_block_ids = block_manager.append(seq, num_tokens)
+        if not seq.lacks_row:  # otherwise they come with its row
+            for block_id in new_block_ids:
+                step.appended_slots.append(seq.slot)
+                step.appended_block_ids.append(block_id)
         return True
 
     def _schedule_waiting(self, step: StepDraft) -> None:
@@ -263,6 +270,12 @@ class Scheduler:
             self.stats.add_admission(
                 num_tokens, seq.num_computed, max(0.0, self._clock() - seq.arrival_s)
             )
+        if seq.num_lost:
+            num_recomputed = max(0, seq.num_lost - seq.num_computed)
+            step.num_recomputed += num_recomputed
+            self.stats.num_recomputed_tokens += num_recomputed
+            seq.num_lost = 0
+        seq.admitted_step_id = self._last_step_id + 1
         step.admitted.append((seq, num_cached))
         num_new = min(num_tokens - seq.num_computed, step.budget)
         step.budget -= num_new
@@ -276,7 +289,7 @@ class Scheduler:
             step.sampling_sequences.append(seq)
             seq.num_pending = 1
             seq.num_total = num_tokens + 1
-        self.block_manager.publish(seq, seq.num_computed)
+        self.block_manager.publish(seq, seq.num_computed, seq.admitted_step_id)
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -292,6 +305,7 @@ class Scheduler:
         self.pace.observe(record.num_decoding, record.num_prompt_tokens, result.step_s)
         self.stats.add_seconds(result.seconds, result.rank_seconds)
         self._take_tokens(step, result.token_ids, output)
+        self.block_manager.confirm(step.step_id)
         if result.logprobs is not None:
             logprobs_by_sequence = dict(zip(step.sampling_sequences, result.logprobs, strict=True))
             output.logprobs = [logprobs_by_sequence[seq] for seq in output.sequences]
@@ -320,13 +334,13 @@ class Scheduler:
             output_token_ids.append(token_id)
             length = len(token_ids)
             if token_id in seq.stop_token_ids:
-                self.queues.end(seq, "stop")
+                self.queues.end(seq, "stop", self._last_step_id)
                 output.finished.append(seq)
             elif length >= seq.max_total:
-                self.queues.end(seq, "length")
+                self.queues.end(seq, "length", self._last_step_id)
                 output.finished.append(seq)
             elif length % block_size == 0 and seq.num_computed >= length:
-                self.block_manager.publish(seq, length)
+                self.block_manager.publish(seq, length, self._last_step_id)
 
     def shortest_s(self) -> float:
         """Seconds that the submitted steps take at the least; 0 if that is not known."""
@@ -336,11 +350,14 @@ class Scheduler:
         ]
         return sum(step_times_s) if all(step_times_s) else 0.0
 
-    def start_epoch(self) -> list[Sequence]:
-        """All submitted steps are lost and the workers' caches are empty: every sequence starts
-        again, in order. Returns the sequences that this ends, with the reason "error".
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        """All submitted steps are lost. Returns the sequences that this ends, with the reason
+        "error".
 
-        Tokens whose result was not read are forgotten; they will be sampled again.
+        Tokens whose result was not read are forgotten; they will be sampled again. If the caches of
+        the ranks are lost too, every sequence starts again, in order. Otherwise (`cache_survives`)
+        those that ran keep their blocks and go on after the last step whose result was read
+        (`rollback.py`), unless suspects have to run alone; the others find what was published.
         """
         convicted: list[Sequence] = []
         if self.submitted:
@@ -348,9 +365,20 @@ class Scheduler:
             convicted = self.suspects.strike(in_flight)
         for seq in convicted:
             self.finish(seq, "error")
+        self.suspects.start_epoch((*self.running, *self.waiting))
+        last_read_step_id = self.submitted[0].step_id - 1 if self.submitted else self._last_step_id
+        roll_back(self.running, self.submitted)
+        kept: set[Sequence] = set()
+        if cache_survives:
+            self.block_manager.roll_back(last_read_step_id, self.running)
+            if not self.suspects.sequences:
+                kept = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
+        for seq in self.running:
+            seq.num_lost = 0 if seq in kept else seq.num_computed
+        self.queues.start_epoch(kept)
+        if not cache_survives:
+            self.block_manager.clear_index()
         self.submitted.clear()
-        self.queues.start_epoch()
-        self.suspects.start_epoch(self.waiting)
         self._last_step_id = -1
         self.epoch += 1
         return convicted

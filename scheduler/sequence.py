@@ -65,8 +65,12 @@ class Sequence:
     tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False
-    must_restart: bool = False
     valid_from_step: int = 0  # what earlier steps of this epoch sample for it is void
+    num_retracted: int = 0  # tokens that they compute, but that `num_computed` counts no more
+    admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
+    # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
+    lacks_row: bool = False
+    num_lost: int = 0  # computed tokens that were lost with the ranks
 
     def __post_init__(self, request: Request) -> None:
         self.request_id = request.request_id

@@ -29,6 +29,7 @@ class StepDraft:
     # Each with its number of cached tokens.
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
+    num_recomputed: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     head_waits_for: str = ""  # why the first sequence in line was not admitted
 
@@ -83,12 +84,12 @@ class StepDraft:
             num_waiting=len(queues.waiting),
             num_free_blocks=queues.block_manager.num_free_blocks,
             num_preempted=self.num_preempted,
+            num_recomputed=self.num_recomputed,
             num_evicted=queues.block_manager.num_evictions,
             head_waits_for=self.head_waits_for,
         )
         return SubmittedStep(
-            plan.step_id,
-            plan.epoch,
+            plan,
             self.sampling_sequences,
             list(self.scored_by_row.values()),
             record,
@@ -120,12 +121,19 @@ class SubmittedStep:
     its `StepMask` was sent, or none is needed.
     """
 
-    step_id: int
-    epoch: int
+    plan: StepPlan
     sampling_sequences: list[Sequence]
     scored_sequences: list[Sequence]
     record: StepRecord
     has_mask: bool
+
+    @property
+    def step_id(self) -> int:
+        return self.plan.step_id
+
+    @property
+    def epoch(self) -> int:
+        return self.plan.epoch
 
 
 def step_of(result: StepResult, submitted: deque[SubmittedStep]) -> SubmittedStep:

@@ -31,6 +31,7 @@ from workers.batch.kv_cache import KVCache, room_for
 from workers.batch.mixed_graphs import MixedGraphs, max_rows
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
+from workers.memory.lasting import LastingMemory
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.next_tokens import NextTokens
@@ -102,13 +103,16 @@ class ModelRunner:
         kernels: Kernels,
         device: Device,
         num_blocks: int,
+        inherited_cache: LastingMemory | None = None,
     ) -> None:
         """Captures graphs where the device has them and `enforce_eager` is off, on all ranks at the
         same time. Raises `ConfigError` if there is not enough memory for cache and batch.
         """
         self.model = model
         self.device = device
-        self.cache = KVCache(config, kernels, num_blocks, model.num_kv_heads, device.torch)
+        self.cache = KVCache(
+            config, kernels, num_blocks, model.num_kv_heads, device.torch, inherited_cache
+        )
         rows = config.max_num_seqs
         columns = config.max_model_len + config.blocks_per_sequence
         with room_for(

@@ -5,7 +5,8 @@ imports Ray or transformers, never decides what runs: plans come from the driver
 `result` may be called from different threads (one each): `launch` starts steps in order, `result`
 waits for one. An error that a step raises is kept under the step's id and raised by `result`; later
 steps are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then the steps of
-one epoch; every later epoch has new workers.
+one epoch; every later epoch has new workers. One that stands by waits after `allocate_cache` until
+`take_over`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from workers.batch.kv_plan import plan_kv_cache
 from workers.compilation import compile_first_step, compile_other_steps_beside, load_first_step
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
+from workers.memory.inheritance import InheritedMemory, RankMemory
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.fingerprint import LoadedHash, fingerprint
 from workers.models.loader import held_dtype, load_weights
@@ -47,8 +49,12 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Rank `rank` of the engine `config` describes."""
 
-    def __init__(self, config: ResolvedConfig, rank: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, rank: int, inherited: InheritedMemory | None = None
+    ) -> None:
+        """`inherited`: of the rank whose place this one may have to take."""
         self.config = config
+        self._inherited = inherited or InheritedMemory()
         self.rank = rank
         self.epoch = 0
         self.progress = Progress()
@@ -80,7 +86,7 @@ class Worker:
 
     def warm(self, *, load: bool) -> None:
         """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
-        with `load` and on a CPU, the weights. Needs no peers.
+        on a CPU, map the weights of the rank or, with `load`, read them. Needs no peers.
         """
         config = self.config
         kernels = find_kernels(config)
@@ -163,8 +169,23 @@ class Worker:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._memory_of_the_start():
             self._runner = None  # frees the memory of an earlier one first
-            self._runner = ModelRunner(self.config, model, group, kernels, device, num_blocks)
+            self._runner = ModelRunner(
+                self.config, model, group, kernels, device, num_blocks, self._inherited.cache
+            )
         self.progress.phase = "steps"
+
+    def memory(self) -> RankMemory:
+        """What this rank will leave. After `allocate_cache`."""
+        assert self._runner is not None
+        cache = self._runner.cache.memory
+        return RankMemory(cache=cache.card if cache is not None else None, loaded=self._loaded)
+
+    def take_over(self, epoch: int, num_threads: int) -> None:
+        """Run the steps of `epoch` from now on, on `num_threads` threads. On the thread that
+        launches.
+        """
+        self.epoch = epoch
+        self.set_num_threads(num_threads)
 
     def compile_other_steps_beside(self) -> None:
         """On the first CPU rank: fill the cache with the kernels that only other steps need."""

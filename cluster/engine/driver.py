@@ -93,8 +93,10 @@ class Driver:
             self._rank_maker,
             busy_since_s=lambda: self._started_loop().busy_since_s,
             has_work=lambda: self._started_loop().engine.has_work,
-            on_group=lambda group: self._started_loop().post(RanksReplaced(executor=group)),
-            on_lost=lambda epoch, _: self._started_loop().post(RanksLost(epoch=epoch)),
+            on_group=lambda group, cache_survives: self._started_loop().post(
+                RanksReplaced(executor=group, cache_survives=cache_survives)
+            ),
+            on_lost=lambda epoch, _: self._started_loop().post(RanksLost()),
             on_dead=self._die,
         )
         group, report = await asyncio.to_thread(

@@ -56,16 +56,15 @@ class Finish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksLost:
-    """The ranks of an epoch have died."""
-
-    epoch: int
+    """The ranks of the present epoch have died."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksReplaced:
-    """A new group of ranks is ready."""
+    """A new group of ranks is ready. `cache_survives`: see `Engine.start_epoch`."""
 
     executor: Executor
+    cache_survives: bool = False
 
 
 Command = Submit | Finish | RanksLost | RanksReplaced
@@ -201,9 +200,13 @@ class StepLoop:
                 self._carry_out(self._inbox.popleft())
 
     def _lose_ranks(self) -> None:
-        """Have every sequence wait for the next epoch, except those that keep killing ranks."""
+        """Run no steps until there are other ranks."""
         self._has_ranks, self.busy_since_s = False, None
-        for seq in self.engine.start_epoch():
+
+    def _replace_ranks(self, replacement: RanksReplaced) -> None:
+        """Begin the next epoch: every sequence goes on, except those that keep killing ranks."""
+        self._has_ranks, self.engine.executor = True, replacement.executor
+        for seq in self.engine.start_epoch(cache_survives=replacement.cache_survives):
             error = RequestFailedError(
                 f"ranks failed {seq.strikes} times while request {seq.request_id} ran, and it got"
                 f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
@@ -247,12 +250,10 @@ class StepLoop:
                 self._open_requests.pop(request_id, None)
             return
         if isinstance(command, RanksLost):
-            if command.epoch == self.engine.scheduler.epoch and self._has_ranks:
-                self._lose_ranks()
+            self._lose_ranks()
             return
         if isinstance(command, RanksReplaced):
-            self.engine.executor = command.executor
-            self._has_ranks = True
+            self._replace_ranks(command)
             return
         for request in command.requests:
             try:

@@ -19,6 +19,7 @@ from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
+from workers.memory.inheritance import InheritedMemory, RankMemory
 from workers.progress import Progress
 from workers.report import WorkerReport
 
@@ -47,8 +48,13 @@ class RankActor:
         rank: int,
         engine_id: str,
         spare_gpus: list[str] | None = None,
+        inherits: RankMemory | None = None,
     ) -> None:
-        """`spare_gpus`: for a spare, the GPUs that it should see, as for `start`."""
+        """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`; `inherits`, the
+        memory of its rank.
+        """
+        # At once, since the rank may die at any moment.
+        self._inherited = InheritedMemory.open(inherits) if inherits is not None else None
         # Importing torch and compiling create no garbage, but so many objects that visiting them
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
@@ -62,6 +68,7 @@ class RankActor:
         # them while it warms up.
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
+        self._claim: CoreClaim | None = None  # from the start on
         self._is_imported = threading.Event()
         self._compute_thread = ThreadPoolExecutor(1, "rank")
         self._step_order = threading.Condition()  # of the next two
@@ -96,47 +103,58 @@ class RankActor:
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
+        *,
+        stands_by: bool = False,
     ) -> WorkerReport:
         """Connect to the other ranks and load the weights. The ranks of a node share its cores.
         `gpus`: those of the ranks on this node, in order. Each rank sees all of these, so that the
         ranks can reach each other's memory, and no GPU of another engine. `num_kv_blocks`: see
-        `Worker.start`.
+        `Worker.start`. One that `stands_by` uses one thread and claims no cores until `take_over`.
         """
         worker = self._wait_for_worker()
-        # Not earlier: a spare's main thread would wake up that often for the interpreter's lock
-        # while the thread that warms up holds the lock and waits for a core.
-        sys.setswitchinterval(SWITCH_INTERVAL_S)
         show_gpus(gpus)
-        claim = CoreClaim(
+        self._claim = CoreClaim(
             engine=f"{rendezvous_address[0]}:{rendezvous_address[1]} on {place.node_id}",
             local_rank=place.local_rank,
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
-        share = CoreShare(claim)
+        num_threads = 1 if stands_by else self._share_cores()
+        return self._compute_thread.submit(
+            worker.start, rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
+        ).result()
+
+    def take_over(self, epoch: int) -> None:
+        """For a rank that has stood by: the steps of `epoch` follow."""
+        worker, num_threads = self._wait_for_worker(), self._share_cores()
+        self._compute_thread.submit(worker.take_over, epoch, num_threads).result()
+
+    def _share_cores(self) -> int:
+        """Move the computing thread to this rank's share of the cores, now and whenever engines on
+        this machine start or end. Returns on how many threads it may compute.
+        """
+        # Not earlier: a spare's main thread would wake up that often for the interpreter's lock
+        # while the thread that warms up holds the lock and waits for a core.
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        assert self._claim is not None
+        share = CoreShare(self._claim)
         cores, num_threads = share.cores_and_num_threads()
-
-        def start() -> WorkerReport:
-            bind(cores)
-            return worker.start(
-                rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
-            )
-
-        report = self._compute_thread.submit(start).result()
+        self._compute_thread.submit(bind, cores).result()
         threading.Thread(
             target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
         ).start()
-        return report
+        return num_threads
 
-    def allocate_cache(self, num_blocks: int) -> None:
+    def allocate_cache(self, num_blocks: int) -> RankMemory:
         """See `Worker.allocate_cache`. The first rank then compiles the remaining kernels in the
-        background.
+        background. Returns where its memory is.
         """
         worker = self._wait_for_worker()
         self._compute_thread.submit(worker.allocate_cache, num_blocks).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
         worker.compile_other_steps_beside()
+        return worker.memory()
 
     @ray.method(concurrency_group="watch")
     def wait_for_end(self) -> None:
@@ -215,7 +233,7 @@ class RankActor:
         # Imported here, because the driver imports this module and does not need torch.
         from workers.worker import Worker
 
-        self._worker = Worker(self._config, self._rank)
+        self._worker = Worker(self._config, self._rank, self._inherited)
         if not self._is_spare:
             self._is_imported.set()
 

@@ -23,10 +23,11 @@ from cluster.ranks.calls import StepCalls
 from cluster.ranks.processes import ProcessId, end_processes
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
-from cluster.timeouts import Timeouts
+from cluster.timeouts import CALL_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
+from workers.memory.inheritance import RankMemory
 from workers.models.local import check_again
 from workers.report import GRACE_S, WorkerReport
 
@@ -48,10 +49,11 @@ class GroupReport:
 
 @dataclass(slots=True)
 class RankHandle:
-    """One rank's actor, and its process once that is known."""
+    """One rank's actor, its process once that is known, and its memory once it has started."""
 
     actor: Any
     process: ProcessId | None = None
+    memory: RankMemory | None = None
 
 
 class RankMaker:
@@ -86,9 +88,11 @@ class RankMaker:
             for gpu in self._gpus_of_bundle[node_id, place.bundle]
         ]
 
-    def create(self, place: Place, spare_among: Seq[Place] = ()) -> RankHandle:
+    def create(
+        self, place: Place, spare_among: Seq[Place] = (), inherits: RankMemory | None = None
+    ) -> RankHandle:
         """A new actor. With `spare_among`, the places of all ranks, it is a spare, which reserves
-        nothing in its bundle: it will use the resources of its rank.
+        nothing in its bundle: it will use the resources of its rank, and its memory (`inherits`).
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         concurrency_groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
@@ -103,7 +107,9 @@ class RankMaker:
             scheduling_strategy=self.placement.in_bundle(place.bundle),
         )
         gpus = self.gpus_of_node(place.node_id, spare_among) if spare_among else None
-        return RankHandle(actor_class.remote(self.config, place.rank, self._engine_id, gpus))
+        return RankHandle(
+            actor_class.remote(self.config, place.rank, self._engine_id, gpus, inherits)
+        )
 
 
 class RankGroup:
@@ -143,25 +149,54 @@ class RankGroup:
                 end_ranks([spare for spare in self._spares if spare is not None])
                 self._spares = [None] * self._rank_maker.num_ranks
         places = self._rank_maker.placement.places()
-        began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         if not self.ranks:
             create = self._rank_maker.create
             self.ranks = [self._spare_at(place) or create(place) for place in places]
         if self._is_closed:
             end_ranks(self.ranks)
+        if first_report is not None:
+            num_kv_blocks = first_report.num_blocks
+        return self._start_ranks(places, first_report, num_kv_blocks)
+
+    def stand_by(self, first_report: GroupReport) -> None:
+        """Start the ranks, which are warm spares, beside those of the present epoch, whose memory
+        they hold: what is left to do is `take_over`. Raises as `start`.
+        """
+        places = self._rank_maker.placement.places()
+        self._start_ranks(places, first_report, first_report.num_blocks, stands_by=True)
+
+    def take_over(self, epoch: int) -> None:
+        """Begin an epoch with ranks that have stood by. The processes of the last epoch have ended.
+        Raises as `start`.
+        """
+        self.epoch = epoch
+        if not self._rank_maker.placement.is_whole():
+            raise WorkerError("a node was lost")
+        calls = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
+        self._get_all(calls, "take over", CALL_TIMEOUT_S)
+
+    def _start_ranks(
+        self,
+        places: list[Place],
+        first_report: GroupReport | None,
+        num_kv_blocks: int | None,
+        *,
+        stands_by: bool = False,
+    ) -> GroupReport:
+        began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         try:
             if first_report is not None:
                 check_again(self._config)
-            self._identify(places, limit_s)
+            self._identify(places, limit_s, stands_by)
             gpus_by_rank = [
                 self._rank_maker.gpus_of_node(place.node_id, places) for place in places
             ]
             on_one_node = len({place.node_id for place in places}) == 1
             address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
-            if first_report is not None:
-                num_kv_blocks = first_report.num_blocks
             starts = [
-                handle.actor.start.remote(address, place, self.epoch, node_gpus, num_kv_blocks)
+                handle.actor.start.remote(
+                    address, place, self.epoch, node_gpus, num_kv_blocks, stands_by=stands_by
+                )
                 for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
             reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
@@ -169,11 +204,13 @@ class RankGroup:
             num_blocks = min(report.num_kv_blocks for report in reports)
             allocations = [handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks]
             remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
-            self._get_all(allocations, "allocate the KV cache", remaining_s)
+            memories = self._get_all(allocations, "allocate the KV cache", remaining_s)
         except StepTimeoutError:
             raise WorkerError(
                 f"the ranks did not start within {limit_s:g} s: {self._phases()}"
             ) from None
+        for handle, memory in zip(self.ranks, memories, strict=True):
+            handle.memory = memory
         return GroupReport(
             num_blocks=num_blocks,
             seconds={phase: max(r.seconds[phase] for r in reports) for phase in reports[0].seconds},
@@ -255,7 +292,7 @@ class RankGroup:
         end_ranks([spare])
         return None
 
-    def _identify(self, places: list[Place], limit_s: float) -> None:
+    def _identify(self, places: list[Place], limit_s: float, stands_by: bool) -> None:
         """Learn the processes and their GPUs. Raises `WorkerError` as soon as a node is lost."""
         refs = [handle.actor.identify.remote() for handle in self.ranks]
         deadline_s, pending = time.monotonic() + limit_s, list(refs)
@@ -266,7 +303,7 @@ class RankGroup:
         identities = self._get_all(refs, "create the ranks", 0.0)
         for handle, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
             handle.process = process
-            if handle not in self._spares:
+            if not stands_by and handle not in self._spares:
                 self._rank_maker.note_gpus(place, gpus)
 
     def _check_checkpoint(

@@ -127,7 +127,7 @@ def watch_here(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -
     poller = select.poll()
     key_of_pidfd: dict[int, int] = {}
     for key, process in processes.items():
-        pidfd = _open_pidfd(process.pid, process.start_ticks)
+        pidfd = open_pidfd(process.pid, process.start_ticks)
         if pidfd is None:
             on_end(key)
         else:
@@ -209,7 +209,7 @@ def end_here(processes: list[tuple[int, int]]) -> None:
         return
     pid_of_pidfd: dict[int, int] = {}  # of living processes
     for pid, start_ticks in processes:
-        pidfd = _open_pidfd(pid, start_ticks)
+        pidfd = open_pidfd(pid, start_ticks)
         if pidfd is not None:
             pid_of_pidfd[pidfd] = pid
     try:
@@ -236,7 +236,7 @@ def has_pidfds() -> bool:
     return True
 
 
-def _open_pidfd(pid: int, start_ticks: int) -> int | None:
+def open_pidfd(pid: int, start_ticks: int) -> int | None:
     """A descriptor of a process; None if it is gone, even if another process has its pid now."""
     try:
         pidfd = os.pidfd_open(pid)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import ray
@@ -15,6 +16,7 @@ from ray.exceptions import RayError
 
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
+from workers.memory.inheritance import RankMemory
 
 # Spares are made once the engine has served for a while, because a program that generates once and
 # ends needs none, and while it has no work, because starting processes takes time on the cores of
@@ -39,18 +41,20 @@ class Spares:
         self._due_when_idle_s = time.monotonic() + DELAY_S
         self._due_when_busy_s = self._due_when_idle_s + MAX_WAIT_FOR_IDLE_S
 
-    def prepare(self, *, is_busy: bool) -> None:
-        """Make spares if they are due, and note those that have become ready."""
+    def prepare(self, memories: Seq[RankMemory | None], *, is_busy: bool) -> None:
+        """Make spares if they are due, and note those that have become ready. `memories`: of the
+        present ranks.
+        """
         due_s = self._due_when_busy_s if is_busy else self._due_when_idle_s
         if self._is_enabled and not self._spares and time.monotonic() >= due_s:
             try:
-                self._create()
+                self._create(memories)
             except Exception as error:  # such as a node that is missing
                 if not kind_of(error).is_transient:
                     raise
                 reason = reason_of(error).split("\n")[0]
                 logger.warning("spares are made later: %s", reason)
-                self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
+                self.delay()
         if self._warming_spares:
             ready, _ = ray.wait(
                 list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
@@ -59,15 +63,32 @@ class Spares:
                 with contextlib.suppress(RayError):  # it has died; `take` will notice
                     self._warming_spares.pop(ref).process = ray.get(ref)
 
-    def _create(self) -> None:
+    def delay(self) -> None:
+        """Make the next spares a while from now."""
+        self._due_when_idle_s = self._due_when_busy_s = time.monotonic() + DELAY_S
+
+    def _create(self, memories: Seq[RankMemory | None]) -> None:
         places = self._rank_maker.placement.places()
-        spares = [self._rank_maker.create(place, places) for place in places]
+        spares = [
+            self._rank_maker.create(place, places, memory)
+            for place, memory in zip(places, memories, strict=True)
+        ]
         self._warming_spares = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 
     def ready(self) -> list[RankHandle]:
         """The spares that could take over at once. Any thread."""
         return [spare for spare in self._spares if spare.process is not None]
+
+    @property
+    def are_warm(self) -> bool:
+        """Whether there are spares, and all of them could take over at once."""
+        return bool(self._spares) and not self._warming_spares
+
+    def hand_over(self) -> list[RankHandle]:
+        """The spares, which are no longer kept here."""
+        spares, self._spares = self._spares, []
+        return spares
 
     def take(self) -> list[RankHandle | None]:
         """The spares by rank, or None for one that does not answer. The next spares are made as

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId
-from cluster.recovery.spares import Spares
+from cluster.recovery.standby import Standby
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
@@ -35,7 +36,7 @@ class Supervisor:
 
     make_group: type[RankGroup] = RankGroup
     make_watch: type[Watch] = Watch
-    make_spares: type[Spares] = Spares
+    make_standby: type[Standby] = Standby
 
     def __init__(
         self,
@@ -43,14 +44,14 @@ class Supervisor:
         *,
         busy_since_s: Callable[[], float | None],
         has_work: Callable[[], bool],
-        on_group: Callable[[RankGroup], None],
+        on_group: Callable[[RankGroup, bool], None],
         on_lost: Callable[[int, str], None],
         on_dead: Callable[[EaglerayError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group,
-        `on_dead` the reason why there will be none. All run on the supervisor's thread.
-        `busy_since_s`: see `Watch.check`.
+        """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group and
+        whether its KV cache is that of the last one, `on_dead` the reason why there will be none.
+        All run on the supervisor's thread. `busy_since_s`: see `Watch.check`.
         """
         self._clock = clock
         self._rank_maker = rank_maker
@@ -64,14 +65,15 @@ class Supervisor:
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
-        self._spares = self.make_spares(rank_maker, self._options.spares)
+        self._standby = self.make_standby(rank_maker, self._options.spares, self.make_group)
+        self._cache_survives = False  # in the group that is assembled
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
         self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0
         self._last_applied_epoch = 0  # the epoch of the last result that was applied
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
-        self._assembly: Future[GroupReport] | None = None
+        self._assembly: Future[Any] | None = None
         self._assembly_began_s = 0.0
         self._wake_event = threading.Event()
         self._is_stopping = False
@@ -129,7 +131,7 @@ class Supervisor:
         """The processes of the present epoch and the spares, as far as known. Any thread."""
         ranks = self._group.ranks if self._group is not None else []
         processes = {f"rank {i}": handle.process for i, handle in enumerate(ranks)}
-        processes |= {f"spare {i}": spare.process for i, spare in enumerate(self._spares.ready())}
+        processes |= {f"spare {i}": spare.process for i, spare in enumerate(self._standby.ready())}
         return {name: process for name, process in processes.items() if process is not None}
 
     def stop(self) -> None:
@@ -138,7 +140,7 @@ class Supervisor:
         self._wake_event.set()
         if self._thread.is_alive():
             self._thread.join(ASSEMBLY_END_TIMEOUT_S)
-        self._spares.close()
+        self._standby.close()
         if self._group is not None:
             self._group.close()
 
@@ -185,7 +187,8 @@ class Supervisor:
                 recovery.note_idle()
             reason = self._take_step_failure() or self._watch.check(self._busy_since_s())
             if reason is None:
-                self._spares.prepare(is_busy=self._has_work())
+                assert self._first_report is not None
+                self._standby.prepare(self._group, self._first_report, is_busy=self._has_work())
             else:
                 self._lose(reason)
         elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that
@@ -237,10 +240,14 @@ class Supervisor:
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
         self._assembly_began_s = self._clock()
-        self._group = self.make_group(
-            self._rank_maker, epoch=self._epoch, spares=self._spares.take()
-        )
-        self._assembly = self._assembly_executor.submit(self._group.start, self._first_report)
+        standby_group, spares = self._standby.take()
+        self._cache_survives = standby_group is not None
+        if standby_group is not None:
+            self._group = standby_group
+            self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)
+        else:
+            self._group = self.make_group(self._rank_maker, epoch=self._epoch, spares=spares)
+            self._assembly = self._assembly_executor.submit(self._group.start, self._first_report)
         self._assembly.add_done_callback(lambda _: self._wake_event.set())
 
     def _check_assembly(self) -> None:
@@ -271,7 +278,7 @@ class Supervisor:
         self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
-        self._on_group(group)
+        self._on_group(group, self._cache_survives)
 
     def _die(self, reason: str) -> None:
         self.recovery.give_up()

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -303,8 +303,8 @@ def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
     created: dict[int, RankHandle] = {}
 
     class Noting(RankMaker):
-        def create(self, place: Place, spare_among: Sequence[Place] = ()) -> RankHandle:
-            created[place.rank] = super().create(place, spare_among)
+        def create(self, place: Place, *arguments: Any) -> RankHandle:
+            created[place.rank] = super().create(place, *arguments)
             return created[place.rank]
 
     monkeypatch.setattr("cluster.engine.start.RankMaker", Noting)

@@ -229,13 +229,28 @@ class FakeRank:
         self.num_steps = 0  # ids of this epoch
         self.num_cached_tokens = 0
         self.num_written_tokens = 0
+        # Step, block, and the cells in it, of what was written since the last result was read.
+        self.unread_writes: deque[tuple[int, int, slice]] = deque()
 
-    def restart(self, rng: Random) -> None:
-        """A new epoch: no rows, and arbitrary content in the cache."""
+    def note_read(self, step_id: int) -> None:
+        """The result of a step was read."""
+        while self.unread_writes and self.unread_writes[0][0] <= step_id:
+            self.unread_writes.popleft()
+
+    def restart(self, rng: Random, *, cache_survives: bool = False) -> None:
+        """A new epoch: no rows, and arbitrary content in the cache, or in a part of the cells that
+        were written in steps whose result was not read.
+        """
         self.rows = [None] * len(self.rows)
-        for block_id in range(len(self.blocks)):
-            self.blocks[block_id] = bytearray(rng.randbytes(self.block_size * DIGEST_BYTES))
-            self.num_holders[block_id] = 0
+        self.num_holders = [0] * len(self.blocks)
+        for _, block_id, cells in self.unread_writes if cache_survives else ():
+            if rng.random() < 0.5:
+                num_bytes = len(self.blocks[block_id][cells])
+                self.blocks[block_id][cells] = rng.randbytes(num_bytes)
+        if not cache_survives:
+            for block_id in range(len(self.blocks)):
+                self.blocks[block_id] = bytearray(rng.randbytes(self.block_size * DIGEST_BYTES))
+        self.unread_writes.clear()
         self.epoch += 1
         self.num_steps = 0
 
@@ -320,9 +335,6 @@ class FakeRank:
             )
             extend_digests(row.digests, tokens, row.sampling.seed)
             assert 0 <= row.num_cached_tokens <= len(tokens)
-            assert row.num_cached_tokens % self.block_size == 0 or row.num_cached_tokens == len(
-                tokens
-            ), f"cached to the middle of a block, and not to the end: {row}"
             self.num_cached_tokens += row.num_cached_tokens
             self.rows[slot] = row
             self._fill_table(row, blocks)
@@ -375,7 +387,10 @@ class FakeRank:
                 f"cell {offset} of block {row.block_table[index]} written out of turn, or twice:"
                 f" {row}"
             )
-            block += row.digests[position:upto].tobytes()
+            written = row.digests[position:upto].tobytes()
+            cells = slice(len(block), len(block) + len(written))
+            self.unread_writes.append((self.num_steps - 1, row.block_table[index], cells))
+            block += written
             position = upto
         row.num_computed = end
 

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from scheduler.block_manager import NO_HASH, ROOT_SERIAL, Block, BlockManager, BlockUser
+from scheduler.block_manager import (
+    NO_HASH,
+    NO_STEP,
+    ROOT_SERIAL,
+    Block,
+    BlockManager,
+    BlockUser,
+)
 
 # -- taking and releasing --------------------------------------------------------------------------
 
@@ -177,8 +184,8 @@ class CollisionTakesSerial(BlockManager):
 class PartialBlockPublished(BlockManager):
     """The block that is being filled is published with those that are full."""
 
-    def publish(self, seq: BlockUser, num_tokens: int) -> None:
-        super().publish(seq, min(num_tokens + self.block_size - 1, len(seq.token_ids)))
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+        super().publish(seq, min(num_tokens + self.block_size - 1, len(seq.token_ids)), step_id)
 
 
 class IndexOutlivesEpoch(BlockManager):

@@ -11,7 +11,7 @@ from scheduler.block_manager import BlockManager
 from scheduler.engine import Engine
 from scheduler.scheduler import Scheduler
 from scheduler.suspects import Suspects
-from tests.scheduler import planted_block_bugs, planted_scheduler_bugs
+from tests.scheduler import planted_block_bugs, planted_rollback_bugs, planted_scheduler_bugs
 from tests.scheduler.simulator import Parts
 
 
@@ -37,4 +37,8 @@ def _planted_in(module: ModuleType) -> dict[str, Parts]:
     return planted
 
 
-PLANTED = _planted_in(planted_block_bugs) | _planted_in(planted_scheduler_bugs)
+PLANTED = (
+    _planted_in(planted_block_bugs)
+    | _planted_in(planted_scheduler_bugs)
+    | _planted_in(planted_rollback_bugs)
+)

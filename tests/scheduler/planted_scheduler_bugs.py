@@ -235,10 +235,10 @@ class SentAgainCountsAsPrompt(Scheduler):
 class EpochKeepsTokensInFlight(Scheduler):
     """After a lost step, sequences wait for tokens that will never come."""
 
-    def start_epoch(self) -> list[Sequence]:
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         pending = {id(seq): seq.num_pending for seq in (*self.running, *self.waiting)}
-        convicted = super().start_epoch()
-        for seq in self.waiting:
+        convicted = super().start_epoch(cache_survives=cache_survives)
+        for seq in (*self.running, *self.waiting):
             seq.num_pending = pending[id(seq)]
             seq.num_total += seq.num_pending
         return convicted
@@ -247,8 +247,8 @@ class EpochKeepsTokensInFlight(Scheduler):
 class EpochReordersArrivals(Scheduler):
     """After a lost step, later arrivals go first."""
 
-    def start_epoch(self) -> list[Sequence]:
-        convicted = super().start_epoch()
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        convicted = super().start_epoch(cache_survives=cache_survives)
         self.waiting.reverse()
         return convicted
 
@@ -289,10 +289,10 @@ class AnyTokenClears(Suspects):
 class BlamesWaiting(Scheduler):
     """Sequences that did not run get strikes too."""
 
-    def start_epoch(self) -> list[Sequence]:
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         for seq in self.waiting:
             seq.last_step_id = self._last_step_id
-        return super().start_epoch()
+        return super().start_epoch(cache_survives=cache_survives)
 
 
 class SuspectsKeepTheirSlot(Suspects):
@@ -395,7 +395,7 @@ class RetractedRowIsNotReset(Scheduler):
 
     def retract(self, seq: Sequence) -> None:
         super().retract(seq)
-        seq.must_restart = False
+        seq.lacks_row = False
 
 
 class ScoresAreDoubled(_WithPreempted):
@@ -408,11 +408,11 @@ class ScoresAreDoubled(_WithPreempted):
 class ScoresAreLostWithAnEpoch(Scheduler):
     """What was in flight when the ranks were lost is not scored again."""
 
-    def start_epoch(self) -> list[Sequence]:
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         for submitted in self.submitted:
             for seq in submitted.scored_sequences:
                 seq.next_scored = min(seq.num_computed + 1, seq.num_prompt_tokens)
-        return super().start_epoch()
+        return super().start_epoch(cache_survives=cache_survives)
 
 
 class OnlyWholePromptsAreScored(Scheduler):

@@ -57,6 +57,7 @@ class Scenario:
     hash_function: HashFunction
     requests: list[Request]
     loss_probability: float
+    survival_probability: float  # of the cache of ranks that are lost
     finish_probability: float
     num_fault_steps: int
     poison: frozenset[str]
@@ -88,10 +89,11 @@ def draw_scenario(rng: Random) -> Scenario:
     requests = _Requests(rng, limits, small_alphabet=small_alphabet, growing=rng.random() < 0.4)
     scenario = Scenario(
         limits=limits,
-        num_steps_ahead=rng.choice((0, 1, 2, 3)),
+        num_steps_ahead=rng.choice((0, 1, 2, 3, 3, 8)),
         hash_function=rng.choice(WEAK_HASHES) if weak else xxhash.xxh3_128_intdigest,
         requests=requests.draw(rng.randint(3, 40)),
-        loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05)),
+        loss_probability=rng.choice((0.0, 0.0, 0.01, 0.05, 0.2)),
+        survival_probability=rng.choice((0.0, 0.5, 1.0, 1.0)),
         finish_probability=rng.choice((0.0, 0.02, 0.1)),
         num_fault_steps=rng.randint(5, 150),
         poison=frozenset(),

@@ -15,8 +15,10 @@ budget, or more rows than `max_num_seqs`; no more steps are unread than allowed;
 with exactly the tokens delivered so far, and reports correctly how many were cached; tokens are
 delivered once, in order, until the expected end, with the expected reason; so are the scores of
 prompts, all of them before the first token; nothing is delivered after an end from outside;
-whatever the prefix index names is in the cache; poison fails after at most four crashes, or six if
-it gets tokens between them, and no other request fails unless steps were lost while it ran alone.
+whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
+is computed again that was computed in a step whose result was read; poison fails after at most four
+crashes, or six if it gets tokens between them, and no other request fails unless steps were lost
+while it ran alone.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class SimulationReport:
     evictions: int = 0
     lost_steps: int = 0
     epochs_lost: int = 0
+    rolled_back: int = 0
     finished: int = 0
     ended_outside: int = 0
     sent_again: int = 0
@@ -186,6 +189,9 @@ class Simulation:
         )
         self.lane = Lane(self.rank)
         self.is_poisoned = False  # a rank has died in a step that was launched
+        # Plans whose results are unread, each with the request ids by slot.
+        self.unread_plans: deque[tuple[StepPlan, dict[int, str]]] = deque()
+        self.num_read: dict[str, int] = {}  # by request: tokens that are stored for certain
         self.arriving = deque(self.scenario.requests)
         self.clients: dict[str, Client] = {}
         self.report = SimulationReport(seeds=1)
@@ -217,6 +223,8 @@ class Simulation:
 
     def launch(self, plan: StepPlan) -> None:
         self._audit(plan)
+        names = {seq.slot: seq.request_id for seq in self.scheduler.running}
+        self.unread_plans.append((plan, names))
         self._maybe_lose()
         if not self.is_poisoned:
             self._lose_to_poison(plan)
@@ -243,7 +251,22 @@ class Simulation:
         assert results and results[0].step_id == step_id, (
             f"result of step {step_id} is not the oldest"
         )
+        self._note_read(*self.unread_plans.popleft())
         return results.popleft()
+
+    def _note_read(self, plan: StepPlan, names: dict[int, str]) -> None:
+        """The result of a plan is read: what it stores is there."""
+        self.rank.note_read(plan.step_id)
+        if plan.admitted is not None:
+            for slot, num_tokens, num_cached in zip(
+                plan.admitted.slots,
+                plan.admitted.num_tokens,
+                plan.admitted.num_cached_tokens,
+                strict=True,
+            ):
+                self.num_read[names[slot]] = min(num_cached, num_tokens - 1)
+        for slot, num_new in zip(plan.slots, plan.num_new_tokens, strict=True):
+            self.num_read[names[slot]] += num_new
 
     def _maybe_lose(self) -> None:
         if self._faulty and self.rng.random() < self.scenario.loss_probability:
@@ -295,16 +318,42 @@ class Simulation:
         self.report.epochs_lost += 1
         self.lane.clear()
         self.is_poisoned = False
-        self.rank.restart(self.rng)
+        survives = self.rng.random() < self.scenario.survival_probability
+        self.rank.restart(self.rng, cache_survives=survives)
         self._arrive()
         self._interfere()
-        for sequence in self.engine.start_epoch():
+        running = list(self.scheduler.running)
+        convicted = self.engine.start_epoch(cache_survives=survives)
+        if survives and not self.scheduler.suspects.sequences:
+            self._check_rollback(running)
+        self.unread_plans.clear()
+        for sequence in convicted:
             client = self.clients[sequence.request_id]
             is_poison = sequence.request_id in self.scenario.poison
             assert is_poison or client.num_losses >= 2, f"convicted without guilt: {sequence}"
             assert sequence.finish_reason == "error"
             client.ended = True
             self.report.convicted += 1
+
+    def _check_rollback(self, running: list[Sequence]) -> None:
+        """Sequences that ran go on where the last step that was read has left them, unless they
+        were admitted after it.
+        """
+        admitted = {
+            names[slot]
+            for plan, names in self.unread_plans
+            for slot in (plan.admitted.slots if plan.admitted else ())
+        }
+        for sequence in running:
+            if sequence.status is SequenceStatus.RUNNING:
+                stored = self.num_read.get(sequence.request_id, -1)
+                assert sequence.num_computed == min(stored, len(sequence.token_ids) - 1), (
+                    f"{sequence.num_computed} computed, {stored} stored for certain: {sequence}"
+                )
+                self.num_read[sequence.request_id] = sequence.num_computed
+                self.report.rolled_back += 1
+            elif sequence.status is SequenceStatus.WAITING:
+                assert sequence.request_id in admitted, f"starts again: {sequence}"
 
     def _waiting_in_flight(self) -> list[Sequence]:
         """Those that wait again, preempted or held, while a step of theirs is in flight."""

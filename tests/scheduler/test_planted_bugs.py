@@ -39,7 +39,6 @@ def test_planted_bug_is_caught(name: str) -> None:
         "ParentNotCompared",
         "SaltNotCompared",
         "HitAfterMiss",
-        "PartialBlockPublished",
         "IndexOutlivesEpoch",
         "PromptPublishedTooEarly",
         "SaltIgnored",

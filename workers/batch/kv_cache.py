@@ -18,6 +18,7 @@ from kernels.interface import Kernels
 from scheduler.errors import ConfigError
 from workers.batch.kv_plan import megabytes
 from workers.device import Device
+from workers.memory.lasting import LastingMemory, is_supported
 from workers.models.qwen3 import LayerCache
 
 # Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
@@ -57,8 +58,8 @@ def gpu_budget(
 
 
 class KVCache:
-    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of
-    it.
+    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of it.
+    `memory`: where it lies, if that outlives this process.
     """
 
     def __init__(
@@ -68,8 +69,11 @@ class KVCache:
         num_blocks: int,
         num_kv_heads: int,
         device: torch.device,
+        inherited: LastingMemory | None = None,
     ) -> None:
+        """`inherited`: the cache of a rank of the same configuration, as it was left."""
         self.num_blocks = num_blocks
+        self.memory = inherited
         shapes = kernels.kv_cache_shapes(
             num_blocks, config.block_size, num_kv_heads, config.model.head_dim
         )
@@ -81,8 +85,13 @@ class KVCache:
         )
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
-        with room_for(what, math.prod(size) * dtype.itemsize, lower):
+        num_bytes = math.prod(size) * dtype.itemsize
+        with room_for(what, num_bytes, lower):
+            # Where spares follow, this only asks whether there is room.
             self.tensor = torch.zeros(size, dtype=dtype, device=device)
+        if device.type == "cpu" and config.engine.spares != "off" and is_supported():
+            self.memory = inherited or LastingMemory.create("eagleray-kv-cache", num_bytes)
+            self.tensor = self.memory.tensor().view(dtype).view(size)
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)

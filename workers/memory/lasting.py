@@ -1,4 +1,4 @@
-"""Memory whose life is not that of the process that made it: it stays while any process has it open.
+"""Memory that outlives the process that made it: it stays while any process has it open.
 
 A file without a name (a memfd), which other processes of this machine and user open through /proc.
 When the last one ends, the kernel frees it, so nothing is left behind, whoever dies in which order.
@@ -10,11 +10,13 @@ from __future__ import annotations
 import mmap
 import os
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from workers.parallel.segment import host_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class LastingMemory:
         if card.host != host_id():
             raise OSError("it is on another host or in another container")
         descriptor = os.open(card.path, os.O_RDWR | os.O_CLOEXEC)
-        kernel_name = os.readlink(f"/proc/self/fd/{descriptor}")
+        kernel_name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         num_bytes = os.fstat(descriptor).st_size
         # Another process may have the number by now.
         if kernel_name != f"/memfd:{card.name} (deleted)" or num_bytes != card.num_bytes:
@@ -72,6 +74,8 @@ class LastingMemory:
 
     def tensor(self) -> Tensor:
         """All bytes, uint8, shared with every process that has the memory open."""
+        import torch  # here, because a process opens memory before it has imported torch
+
         return torch.frombuffer(mmap.mmap(self.descriptor, self.num_bytes), dtype=torch.uint8)
 
 

@@ -20,6 +20,7 @@ from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
+from cluster.ranks.causes import may_have_spoiled_memory
 from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
@@ -38,6 +39,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
 )
 from workers import faults
+from workers.memory.inheritance import RankMemory
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -145,8 +147,12 @@ def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
         StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank]))
         for rank in range(2)
     ]
-    with pytest.raises(WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"):
-        group_with(small_model, [ray.put(pickle.dumps(result)) for result in results]).result(7)
+    group = group_with(small_model, [ray.put(pickle.dumps(result)) for result in results])
+    with pytest.raises(
+        WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"
+    ) as raised:
+        group.result(7)
+    assert may_have_spoiled_memory(raised.value)
 
 
 def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
@@ -208,18 +214,22 @@ class SeeingRankActor(RankActor):
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
+        *,
+        stands_by: bool = False,
     ) -> WorkerReport:
-        self._met_at = address
+        self._met_at = rendezvous_address
         self._wait_for_worker().start = self._look  # type: ignore[assignment, method-assign]
-        return super().start(address, place, epoch, gpus, num_kv_blocks)
+        return super().start(
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+        )
 
-    def allocate_cache(self, num_blocks: int) -> None:
-        pass
+    def allocate_cache(self, num_blocks: int) -> RankMemory:
+        return RankMemory()
 
     def gpu(self) -> tuple[str, list[str]]:
         """(the one that it would use, those that it sees)"""

@@ -9,6 +9,7 @@ from pathlib import Path
 from cluster.resources.placement import Place
 from tests.cluster.recovery.poison import PoisonedDriver, PoisonedRank
 from workers import faults
+from workers.memory.inheritance import RankMemory
 from workers.report import WorkerReport
 
 
@@ -19,11 +20,13 @@ class ForgetfulRank(PoisonedRank):
 
     def start(
         self,
-        address: tuple[str, int],
+        rendezvous_address: tuple[str, int],
         place: Place,
         epoch: int,
         gpus: list[str],
         num_kv_blocks: int | None = None,
+        *,
+        stands_by: bool = False,
     ) -> WorkerReport:
         folder, worker = Path(os.environ[faults.VARIABLE]), self._wait_for_worker()
         num_starts = len(list(folder.glob(f"started.{self._rank}.*")))
@@ -32,15 +35,17 @@ class ForgetfulRank(PoisonedRank):
         assert options.num_kv_blocks is not None
         options = dataclasses.replace(options, num_kv_blocks=options.num_kv_blocks - num_starts)
         worker.config = dataclasses.replace(worker.config, engine=options)
-        return super().start(address, place, epoch, gpus, num_kv_blocks)
+        return super().start(
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+        )
 
-    def allocate_cache(self, num_blocks: int) -> None:
+    def allocate_cache(self, num_blocks: int) -> RankMemory:
         """Once for each file `no_memory.RANK`, there is no memory for the cache."""
         asked = Path(os.environ[faults.VARIABLE]) / f"no_memory.{self._rank}"
         if asked.exists():
             asked.unlink()
             num_blocks = 10**11  # more than any machine has
-        super().allocate_cache(num_blocks)
+        return super().allocate_cache(num_blocks)
 
 
 class ForgetfulDriver(PoisonedDriver):

@@ -55,7 +55,7 @@ class FailedStepsAreForgotten(Supervisor):
 
     def note_failed_step(self, epoch: int, why: str) -> None:
         assert self._group is not None
-        self._on_group(self._group)
+        self._on_group(self._group, False)
 
 
 class FailedAssemblyServes(Supervisor):
@@ -75,16 +75,6 @@ class LostIsIgnored(StepLoop):
             super()._carry_out(command)
 
 
-class LostIsNotCompared(StepLoop):
-    """A report of a loss that is known already starts another epoch."""
-
-    def _carry_out(self, command: Command) -> None:
-        if isinstance(command, RanksLost):
-            self._lose_ranks()
-        else:
-            super()._carry_out(command)
-
-
 class ResumesWithTheOldRanks(StepLoop):
     """Steps continue on the group that is gone."""
 
@@ -98,9 +88,10 @@ class ResumesWithTheOldRanks(StepLoop):
 class ConvictionIsNotTold(StepLoop):
     """A request that is convicted just disappears."""
 
-    def _lose_ranks(self) -> None:
-        self._has_ranks, self.busy_since_s = False, None
-        self.engine.start_epoch()
+    def _replace_ranks(self, replacement: RanksReplaced) -> None:
+        self.engine.executor = replacement.executor
+        self._has_ranks = True
+        self.engine.start_epoch(cache_survives=replacement.cache_survives)
 
 
 class CheckpointsAreNotCounted(StepLoop):

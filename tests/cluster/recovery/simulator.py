@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections import deque
@@ -109,7 +110,7 @@ class Group:
         self.ranks: list[Any] = []
         self.is_closed = self.is_dead = self.hangs = False
         self.is_dying = False  # it is dead once the steps before have been read
-        self._lane: Lane | None = None
+        self.lane: Lane | None = None
         self.world.groups.append(self)
 
     def start(
@@ -125,11 +126,23 @@ class Group:
             limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
         )
         rank.epoch = self.epoch
-        self._lane = Lane(rank)
+        self.lane = Lane(rank)
         return GroupReport(num_blocks=limits.num_blocks, seconds={}, log_lines=())
 
+    def take_over(self, epoch: int, inherited: FakeRank) -> None:
+        """A group that stood by begins, with the cache of the one that is lost."""
+        older = [group for group in self.world.groups if group is not self and not group.is_closed]
+        assert not older, f"epoch {epoch} begins beside epoch {older[0].epoch}"
+        if self.is_closed or self.world.happens("rebuild_fails"):
+            raise WorkerError("rank 1 died while it stood by")
+        self.epoch = epoch
+        inherited.restart(self.world.rng, cache_survives=True)
+        inherited.epoch = epoch
+        self.lane = Lane(inherited)
+
     def launch(self, plan: StepPlan) -> None:
-        if self.is_closed or self.is_dead or self.is_dying:
+        assert not self.is_closed, "a step for ranks that the engine knows to be gone"
+        if self.is_dead or self.is_dying:
             return
         guilty = self.world.scenario.poison_in(plan, self.world.driver.scheduler.running)
         for request_id in guilty:
@@ -138,22 +151,23 @@ class Group:
             self.is_dying = True
             self.is_dead = self.world.rng.random() < 0.3
             return
-        assert self._lane is not None, "a group that was not started runs a step"
-        self._lane.launch(plan)
+        assert self.lane is not None, "a group that was not started runs a step"
+        self.lane.launch(plan)
 
     def mask(self, mask: StepMask) -> None:
         if not (self.is_closed or self.is_dead):
-            assert self._lane is not None
-            self._lane.mask(mask)
+            assert self.lane is not None
+            self.lane.mask(mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Steps run when they are launched."""
 
     def result(self, step_id: int) -> StepResult:
-        if self.is_closed or self.is_dead or self._lane is None or not self._lane.results:
+        if self.is_closed or self.is_dead or self.lane is None or not self.lane.results:
             self.is_dead = self.is_dead or self.is_dying
             raise WorkerError(f"step {step_id} failed: rank 1 died")
-        return self._lane.results.popleft()
+        self.lane.rank.note_read(step_id)
+        return self.lane.results.popleft()
 
     def close(self) -> None:
         self.is_closed = True
@@ -176,17 +190,25 @@ class Watch:
         return "rank 0 has not moved" if self._looks > 3 else None
 
 
-class NoSpares:
-    """Groups are made of new processes."""
+class Standby:
+    """Sometimes a group stands by; otherwise groups are made of new processes."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, maker: Any, *_: Any) -> None:
+        self._maker = maker
+        self._present: Group | None = None  # whose memory the group that stands by holds
 
-    def prepare(self, *, is_busy: bool) -> None:
-        pass
+    def prepare(self, present: Group, first: GroupReport, *, is_busy: bool) -> None:
+        if self._maker.world.happens("stands_by"):
+            self._present = present
 
-    def take(self) -> list[Any]:
-        return []
+    def take(self) -> tuple[Group | None, list[Any]]:
+        present, self._present = self._present, None
+        if present is None or present.lane is None:
+            return None, []
+        inherited, group = present.lane.rank, Group(self._maker)
+        group.take_over = functools.partial(group.take_over, inherited=inherited)  # type: ignore[method-assign]
+        self._maker.world.num_takeovers += 1
+        return group, []
 
 
 class Driver:
@@ -205,14 +227,16 @@ class Driver:
         kind = type(
             "SimulatedSupervisor",
             (world.parts.supervisor,),
-            {"make_group": Group, "make_watch": Watch, "make_spares": NoSpares},
+            {"make_group": Group, "make_watch": Watch, "make_standby": Standby},
         )
         self.supervisor = kind(
             maker,
             busy_since_s=lambda: self.loop.busy_since_s,
             has_work=lambda: self.loop.engine.has_work,
-            on_group=lambda group: self.loop.post(RanksReplaced(executor=group)),
-            on_lost=lambda epoch, _: self.loop.post(RanksLost(epoch=epoch)),
+            on_group=lambda group, cache_survives: self.loop.post(
+                RanksReplaced(executor=group, cache_survives=cache_survives)
+            ),
+            on_lost=lambda epoch, _: self.loop.post(RanksLost()),
             on_dead=self.fail,
             clock=lambda: world.now_s,
         )
@@ -307,11 +331,12 @@ class World:
                 "call_lost": (0.05, 0.2),
                 "reply_lost": (0.05, 0.2),
                 "abort": (0.01,),
+                "stands_by": (0.05, 0.5),
             }.items()
         }
         self.now_s = 0.0
         self.num_turns = 0
-        self.num_losses = 0
+        self.num_losses = self.num_takeovers = 0
         self.is_calm = False
         self.groups: list[Group] = []
         self.later: deque[Callable[[], None]] = deque()

@@ -10,6 +10,9 @@ import ray
 
 from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import Spares
+from workers.memory.inheritance import RankMemory
+
+MEMORIES = [RankMemory(loaded="a"), RankMemory(loaded="b")]
 
 
 class World:
@@ -20,15 +23,15 @@ class World:
         self.made_s: list[float] = []
         self.placement = SimpleNamespace(places=lambda: [0, 1])
 
-    def create(self, place: int, spare_among: list[int]) -> Any:
-        assert place in spare_among
+    def create(self, place: int, spare_among: list[int], inherits: RankMemory | None) -> Any:
+        assert place in spare_among and inherits is MEMORIES[place]
         self.made_s.append(self.now_s - 100.0)
         warm = SimpleNamespace(remote=object)
         return SimpleNamespace(actor=SimpleNamespace(wait_until_warm=warm), process=None)
 
     def run(self, spares: Spares, *, until_s: float, is_busy: bool) -> None:
         while self.now_s < 100.0 + until_s:
-            spares.prepare(is_busy=is_busy)
+            spares.prepare(MEMORIES, is_busy=is_busy)
             self.now_s += 0.5
 
 
@@ -57,7 +60,7 @@ def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None
     """One that comes before there were any takes none, and starts processes of its own."""
     spares = spares_in(world)
     assert spares.take() == []
-    spares.prepare(is_busy=True)
+    spares.prepare(MEMORIES, is_busy=True)
     assert world.made_s == [0.0] * 2
 
 

@@ -72,17 +72,17 @@ class Watch:
         return why
 
 
-class NoSpares:
-    def __init__(self, maker: World, kind: str) -> None:
+class NoStandby:
+    def __init__(self, maker: World, kind: str, make_group: type[Group]) -> None:
         self.world = maker
 
-    def prepare(self, *, is_busy: bool) -> None:
+    def prepare(self, present: Group, first: GroupReport, *, is_busy: bool) -> None:
         pass
 
-    def take(self) -> list[Any]:
+    def take(self) -> tuple[None, list[Any]]:
         if self.world.take_failures:
             raise self.world.take_failures.popleft()
-        return []
+        return None, []
 
 
 class AtOnce:
@@ -112,13 +112,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 def serving(world: World) -> Supervisor:
     """A supervisor whose first group serves."""
-    parts = {"make_group": Group, "make_watch": Watch, "make_spares": NoSpares}
+    parts = {"make_group": Group, "make_watch": Watch, "make_standby": NoStandby}
     maker: Any = world
     supervisor: Supervisor = type("SupervisorOfFakes", (Supervisor,), parts)(
         maker,
         busy_since_s=lambda: None,
         has_work=lambda: False,
-        on_group=lambda group: None,
+        on_group=lambda group, cache_survives: None,
         on_lost=lambda epoch, why: world.lost.append(epoch),
         on_dead=world.dead.append,
         clock=lambda: world.now_s,
@@ -245,6 +245,6 @@ def test_spares_that_cannot_be_made_now_are_made_later(
     maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
     spares = Spares(maker, "warm")
     for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
-        spares.prepare(is_busy=False)
+        spares.prepare([], is_busy=False)
     assert 3 <= num_tries < 20
     assert "spares are made later: the placement group has bundles without a node" in caplog.text

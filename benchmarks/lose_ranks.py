@@ -1,0 +1,141 @@
+"""What the death of a rank costs streams with long contexts: `python -m benchmarks.lose_ranks`.
+
+Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
+rank again and again, and prints one JSON line: seconds from the kill to the next token of each
+stream (median over all, and the worst), and tokens that were computed again. With `--after-s` it
+does not wait until a group stands by. Every stream is compared with one that nothing has disturbed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import threading
+import time
+from typing import Any
+
+import ray
+
+from benchmarks.common import QWEN3_0_6B, QWEN3_60M, machine, model_or_random
+from cluster import LLM
+from scheduler.params import SamplingParams
+
+SHAPES = {"60m": QWEN3_60M, "0.6b": QWEN3_0_6B}
+LIMIT_S = 180.0
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV}
+
+
+class Streams:
+    """Streams of the same prompts, in threads; the tokens and when each came."""
+
+    def __init__(self, llm: LLM, prompts: list[list[int]], num_tokens: int) -> None:
+        params = [
+            SamplingParams(max_tokens=num_tokens, ignore_eos=True, temperature=0.0) for _ in prompts
+        ]
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.came_s: list[list[float]] = [[] for _ in prompts]
+        self._threads = [
+            threading.Thread(target=self._follow, args=(llm, index, *one), daemon=True)
+            for index, one in enumerate(zip(prompts, params, strict=True))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, llm: LLM, index: int, prompt: list[int], params: SamplingParams) -> None:
+        for chunk in llm.stream(prompt, params):
+            self.tokens[index] += chunk.token_ids
+            self.came_s[index] += [time.monotonic()] * len(chunk.token_ids)
+
+    def wait_for(self, at_s: float, count: int = 1) -> list[float]:
+        """For each stream, when its `count`th token after `at_s` came."""
+        until_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < until_s:
+            later = [[moment for moment in came_s if moment > at_s] for came_s in self.came_s]
+            if all(len(moments) >= count for moments in later):
+                return [moments[count - 1] for moments in later]
+            time.sleep(0.002)
+        raise SystemExit("a stream got no token in time")
+
+    def join(self) -> None:
+        for thread in self._threads:
+            thread.join(LIMIT_S)
+
+
+def wait_until_someone_stands_by(llm: LLM) -> None:
+    until_s = time.monotonic() + LIMIT_S
+    while time.monotonic() < until_s:
+        processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+        if "spare 0" in processes and llm.stats().is_ready:
+            return
+        time.sleep(0.05)
+    raise SystemExit("no group stands by")
+
+
+def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    rng = random.Random(1)
+    prompts = [[rng.randrange(1000) for _ in range(args.context)] for _ in range(args.streams)]
+    options: dict[str, Any] = {
+        "tensor_parallel_size": args.tp,
+        "spares": args.spares,
+        "stuck_after_s": 5.0,
+        "max_model_len": args.context + args.tokens + 64,
+        "num_kv_blocks": args.streams * (-(-(args.context + args.tokens) // 64) + 1),
+        "log_level": args.log_level,
+    }
+    gaps_s: list[float] = []
+    computed_again: list[int] = []
+    num_wrong = 0
+    with LLM(model, device="cpu", **options) as llm:
+        undisturbed = Streams(llm, prompts, args.tokens)
+        undisturbed.join()
+        for kill in range(args.kills):
+            if args.after_s < 0:
+                wait_until_someone_stands_by(llm)
+            streams = Streams(llm, prompts, args.tokens)
+            streams.wait_for(0.0, 20)
+            time.sleep(max(0.0, args.after_s))
+            processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+            before = llm.stats().num_recomputed_tokens
+            killed_s = time.monotonic()
+            os.kill(processes[f"rank {kill % args.tp}"].pid, SIGNALS[args.signal])
+            # Tokens that were on their way come a moment later.
+            gaps_s += [moment - killed_s for moment in streams.wait_for(killed_s + 0.05)]
+            computed_again.append(llm.stats().num_recomputed_tokens - before)
+            streams.join()
+            num_wrong += sum(
+                tokens != expected
+                for tokens, expected in zip(streams.tokens, undisturbed.tokens, strict=True)
+            )
+    return {
+        "next_token_s_median": round(statistics.median(gaps_s), 3),
+        "next_token_s_worst": round(max(gaps_s), 3),
+        "computed_again_per_kill": statistics.median(computed_again),
+        "computed_again_worst": max(computed_again),
+        "streams_that_differ": num_wrong,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the death of a rank costs.")
+    parser.add_argument("--shape", choices=SHAPES, default="60m")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--context", type=int, default=2000)
+    parser.add_argument("--tokens", type=int, default=120)
+    parser.add_argument("--kills", type=int, default=5)
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--signal", choices=SIGNALS, default="kill")
+    parser.add_argument("--spares", default="warm")
+    parser.add_argument("--after-s", type=float, default=-1.0)
+    parser.add_argument("--log-level", default="warning")
+    args = parser.parse_args()
+    with model_or_random(None, SHAPES[args.shape]) as model:
+        row = measure(args, model)
+    print(json.dumps({"machine": machine(), **vars(args), **row}))
+
+
+if __name__ == "__main__":
+    main()

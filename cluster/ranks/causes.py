@@ -1,0 +1,221 @@
+"""Why a process ended, and whether memory that it shared can be trusted after it.
+
+    killed    by a signal from outside: SIGTERM, or SIGKILL of a fence or of the OOM killer
+    exited    by itself, with an exit code: `os._exit`, or an exception that nobody caught
+    crashed   by any other signal, such as SIGSEGV or SIGABRT: it may have written anywhere
+    unknown   nothing tells; counts as a crash
+
+Ranks are children of the raylet, and only a parent can wait for a process. So there are two other
+sources, of which one is enough, and a crash that either of them tells is one:
+
+The kernel keeps the status of a process for those who opened a pidfd while it lived, and tells it
+when the parent has read it. Linux 6.15 or later.
+
+Last words: a process that crashes says so in its mark, which outlives it in whoever has it open.
+On older kernels, a process that promised to speak and died in silence counts as killed. Some
+crashes are silent: if the stack of a thread other than the main one overflows (nothing but that
+stack was written); if not even the handler can run, because thread-local storage is destroyed; and
+SIGTRAP and SIGSYS.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import re
+import select
+import signal
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+
+from cluster.ranks.processes import ProcessId, has_pidfds, open_pidfd
+
+SIGNALS_FROM_OUTSIDE = {
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGKILL,
+}
+
+# linux/pidfd.h: the first published `struct pidfd_info`, with the mask first and the status last
+PIDFD_INFO = struct.Struct("=QQ11Ii")
+PIDFD_INFO_EXIT = 1 << 3
+PIDFD_GET_INFO = 0xC000_0000 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+
+PROMISE = b"If this process crashes, it says so here.\n"
+CRASH = b"Fatal Python error: "  # how `faulthandler` begins
+
+SPOILING_ERRORS = re.compile(
+    "AcceleratorError|CUDA error|CUDA driver error|Triton Error|Cuda failure|unhandled ?cuda ?error"
+    "|cudaError|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_"
+    r"|\bSystemError"  # the interpreter finds itself in an impossible state
+    "|sampled different tokens|runs another operation",  # ranks contradict each other
+    re.IGNORECASE,
+)
+
+
+class EndingKind(Enum):
+    """See the table at the top."""
+
+    KILLED = "killed"
+    EXITED = "exited"
+    CRASHED = "crashed"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a process ended. text: for a message, as "SIGKILL" or "exit code 1". last_words: of a
+    crash, the Python stack of each thread.
+    """
+
+    kind: EndingKind
+    text: str
+    last_words: str = ""
+
+    @property
+    def may_have_written_anywhere(self) -> bool:
+        return self.kind in (EndingKind.CRASHED, EndingKind.UNKNOWN)
+
+
+def leave_last_words(mark_fd: int) -> None:
+    """Promise that this process says in its mark when it crashes. For one that is watched: these
+    words reach no log by themselves.
+
+    Replaces the handlers that Ray installs, and thus Ray's report. They allocate memory, so if the
+    heap is destroyed, they hang before a handler that was there earlier gets to write.
+    """
+    if mark_fd < 0:
+        return
+    faulthandler.disable()  # enabling what is enabled would leave Ray's handlers in front
+    faulthandler.enable(file=os.fdopen(os.dup(mark_fd), "w"), all_threads=True)
+    os.write(mark_fd, PROMISE)
+
+
+class DeathWatch:
+    """Tells how a process of this node ended. To be created while it lives, by another process of
+    its engine: one that holds a mark open counts as marked (`end_marked`). Keeps two files open.
+    Without pidfds, every ending is unknown.
+    """
+
+    def __init__(self, process: ProcessId) -> None:
+        self._pidfd = self._mark_fd = -1
+        if not has_pidfds():
+            return
+        with suppress(OSError):
+            # Not blocking, because by now this may be another process with other files.
+            mark_path = f"/proc/{process.pid}/fd/{process.mark_fd}"
+            self._mark_fd = os.open(mark_path, os.O_RDONLY | os.O_NONBLOCK)
+        # After that: if the process still has its number, it had it above.
+        pidfd = open_pidfd(process.pid, process.start_ticks)
+        if pidfd is None:
+            self.close()
+        else:
+            self._pidfd = pidfd
+
+    def close(self) -> None:
+        """Close the files; from then on, the ending is unknown."""
+        for descriptor in {self._pidfd, self._mark_fd} - {-1}:
+            os.close(descriptor)
+        self._pidfd = self._mark_fd = -1
+
+    def ending(self, limit_s: float) -> Ending:
+        """How the process ended. Waits up to `limit_s` for its end, and for its parent to notice.
+        May be asked again.
+        """
+        deadline_s = time.monotonic() + limit_s
+        if self._pidfd == -1:
+            return Ending(kind=EndingKind.UNKNOWN, text="it was not watched when it ended")
+        if not self._wait(select.POLLIN, deadline_s):
+            return Ending(kind=EndingKind.UNKNOWN, text=f"it did not end within {limit_s:g} s")
+        status = None
+        with suppress(OSError):  # a kernel that does not tell
+            status = _status(self._pidfd)
+            if status is None and self._wait(0, deadline_s):
+                status = _status(self._pidfd)
+        return _ending(status, self._last_words())
+
+    def _wait(self, events: int, deadline_s: float) -> bool:
+        """Wait for the end (`POLLIN`), or for the parent to have noticed (no events)."""
+        poller = select.poll()
+        poller.register(self._pidfd, events)
+        return bool(poller.poll(1e3 * max(0.0, deadline_s - time.monotonic())))
+
+    def _last_words(self) -> str | None:
+        """What the process said of its crash, "" if it said nothing; None without a promise."""
+        if self._mark_fd == -1:
+            return None
+        text = os.pread(self._mark_fd, os.fstat(self._mark_fd).st_size, 0)
+        if PROMISE not in text:
+            return None
+        begin = text.find(b"\n" + CRASH)
+        return "" if begin == -1 else text[begin:].decode(errors="replace").strip()
+
+
+def _status(pidfd: int) -> int | None:
+    """The status of a process, as of `waitpid`; None before its parent has read it. Raises
+    `OSError` if this kernel does not tell.
+    """
+    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
+    mask, *_, status = PIDFD_INFO.unpack(info)
+    return int(status) if mask & PIDFD_INFO_EXIT else None
+
+
+def _ending(status: int | None, last_words: str | None) -> Ending:
+    """`status`: None if the kernel did not tell. `last_words`: see `_last_words`."""
+    status_text = "" if status is None else _status_text(status)
+    if last_words:  # even if it was killed later, because its crash hung
+        crash = last_words.splitlines()[0].removeprefix(CRASH.decode())
+        text = f"{crash}, {status_text}" if status_text else crash
+        return Ending(kind=EndingKind.CRASHED, text=text, last_words=last_words)
+    if status is not None:
+        kind = EndingKind.EXITED
+        if os.WIFSIGNALED(status):
+            is_from_outside = os.WTERMSIG(status) in SIGNALS_FROM_OUTSIDE
+            kind = EndingKind.KILLED if is_from_outside else EndingKind.CRASHED
+        return Ending(kind=kind, text=status_text)
+    if last_words is not None:
+        return Ending(kind=EndingKind.KILLED, text="killed, or ended by itself, without a crash")
+    return Ending(kind=EndingKind.UNKNOWN, text="neither the kernel nor the process told")
+
+
+def _status_text(status: int) -> str:
+    if not os.WIFSIGNALED(status):
+        return f"exit code {os.WEXITSTATUS(status)}"
+    try:
+        return signal.Signals(os.WTERMSIG(status)).name
+    except ValueError:  # a real-time signal
+        return f"signal {os.WTERMSIG(status)}"
+
+
+def may_have_spoiled_memory(error: BaseException | str) -> bool:
+    """Whether what a living rank reports, an error or its message, means that the memory of the
+    ranks cannot be trusted: an error of the device, or of the interpreter, or ranks that contradict
+    each other. Other exceptions, no room, a peer that is gone: no.
+    """
+    if isinstance(error, str):
+        return SPOILING_ERRORS.search(error) is not None
+    return any(
+        SPOILING_ERRORS.search(f"{type(cause).__name__}: {cause}") for cause in _with_causes(error)
+    )
+
+
+def _with_causes(error: BaseException) -> list[BaseException]:
+    """An error and all that led to it, each once: two may name each other as their cause."""
+    errors = [error]
+    for current in errors:  # which grows
+        causes = (
+            current.__cause__,
+            current.__context__,
+            getattr(current, "cause", None),
+        )  # the last: Ray's
+        for cause in causes:
+            if isinstance(cause, BaseException) and not any(cause is other for other in errors):
+                errors.append(cause)
+    return errors

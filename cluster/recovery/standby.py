@@ -1,0 +1,112 @@
+"""A group of ranks that stands by: on a CPU, spares that hold the memory of the present ranks, have
+met each other and are ready to run a step. They take over with one call per rank.
+
+Spares become such a group as soon as they are warm. Where there is none, since it is not ready, has
+lost a process, or the ranks compute on GPUs, spares take the places of ranks one by one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from cluster.error_kinds import kind_of, reason_of
+from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
+from cluster.ranks.processes import on_this_node, watch_here
+from cluster.recovery.spares import Spares
+
+# How long a group that is about to stand by is waited for when it has to take over.
+START_LIMIT_S = 10.0
+
+logger = logging.getLogger("eagleray.driver")
+
+
+class Standby:
+    """Spares and the group that they form, made in the background. One thread."""
+
+    def __init__(
+        self, rank_maker: RankMaker, mode: str, make_group: Callable[..., RankGroup] = RankGroup
+    ) -> None:
+        self._rank_maker = rank_maker
+        self._make_group = make_group
+        self._spares = Spares(rank_maker, mode)
+        self._forms_groups = rank_maker.config.device == "cpu"
+        self._group: RankGroup | None = None
+        self._start: Future[None] | None = None  # of the group
+        self._has_lost_process = False
+        self._executor = ThreadPoolExecutor(1, "stand-by")
+
+    def prepare(self, present: RankGroup, first_report: GroupReport, *, is_busy: bool) -> None:
+        """Make spares for the present group if they are due, and a group of them when they are
+        warm.
+        """
+        if self._group is None:
+            self._spares.prepare([handle.memory for handle in present.ranks], is_busy=is_busy)
+            if self._forms_groups and self._spares.are_warm:
+                self._stand_by(self._spares.hand_over(), first_report)
+        elif self._has_failed():
+            self._drop_group()
+
+    def ready(self) -> list[RankHandle]:
+        """The processes that could take over at once. Any thread."""
+        group, start = self._group, self._start
+        if group is None or start is None:
+            return [] if self._forms_groups else self._spares.ready()
+        has_started = start.done() and start.exception() is None
+        return list(group.ranks) if has_started else []
+
+    def take(self) -> tuple[RankGroup | None, list[RankHandle | None]]:
+        """The group that stands by, or the spares by rank, as far as there are any. The next ones
+        are made as soon as the engine serves again: a rank that failed once may fail again.
+        """
+        group = self._group
+        if group is not None and self._has_failed(START_LIMIT_S):
+            self._drop_group()
+            group = None
+        self._group = self._start = None
+        return group, self._spares.take()
+
+    def close(self) -> None:
+        """End all of these processes."""
+        if self._group is not None:
+            self._group.close()
+        self._spares.close()
+
+    def _stand_by(self, spares: Seq[RankHandle], first_report: GroupReport) -> None:
+        self._has_lost_process = False
+        self._group = group = self._make_group(self._rank_maker, ranks=spares)
+        processes = on_this_node([spare.process for spare in spares])
+        watch_here(processes, lambda _: self._note_end(group))
+        self._start = self._executor.submit(group.stand_by, first_report)
+
+    def _note_end(self, group: RankGroup) -> None:
+        """A process of a group has ended, which may have taken over since."""
+        if group is self._group:
+            self._has_lost_process = True
+
+    def _has_failed(self, limit_s: float = 0.0) -> bool:
+        """Whether the group cannot take over, after at most `limit_s`. Raises an error of its start
+        that is a bug.
+        """
+        assert self._start is not None
+        if self._has_lost_process:
+            return True
+        if not limit_s and not self._start.done():
+            return False
+        try:
+            self._start.result(limit_s)
+        except Exception as error:
+            if not (isinstance(error, TimeoutError) or kind_of(error).is_transient):
+                raise
+            logger.warning("no group stands by: %s", reason_of(error).split("\n")[0])
+            return True
+        return False
+
+    def _drop_group(self) -> None:
+        """End the group; its spares are made anew."""
+        group, self._group, self._start = self._group, None, None
+        assert group is not None
+        group.close()
+        self._spares.delay()

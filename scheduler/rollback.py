@@ -1,0 +1,41 @@
+"""Back to the last step whose result was read, when ranks are lost and their KV cache is not.
+
+Steps run in order, so a result that was read proves that the cache holds what its step and all
+before it have stored. What the steps after it have stored, in part or in full, nobody knows, and
+need not: they are run again, and store the same values in the same places. Two kinds of blocks are
+in the way, and both are given back:
+
+    given away since     a sequence that was preempted, or has ended, holds them no more, and the
+                         one that got them counts as computed only what was read
+    published since      the block manager withdraws them; whoever shares them was admitted after
+                         that, so all it has computed is in steps that are lost: it waits again
+
+What is left is a count per sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from scheduler.sequence import Sequence
+from scheduler.steps import SubmittedStep
+
+
+def roll_back(running: Iterable[Sequence], submitted: Iterable[SubmittedStep]) -> None:
+    """Set `num_computed` of running sequences to what they had computed before the `submitted`
+    steps, whose results are lost. A sequence keeps its slot while it runs, so its tokens in a plan
+    are those of its slot.
+    """
+    steps = [
+        (step.step_id, dict(zip(step.plan.slots, step.plan.num_new_tokens, strict=True)))
+        for step in submitted
+    ]
+    for seq in running:
+        num_undone = sum(
+            num_new_by_slot.get(seq.slot, 0)
+            for step_id, num_new_by_slot in steps
+            if step_id >= seq.admitted_step_id
+        )
+        num_before = seq.num_computed + seq.num_retracted - num_undone
+        # The last token that is known was sampled; the step after that computes it.
+        seq.num_computed = min(num_before, len(seq.token_ids) - 1)

@@ -1,0 +1,174 @@
+"""Block managers and schedulers that go back to the last step that was read with one bug each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from scheduler.block_manager import NO_STEP, BlockManager, BlockUser
+from scheduler.scheduler import Scheduler
+from scheduler.sequence import Sequence
+
+# -- what is published -----------------------------------------------------------------------------
+
+
+class LostPublicationsAreKept(BlockManager):
+    """What was published for steps that are lost can still be found."""
+
+    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        self._published_after.clear()
+
+
+class LostBlockIsKept(BlockManager):
+    """One of the blocks that were published for lost steps can still be found."""
+
+    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        if self._published_after:
+            self._published_after.pop()
+        super().roll_back(step_id, users)
+
+
+class WithdrawnBlockStaysInTheIndex(BlockManager):
+    """A block is forgotten, but not its entry in the index."""
+
+    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        index = dict(self._index)
+        super().roll_back(step_id, users)
+        self._index = index
+
+
+class WithdrawnBlockCountsAsPublished(BlockManager):
+    """Sequences do not hear that their blocks were withdrawn."""
+
+    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        super().roll_back(step_id, ())
+
+
+class ConfirmedOneStepEarly(BlockManager):
+    """A step counts as read when the one before it is."""
+
+    def confirm(self, step_id: int) -> None:
+        super().confirm(step_id + 1)
+
+
+class PublishedAfterAnEarlierStep(BlockManager):
+    """Blocks are noted with the step before the one that fills them."""
+
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+        super().publish(seq, num_tokens, step_id - 1)
+
+
+# -- what was computed -----------------------------------------------------------------------------
+
+
+class _RollsBack(Scheduler):
+    """Does something to each sequence that goes on, after or before the scheduler does its part."""
+
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        undo = [self._before(seq) for seq in self.running]
+        convicted = super().start_epoch(cache_survives=cache_survives)
+        for sequence, change in zip(list(self.running), undo, strict=False):
+            change()
+            self._after(sequence)
+        return convicted
+
+    def _before(self, seq: Sequence) -> Callable[[], None]:
+        return lambda: None
+
+    def _after(self, seq: Sequence) -> None:
+        pass
+
+
+class OneTokenAhead(_RollsBack):
+    """A sequence skips one token."""
+
+    def _after(self, seq: Sequence) -> None:
+        seq.num_computed += 1
+
+
+class OneTokenBehind(_RollsBack):
+    """A sequence computes one token again that was computed."""
+
+    def _after(self, seq: Sequence) -> None:
+        seq.num_computed = max(1, seq.num_computed - 1)
+
+
+class NothingIsUndone(_RollsBack):
+    """A sequence goes on after the steps that are lost."""
+
+    def _before(self, seq: Sequence) -> Callable[[], None]:
+        num_computed = seq.num_computed
+
+        def restore() -> None:
+            seq.num_computed = min(num_computed, len(seq.token_ids) - 1)
+
+        return restore
+
+
+class LateArrivalsAreKept(_RollsBack):
+    """Sequences that were admitted in lost steps keep the blocks that they share."""
+
+    def _before(self, seq: Sequence) -> Callable[[], None]:
+        seq.admitted_step_id = -1
+        return super()._before(seq)
+
+
+class RowsAreNotSentAgain(_RollsBack):
+    """New ranks are expected to know the rows of the old ones."""
+
+    def _after(self, seq: Sequence) -> None:
+        seq.lacks_row = False
+
+
+class OldStepsStayValid(_RollsBack):
+    """A sequence drops the tokens of the new epoch up to the step where it was retracted."""
+
+    def _before(self, seq: Sequence) -> Callable[[], None]:
+        valid_from_step = seq.valid_from_step
+
+        def restore() -> None:
+            seq.valid_from_step = valid_from_step
+
+        return restore
+
+
+class RetractedTokensAreNotCounted(Scheduler):
+    """What retracted steps compute is taken off although it was not added."""
+
+    def retract(self, seq: Sequence) -> None:
+        super().retract(seq)
+        seq.num_retracted = 0
+
+
+class BlockIsGivenAwayTwice(Scheduler):
+    """The last block of a sequence that goes on is free, too."""
+
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        convicted = super().start_epoch(cache_survives=cache_survives)
+        for seq in self.running[:1]:
+            block = self.block_manager.blocks[seq.block_table[-1]]
+            self.block_manager._free[block.block_id] = block
+        return convicted
+
+
+class ReleasedSlotsAreSentAgain(Scheduler):
+    """New ranks are told to release the slots that old ranks had to."""
+
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        released_slots = list(self.queues.released_slots)
+        convicted = super().start_epoch(cache_survives=cache_survives)
+        self.queues.released_slots += released_slots
+        return convicted
+
+
+class SpoiledCacheIsTrusted(Scheduler):
+    """The cache is trusted although the ranks died of a fault that may have written anywhere."""
+
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        return super().start_epoch(cache_survives=True)
+
+
+class CacheIsNeverTrusted(Scheduler):
+    """Everything is computed again although the cache has survived."""
+
+    def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
+        return super().start_epoch()
