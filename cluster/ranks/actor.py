@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.ranks.causes import leave_last_words
 from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark
 from configs.engine import ResolvedConfig
@@ -59,6 +60,7 @@ class RankActor:
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
         self._process = mark(engine_id)
+        leave_last_words(self._process.mark_fd)
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._rank = rank

@@ -1,0 +1,150 @@
+"""Ranks that are lost while a group stands by: what they had computed is not computed again, unless
+their memory cannot be trusted.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import LLM
+from cluster.engine.driver import Driver
+from cluster.ranks.actor import RankActor
+from scheduler.params import SamplingParams
+from tests.cluster.processes import wait_until
+from tests.cluster.recovery.load import History, Load, cases, compare
+from tests.cluster.recovery.test_recovery import (
+    LIMIT_S,
+    OPTIONS,
+    kill,
+    processes_of,
+    wait_for_recovery,
+    wait_until_ready,
+)
+from workers import faults
+
+pytestmark = [pytest.mark.engine, pytest.mark.programs]
+CASES = cases(16, tokens=60)
+
+
+class ScribblingRank(RankActor):
+    """Writes over the whole KV cache and dies of it, once, when the file `scribble.RANK` is
+    there.
+    """
+
+    @ray.method(concurrency_group="steps")
+    def step(self, *pieces: bytes) -> bytes:
+        armed = Path(os.environ[faults.VARIABLE]) / f"scribble.{self._rank}"
+        if armed.exists():
+            armed.unlink()
+            runner = self._wait_for_worker()._runner
+            assert runner is not None
+            runner.cache.tensor.uniform_(-9.0, 9.0)
+            os.kill(os.getpid(), signal.SIGSEGV)
+        run: Any = super().step
+        result: bytes = run(*pieces)
+        return result
+
+
+class ScribblingDriver(Driver):
+    """A driver of such ranks."""
+
+    rank_actor = ScribblingRank
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def engine(users_ray: None, folder: Path) -> Iterator[LLM]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(faults.VARIABLE, str(folder))
+        patch.setattr("cluster.engine.start.Driver", ScribblingDriver)
+        with LLM(**OPTIONS) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(engine: LLM) -> list[History]:
+    """An undisturbed run."""
+    return Load(engine, CASES).wait(LIMIT_S)
+
+
+def wait_until_a_group_stands_by(llm: LLM) -> None:
+    wait_until_ready(llm)
+    wait_until(lambda: "spare 1" in processes_of(llm), "a group that stands by", LIMIT_S)
+
+
+def lose(engine: LLM, expected: list[History], action: Any) -> int:
+    """Lose ranks by an action under load; how many tokens were computed again."""
+    wait_until_a_group_stands_by(engine)
+    before = engine.stats()
+    load = Load(engine, CASES)
+    for _ in range(3):
+        load.wait_for_news(10.0)
+    action()
+    wait_for_recovery(engine, before.num_recoveries)
+    assert compare(CASES, load.wait(LIMIT_S), expected) == []
+    after = engine.stats()
+    assert after.num_recoveries == before.num_recoveries + 1
+    assert after.num_free_blocks == after.num_blocks
+    return after.num_recomputed_tokens - before.num_recomputed_tokens
+
+
+def test_what_lost_ranks_had_computed_is_not_computed_again(
+    engine: LLM, expected: list[History], folder: Path
+) -> None:
+    """One that is killed, one in the middle of a step, one that raises, one that stops."""
+    for action in (
+        lambda: kill(engine, "rank 0"),
+        lambda: (folder / "forward.1").write_text("kill 3"),
+        lambda: (folder / "sample.0").write_text("raise"),
+        lambda: kill(engine, "rank 1", signal.SIGSTOP),
+    ):
+        assert lose(engine, expected, action) == 0
+
+
+def test_the_cache_of_a_rank_that_may_have_written_anywhere_is_not_trusted(
+    engine: LLM, expected: list[History], folder: Path
+) -> None:
+    assert lose(engine, expected, lambda: (folder / "scribble.1").touch()) > 0
+
+
+def test_prefixes_are_found_after_ranks_were_lost(engine: LLM) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0)
+    prompt = list(range(300))
+    [before] = engine.generate(prompt, params)
+    wait_until_a_group_stands_by(engine)
+    num_recoveries = engine.stats().num_recoveries
+    kill(engine, "rank 1")
+    wait_for_recovery(engine, num_recoveries)
+    [after] = engine.generate(prompt, params)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert after.num_cached_tokens >= 256
+
+
+def test_rank_and_spare_may_die_at_once(engine: LLM, expected: list[History]) -> None:
+    def kill_both() -> None:
+        kill(engine, "spare 0")
+        kill(engine, "rank 0")
+
+    assert lose(engine, expected, kill_both) > 0
+
+
+def test_a_group_whose_process_dies_is_replaced(engine: LLM) -> None:
+    wait_until_a_group_stands_by(engine)
+    killed = kill(engine, "spare 1")
+
+    def is_replaced() -> bool:
+        spare = processes_of(engine).get("spare 1")
+        return spare is not None and spare.pid != killed
+
+    wait_until(is_replaced, "the next group that stands by", LIMIT_S)
