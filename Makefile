@@ -16,9 +16,10 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# Tests that start engines run one after another, the others in three processes, since some wait.
+# Tests that start engines run one after another, the others in three processes, since some wait. A
+# process takes neighbors, which share what they prepare; one that is done takes over from others.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 3 -m "not engine"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine"
 	$(BIN)/python -m pytest -m "engine and not programs and not nodes" tests/cluster
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.

@@ -28,6 +28,9 @@ from scheduler.params import SamplingParams
 API_DEPLOYMENT_NAME = "api"
 MAX_ONGOING_REQUESTS = 100_000  # so that our own limits are reached before Serve's
 MAX_STARTS = 2  # of a replica, before Serve gives up
+# How long a replica without Serve's proxy waits before it ends, and between looks at what still
+# runs: its requests come past Serve, so it need not wait until Serve's routers know that it ends.
+END_PERIOD_S = 0.1
 
 logger = logging.getLogger("eagleray")
 
@@ -59,6 +62,8 @@ def application(config: ServeConfig) -> serve.Application:
         "ray_actor_options": {"num_cpus": 0, "runtime_env": actor_environment()},
         "logging_config": {"enable_access_log": False},
     }
+    if config.listens_itself:
+        shared_options["graceful_shutdown_wait_loop_s"] = END_PERIOD_S
     engine_options: dict[str, Any] = shared_options | {
         "name": DEPLOYMENT_NAME,
         "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],

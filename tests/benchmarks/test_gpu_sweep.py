@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,17 +14,16 @@ from benchmarks.gpu_check_speed import Pool
 from benchmarks.gpu_sweep import Case, best_of, line_of
 from kernels.gpu.attention_launch import Launch
 from tests.benchmarks.gpu_check_small import small
-from tests.kernels.gpu_device import DEVICE
+from tests.kernels.gpu_device import DEVICE, PYTHON
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_every_launch_is_timed_and_written(tmp_path: Path) -> None:
     out = tmp_path / "made" / "sweep.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_sweep", "--small", "--out", str(out)]
-    environment = os.environ | ({} if DEVICE.type == "cuda" else {"TRITON_INTERPRET": "1"})
+    command = [*PYTHON, "benchmarks.gpu_sweep", "--small", "--out", str(out)]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     record = json.loads(out.read_text())

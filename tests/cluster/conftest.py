@@ -30,6 +30,13 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "spares": "off",
 }
+SETTINGS_OF_RAY = {
+    # Ray Serve looks at its proxy every 10 s otherwise, and replaces it after three looks.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # Twelve processes would be started in advance, which actors of ours cannot use.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -53,13 +60,16 @@ def users_ray() -> Iterator[None]:
     """
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=12,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS_OF_RAY.items():
+            patch.setenv(name, value)
+        ray.init(
+            address="local",
+            num_cpus=12,
+            num_gpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
     yield
     ray.shutdown()

@@ -25,6 +25,16 @@ def command_of(pid: int) -> str | None:
     return None if state == "Z" else command
 
 
+def state_of(pid: int) -> str:
+    """The state of a process as one letter, such as T for one that is stopped; empty if it is
+    gone.
+    """
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+    except OSError:
+        return ""
+
+
 def family(session: int) -> set[int]:
     """Living processes of a session: everything that Ray starts stays in the session of the program
     that started it.

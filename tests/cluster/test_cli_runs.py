@@ -92,14 +92,19 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
     assert first[1]["token_ids"] == first[2]["token_ids"]
 
 
+@pytest.fixture
+def endless(tmp_path: Path) -> Path:
+    """Requests that take minutes."""
+    params = {"max_tokens": 230, "ignore_eos": True}
+    lines = [{"prompt_token_ids": [i, 2, 3], "sampling_params": params} for i in range(300)]
+    return write_requests(tmp_path / "endless.jsonl", lines)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
-    small_model: SmallModel, tmp_path: Path, number: signal.Signals
+    small_model: SmallModel, endless: Path, number: signal.Signals
 ) -> None:
-    endless = {"max_tokens": 230, "ignore_eos": True}
-    lines = [{"prompt_token_ids": [i, 2, 3], "sampling_params": endless} for i in range(300)]
-    path = write_requests(tmp_path / "in.jsonl", lines)
-    run = start("--model", small_model.path, "--tp", "2", "--input", path)
+    run = start("--model", small_model.path, "--tp", "2", "--input", endless)
     assert run.stderr is not None
     for line in run.stderr:
         if line.startswith("start:"):
@@ -122,10 +127,10 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
 
 @pytest.mark.parametrize("delay_s", [2.5, 5.0])
 def test_ctrl_c_during_start_leaves_nothing(
-    small_model: SmallModel, requests: Path, delay_s: float
+    small_model: SmallModel, endless: Path, delay_s: float
 ) -> None:
     """Ray finishes a start that has begun, so this takes longer on a busy machine."""
-    run = start("--model", small_model.path, "--tp", "2", "--input", requests)
+    run = start("--model", small_model.path, "--tp", "2", "--input", endless)
     time.sleep(delay_s)
     os.killpg(run.pid, signal.SIGINT)
     code, _, err = finish(run)

@@ -24,6 +24,7 @@ from cluster.ranks.group import RankHandle, RankMaker
 from cluster.resources.placement import Place
 from scheduler.errors import ConfigError, EngineDeadError, RequestError, WorkerError
 from tests.cluster.conftest import OPTIONS, SmallModel
+from tests.cluster.interpreted_rank import InterpretingDriver
 from tests.cluster.processes import OURS, listening, processes, wait_until
 from tests.workers.test_engine_exactness import NEAR_TIE, NUM_OUTPUT, first_difference, prompts
 
@@ -74,6 +75,7 @@ def test_triton_kernels_on_two_ranks_equal_transformers(
     all features on, for every third prompt.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("cluster.engine.start.Driver", InterpretingDriver)
     some = prompts()[::3]
     options = OPTIONS | {
         "attention_backend": "triton",

@@ -416,7 +416,7 @@ def test_the_death_of_the_engine_ends_requests_with_an_error() -> None:
         assert after.status_code == 503 and after.json()["error"]["code"] == "engine_dead"
         wait_until(lambda: http.get("/health").status_code == 503, 2.0)
         assert http.get("/live").status_code == 200
-        assert server.api.admission.num_open == 0
+        wait_until(lambda: server.api.admission.num_open == 0)
 
 
 def test_an_error_that_nobody_foresaw_has_a_body_and_no_words_of_its_own(

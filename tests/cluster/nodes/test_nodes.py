@@ -112,6 +112,7 @@ def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None
         host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]
         where += ["--autoscaling-config=/tmp/config.json", "--disable-usage-stats"]
+        where += ["--include-dashboard=false"]
         host.run(RAY, "start", "--head", *where, env=ENVIRONMENT | autoscaling.ENVIRONMENT)
         run_it = [sys.executable, "-m", f"tests.cluster.nodes.{program}", host.address]
         printed = host.run(*run_it, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=280.0)

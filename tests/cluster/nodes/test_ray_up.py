@@ -105,11 +105,11 @@ def test_hosts_are_brought_up_deployed_to_asked_and_torn_down(home: Path) -> Non
         launch = "cd ~/eagleray && .venv/bin/python launch.py"
         ray("up", "-y", "--no-config-cache", file)
         deploy = f"{launch} serve --detach --host 0.0.0.0 --tp 2 --device cpu"
-        assert "it stays" in ray("exec", file, deploy)
+        said = ray("exec", file, f"{deploy} && {launch} status")
+        assert "it stays" in said and "RUNNING" in said, said
         url = f"http://{made[0].address}:8000"
         answer = httpx.post(f"{url}/v1/chat/completions", json=SUM, timeout=30).json()
         assert answer["choices"][0]["message"]["content"] == "85", json.dumps(answer)
-        assert "RUNNING" in ray("exec", file, f"{launch} status")
         ray("exec", file, f"{launch} down eagleray")
         ray("down", "-y", file)
         for host in made:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import httpx
 
 from cluster.commands import top
 from configs.paths import CHECKOUT
@@ -16,6 +20,7 @@ from tests.cluster.processes import command_of, family
 
 # Logprobs make every token an event, whether or not it has text.
 LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "logprobs": 0}
+NUM_STREAMS, NUM_TOKENS = 16, 300
 
 
 def free_port() -> int:
@@ -56,6 +61,42 @@ def wait_until_idle(url: str, limit_s: float) -> None:
                 return
         assert time.monotonic() < until, (num_leases(), numbers)
         time.sleep(0.1)
+
+
+class Streams:
+    """Texts that are streamed over HTTP at the same time."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.num_tokens = [0] * NUM_STREAMS
+        self.ends = [""] * NUM_STREAMS
+        self._threads = ThreadPoolExecutor(NUM_STREAMS)
+        self._running = [self._threads.submit(self._follow, each) for each in range(NUM_STREAMS)]
+
+    def _follow(self, number: int) -> None:
+        asked = LONG | {
+            "max_tokens": NUM_TOKENS,
+            "stream": True,
+            "temperature": 1.0,
+            "seed": number,
+        }
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=asked, timeout=90) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    assert "error" not in event, event
+                    [choice] = event["choices"]
+                    self.num_tokens[number] += len((choice["logprobs"] or {}).get("tokens", []))
+                    self.ends[number] = choice["finish_reason"] or ""
+
+    def all_run(self) -> bool:
+        return min(self.num_tokens) > 3
+
+    def wait(self, limit_s: float) -> None:
+        done, _ = wait(self._running, limit_s)
+        assert len(done) == NUM_STREAMS, self.num_tokens
+        for each in done:
+            each.result()
 
 
 class Program:

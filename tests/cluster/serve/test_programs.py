@@ -51,12 +51,14 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Prog
     threads = [threading.Thread(target=stream) for _ in range(32)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
-    program.process.send_signal(signal.SIGTERM)
-    until = time.monotonic() + 10
-    while (status := httpx.get(f"{program.url}/health").status_code) != 503:
-        assert status == 200 and time.monotonic() < until
-    refused = httpx.post(f"{program.url}/v1/completions", json=LONG)
+    # A client of its own for each question would take longer to make than a stream to end.
+    with httpx.Client(base_url=program.url) as client:
+        wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
+        program.process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 10
+        while (status := client.get("/health").status_code) != 503:
+            assert status == 200 and time.monotonic() < until
+        refused = client.post("/v1/completions", json=LONG)
     assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     for thread in threads:
         thread.join(60)

@@ -17,6 +17,7 @@ from cluster.client.outputs import Chunk, RequestOutput
 from scheduler.params import SamplingParams
 from tests.cluster.api.browser import Watched, browser
 from tests.cluster.serve.served import LONG, wait_until_idle
+from tests.cluster.test_examples import run
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SUM: Any = {"role": "user", "content": "What is 47 + 38?"}
@@ -88,6 +89,14 @@ def test_every_required_call_is_well_formed(served: tuple[str, Any]) -> None:
     for call in calls:
         assert call.name == "add"
         jsonschema.validate(json.loads(call.arguments), ADD["function"]["parameters"])
+
+
+def test_the_example_of_an_agent_calls_a_tool_and_answers(
+    served: tuple[str, Any], tmp_path: Path
+) -> None:
+    url = f"{served[0]}/v1"
+    shown = run("tool_agent.py", "What is 47 + 38?", "--url", url, "--force", cwd=tmp_path)
+    assert ") = " in shown
 
 
 def test_langchain_gets_objects_and_calls(served: tuple[str, Any]) -> None:
@@ -221,13 +230,14 @@ def test_a_client_that_leaves_frees_its_blocks(served: tuple[str, Any], stream: 
     arrive.
     """
     url, _ = served
+    soon = httpx.Timeout(30, read=0.1)  # it is connected, and has sent its request
     for _ in range(30):
         if stream:
             with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"stream": True}) as got:
                 assert next(got.iter_lines()).startswith("data: ")
         else:
             with pytest.raises(httpx.ReadTimeout):
-                httpx.post(f"{url}/v1/completions", json=LONG, timeout=0.1)
+                httpx.post(f"{url}/v1/completions", json=LONG, timeout=soon)
     wait_until_idle(url, 1.0)
 
 

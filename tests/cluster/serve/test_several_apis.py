@@ -166,8 +166,8 @@ def test_streams_of_all_processes_outlive_what_they_share(program: Program, lost
 
 def test_streams_of_all_processes_are_finished_after_sigterm(program: Program) -> None:
     """The last test of this module."""
-    streams = Streams(program)
     with client_of_each(program) as clients:
+        streams = Streams(program)  # after the clients are found, which takes as long as a stream
         program.process.send_signal(signal.SIGTERM)
         for client in clients.values():
             wait_until(lambda c=client: c.get("/health").status_code == 503, "the drain", 10)  # type: ignore[misc]
