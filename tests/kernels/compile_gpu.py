@@ -1,6 +1,6 @@
 """Compiles every case of `tests/kernels/compile_cases` for every supported chip, without a GPU.
 
-    python -m tests.kernels.compile_gpu [--table] [--use-record] [TEXT ...]
+    python -m tests.kernels.compile_gpu [--table] [TEXT ...]
 
 One JSON line per case and chip, or a table; with TEXT, only cases whose names contain one of the
 texts. Needs a process without `TRITON_INTERPRET`. Pointers are compiled as aligned to 16 bytes, as
@@ -15,22 +15,13 @@ system's, beside what a block may ask for.
 Hopper's matrix instructions (wgmma) run behind each other and behind loads. Where ptxas cannot
 allow that it waits after each, and says so in its log as C7515. Triton writes that log while it
 compiles, so what has these instructions and comes from the cache is compiled again without it.
-
-Compiling all of them takes minutes of a processor, and the same source gives the same kernel with
-the same compiler. So `compiled.jsonl` keeps the JSON lines, and with --use-record only what has
-changed since is compiled, and one case of each kernel to see that the record is that of this
-compiler. Write it anew after a change of a kernel:
-
-    python -m tests.kernels.compile_gpu > tests/kernels/compiled.jsonl
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
-import hashlib
 import importlib
 import io
 import json
@@ -44,7 +35,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -55,22 +45,16 @@ from tests.kernels import compile_cases
 from tests.kernels.compile_cases import CompileCase
 
 _PROCESSES = min(8, os.cpu_count() or 1)
-RECORD = Path(__file__).with_name("compiled.jsonl")
-Job = tuple[str, int]  # the name of a case, and a chip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
     """What one case needs on one chip: registers per thread, bytes of stack per thread, bytes of
     shared memory per block; and whether its matrix instructions wait for each other.
-
-    `key` changes with whatever the rest depends on: the source of the kernel and of all that it
-    calls, the constants and the launch, the chip, and the versions of Triton and ptxas.
     """
 
     name: str
     chip: int
-    key: str
     registers: int
     stack_bytes: int
     shared_bytes: int
@@ -88,7 +72,8 @@ def all_cases() -> dict[str, CompileCase]:
     return cases
 
 
-def source_of(case: CompileCase) -> ASTSource:
+def compile_case(name: str, chip: int) -> Compiled:
+    case = all_cases()[name]
     signature = {
         parameter: type_.removesuffix(":16") for parameter, type_ in case.signature.items()
     }
@@ -97,21 +82,9 @@ def source_of(case: CompileCase) -> ASTSource:
         for index, type_ in enumerate(case.signature.values())
         if type_.startswith("*") or type_.endswith(":16")
     }
-    return ASTSource(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs)
-
-
-def key_of(case: CompileCase, chip: int) -> str:
-    """The `key` of what is compiled."""
-    versions = triton.__version__, triton.knobs.nvidia.ptxas.version
-    parts = *versions, source_of(case).hash(), case.num_warps, case.num_stages, chip
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def compile_case(name: str, chip: int) -> Compiled:
-    case = all_cases()[name]
     compile_ = functools.partial(
         triton.compile,
-        source_of(case),
+        ASTSource(fn=case.kernel, signature=signature, constexprs=case.constexprs, attrs=attrs),
         target=GPUTarget("cuda", chip, 32),
         options={"num_warps": case.num_warps, "num_stages": case.num_stages},
     )
@@ -127,7 +100,6 @@ def compile_case(name: str, chip: int) -> Compiled:
     return Compiled(
         name=name,
         chip=chip,
-        key=key_of(case, chip),
         registers=usage["REG"],
         stack_bytes=usage["STACK"],
         shared_bytes=compiled.metadata.shared,
@@ -159,41 +131,11 @@ def _resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", line)}
 
 
-def compile_all(names: list[str], record: dict[str, Compiled]) -> Iterator[Compiled]:
-    """Every case on every chip. What `record` has by its key is not compiled, but for `samples`.
-    Raises `RuntimeError` if one of these differs from what is recorded.
-    """
+def compile_all(names: list[str]) -> Iterator[Compiled]:
     cases = all_cases()
     jobs = [(name, chip) for name in names for chip in cases[name].chips]
-    recorded: dict[Job, Compiled] = {}
-    for name, chip in jobs if record else []:
-        if found := record.get(key_of(cases[name], chip)):
-            recorded[name, chip] = dataclasses.replace(found, name=name)
-    always = samples(cases)
-    left = [job for job in jobs if job not in recorded or job in always]
     with ProcessPoolExecutor(_PROCESSES, get_context("fork")) as pool:
-        compiled = dict(zip(left, pool.map(compile_case, *zip(*left, strict=True)), strict=True))
-    for job in compiled.keys() & recorded.keys():
-        if compiled[job] != recorded[job]:
-            raise RuntimeError(f"{RECORD} has {recorded[job]}, compiled now: {compiled[job]}")
-    results = recorded | compiled
-    yield from (results[job] for job in jobs)
-
-
-def samples(cases: dict[str, CompileCase]) -> set[Job]:
-    """One case of each kernel, on one chip after another."""
-    by_kernel: dict[tuple[str, str], Job] = {}
-    for case in cases.values():
-        kernel = case.kernel.fn.__module__, case.kernel.fn.__name__
-        chip = case.chips[len(by_kernel) % len(case.chips)]
-        by_kernel.setdefault(kernel, (case.name, chip))
-    return set(by_kernel.values())
-
-
-def read_record() -> dict[str, Compiled]:
-    """What was compiled when `RECORD` was written, by key."""
-    lines = [Compiled(**json.loads(line)) for line in RECORD.read_text().splitlines()]
-    return {compiled.key: compiled for compiled in lines}
+        yield from pool.map(compile_case, *zip(*jobs, strict=True))
 
 
 def main() -> None:
@@ -201,9 +143,6 @@ def main() -> None:
     parser.add_argument("text", nargs="*", help="only cases whose names contain one of these")
     parser.add_argument(
         "--table", action="store_true", help="a readable table instead of JSON lines"
-    )
-    parser.add_argument(
-        "--use-record", action="store_true", help=f"compile only what {RECORD.name} does not have"
     )
     args = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -215,7 +154,7 @@ def main() -> None:
         sys.exit(f"no case has one of {args.text} in its name")
     if args.table:
         print(f"{'case':48} {'chip':>6} {'registers':>9} {'stack':>6} {'shared':>7}  wgmma")
-    for compiled in compile_all(names, read_record() if args.use_record else {}):
+    for compiled in compile_all(names):
         if args.table:
             print(
                 f"{compiled.name:48} {f'sm_{compiled.chip}':>6} {compiled.registers:9}"

@@ -26,8 +26,8 @@ MAX_REGISTERS = 255
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Compiled]:
-    """Results by case and chip: as recorded where nothing has changed since. Among several test
-    processes, the first compiles with all cores while the others wait.
+    """Results by case and chip. Among several test processes, the first compiles with all cores
+    while the others wait.
     """
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -44,7 +44,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], 
 def _compile_all() -> str:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.compile_gpu", "--use-record"],
+        [sys.executable, "-m", "tests.kernels.compile_gpu"],
         cwd=ROOT,
         env=environment,
         capture_output=True,
