@@ -65,11 +65,11 @@ class RankProcess:
         gc.collect()
         # Otherwise memory that an earlier worker left to the allocator is reused.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        before = anonymous_bytes()
+        before = own_bytes()
         with PeakMemory() as peak:
             self.worker.start(address, 1)
         return {
-            "added": anonymous_bytes() - before,
+            "added": own_bytes() - before,
             "peak_added": peak.bytes - before,
             "weights": self.memory_by_purpose()["weights"],
         }
@@ -122,10 +122,10 @@ class RankProcess:
 
 
 class PeakMemory:
-    """The largest `anonymous_bytes` seen while inside, sampled every millisecond."""
+    """The largest `own_bytes` seen while inside, sampled every millisecond."""
 
     def __enter__(self) -> PeakMemory:
-        self.bytes = anonymous_bytes()
+        self.bytes = own_bytes()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -137,12 +137,16 @@ class PeakMemory:
 
     def _watch(self) -> None:
         while not self._done.wait(0.001):
-            self.bytes = max(self.bytes, anonymous_bytes())
+            self.bytes = max(self.bytes, own_bytes())
 
 
-def anonymous_bytes() -> int:
-    """RssAnon of this process: its own memory, without mapped files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+def own_bytes() -> int:
+    """RssAnon and RssShmem of this process: its memory without mapped files of a disk."""
+    kibibytes = [
+        int(line.split()[1])
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(("RssAnon:", "RssShmem:"))
+    ]
+    if len(kibibytes) != 2:
+        raise RuntimeError("/proc/self/status has no RssAnon and RssShmem")
+    return 1024 * sum(kibibytes)

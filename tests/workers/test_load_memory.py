@@ -51,19 +51,25 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.parametrize("spares", ["off", "warm"])
 @pytest.mark.parametrize("dtype", ["float32", "mixed", "bfloat16", "int8"])
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_rank_holds_its_share_and_no_more(
-    pool: WorkerPool, checkpoints: dict[str, Path], size: int, dtype: str
+    pool: WorkerPool, checkpoints: dict[str, Path], size: int, dtype: str, spares: str
 ) -> None:
-    """mixed: weights in bfloat16, products in float32."""
+    """mixed: weights in bfloat16, products in float32. Where spares are to follow, weights move to
+    memory that outlives the rank, and the largest matrix is held twice for a moment.
+    """
     if dtype == "int8" and not has_int8():
         pytest.skip("no dot products of 8-bit numbers here")
     checkpoint = checkpoints["bfloat16" if dtype == "mixed" else "float32"]
     options = {"mixed": {"dtype": "float32"}, "int8": {"quantization": "int8"}}
     held = getattr(torch, "bfloat16" if dtype == "mixed" else dtype)
     config = config_of(
-        checkpoint, tensor_parallel_size=size, **options.get(dtype, {"dtype": dtype})
+        checkpoint,
+        tensor_parallel_size=size,
+        spares=spares,
+        **options.get(dtype, {"dtype": dtype}),
     )
     load(pool, config)  # the first time also loads numba and compiled kernels, some 40 MiB
     measured = load(pool, config)
@@ -79,6 +85,7 @@ def test_rank_holds_its_share_and_no_more(
         )
         assert abs(sizes["weights"] - stored / size) < 0.02 * stored
         slack = SLACK_BYTES + (QUANTIZING_BYTES if dtype == "int8" else 0)
+        slack += held.itemsize * 40_000 * 512 // size if spares == "warm" else 0
         assert sizes["peak_added"] < sizes["weights"] + slack
         assert sizes["added"] > 0.5 * sizes["weights"], (
             "the weights must be memory of the rank, not a mapped file"
