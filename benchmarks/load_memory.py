@@ -2,9 +2,9 @@
 checkout.
 
 Writes a random bfloat16 checkpoint to a temporary directory and loads it at tp 1, 2 and 4 in fresh
-processes. Per size: the memory (RssAnon and RssShmem) that start added to each rank, its peak on the
-way, the weights the rank owns, and the seconds of loading. The limit: a rank cannot hold less than
-its weights.
+processes. Per size: the memory (RssAnon and RssShmem) that start added to each rank, its peak on
+the way, the weights the rank owns, and the seconds of loading. The limit: a rank cannot hold less
+than its weights.
 """
 
 from __future__ import annotations

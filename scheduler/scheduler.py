@@ -357,7 +357,8 @@ class Scheduler:
         Tokens whose result was not read are forgotten; they will be sampled again. If the caches of
         the ranks are lost too, every sequence starts again, in order. Otherwise (`cache_survives`)
         those that ran keep their blocks and go on after the last step whose result was read
-        (`rollback.py`), unless suspects have to run alone; the others find what was published.
+        (`rollback.py`). After two crashes in a row, nothing is kept: suspects run alone, and what
+        is in the cache might be to blame.
         """
         convicted: list[Sequence] = []
         if self.submitted:
@@ -369,14 +370,14 @@ class Scheduler:
         last_read_step_id = self.submitted[0].step_id - 1 if self.submitted else self._last_step_id
         roll_back(self.running, self.submitted)
         kept: set[Sequence] = set()
-        if cache_survives:
+        is_cache_kept = cache_survives and not self.suspects.sequences
+        if is_cache_kept:
             self.block_manager.roll_back(last_read_step_id, self.running)
-            if not self.suspects.sequences:
-                kept = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
+            kept = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
         for seq in self.running:
             seq.num_lost = 0 if seq in kept else seq.num_computed
         self.queues.start_epoch(kept)
-        if not cache_survives:
+        if not is_cache_kept:
             self.block_manager.clear_index()
         self.submitted.clear()
         self._last_step_id = -1

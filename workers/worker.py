@@ -5,8 +5,7 @@ imports Ray or transformers, never decides what runs: plans come from the driver
 `result` may be called from different threads (one each): `launch` starts steps in order, `result`
 waits for one. An error that a step raises is kept under the step's id and raised by `result`; later
 steps are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then the steps of
-one epoch; every later epoch has new workers. One that stands by waits after `allocate_cache` until
-`take_over`.
+one epoch; every later epoch has new workers. One that stands by waits for `take_over` first.
 """
 
 from __future__ import annotations
@@ -162,8 +161,9 @@ class Worker:
         if self._kernels is not None:
             self._kernels.set_num_threads(num_threads)
 
-    def allocate_cache(self, num_blocks: int) -> None:
+    def allocate_cache(self, num_blocks: int, *, stands_by: bool = False) -> None:
         """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch.
+        One that `stands_by` may not write to the cache, which others use, before `take_over`.
         Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
         engine began.
         """
@@ -175,6 +175,8 @@ class Worker:
             self._runner = ModelRunner(
                 self.config, model, group, kernels, device, num_blocks, self._inherited.cache
             )
+            if not stands_by:
+                self._runner.cache.allow_writing()
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemory:
@@ -188,12 +190,11 @@ class Worker:
             loaded=self._loaded,
         )
 
-    def take_over(self, epoch: int, num_threads: int) -> None:
-        """Run the steps of `epoch` from now on, on `num_threads` threads. On the thread that
-        launches.
-        """
+    def take_over(self, epoch: int) -> None:
+        """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
+        assert self._runner is not None
         self.epoch = epoch
-        self.set_num_threads(num_threads)
+        self._runner.cache.allow_writing()
 
     def compile_other_steps_beside(self) -> None:
         """On the first CPU rank: fill the cache with the kernels that only other steps need."""

@@ -43,6 +43,10 @@ ENGINE = {
         "step_age_s",
     ),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
+    "eagleray_recomputed_tokens_total": (
+        "Tokens computed again, since they were lost with ranks.",
+        "num_recomputed_tokens",
+    ),
 }
 # Of several engines, the largest: a sum of these says nothing about any of them.
 LARGEST = frozenset({"eagleray_step_age_seconds"})

@@ -27,6 +27,7 @@ def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:
             "tokens": record.num_tokens,
             "admitted": record.num_admitted,
             "preempted": record.num_preempted,
+            "computed again": record.num_recomputed,
             "first in line waits for": record.head_waits_for or "nobody is in line",
         }
         if not record.done_s:

@@ -71,6 +71,7 @@ class RankActor:
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
         self._claim: CoreClaim | None = None  # from the start on
+        self._stands_by = False
         self._is_imported = threading.Event()
         self._compute_thread = ThreadPoolExecutor(1, "rank")
         self._step_order = threading.Condition()  # of the next two
@@ -121,6 +122,7 @@ class RankActor:
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
+        self._stands_by = stands_by
         num_threads = 1 if stands_by else self._share_cores()
         return self._compute_thread.submit(
             worker.start, rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
@@ -128,8 +130,12 @@ class RankActor:
 
     def take_over(self, epoch: int) -> None:
         """For a rank that has stood by: the steps of `epoch` follow."""
-        worker, num_threads = self._wait_for_worker(), self._share_cores()
-        self._compute_thread.submit(worker.take_over, epoch, num_threads).result()
+        worker = self._wait_for_worker()
+        worker.take_over(epoch)
+        if self._stands_by:  # otherwise the call was made again
+            self._stands_by = False
+            self._compute_thread.submit(worker.set_num_threads, self._share_cores()).result()
+            worker.compile_other_steps_beside()
 
     def _share_cores(self) -> int:
         """Move the computing thread to this rank's share of the cores, now and whenever engines on
@@ -152,10 +158,13 @@ class RankActor:
         background. Returns where its memory is.
         """
         worker = self._wait_for_worker()
-        self._compute_thread.submit(worker.allocate_cache, num_blocks).result()
+        self._compute_thread.submit(
+            worker.allocate_cache, num_blocks, stands_by=self._stands_by
+        ).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
-        worker.compile_other_steps_beside()
+        if not self._stands_by:
+            worker.compile_other_steps_beside()
         return worker.memory()
 
     @ray.method(concurrency_group="watch")

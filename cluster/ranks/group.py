@@ -172,8 +172,35 @@ class RankGroup:
         self.epoch = epoch
         if not self._rank_maker.placement.is_whole():
             raise WorkerError("a node was lost")
-        calls = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
-        self._get_all(calls, "take over", CALL_TIMEOUT_S)
+        for is_last_attempt in (False, True):
+            calls = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
+            try:
+                self._get_all(calls, "take over", CALL_TIMEOUT_S)
+                return
+            except LostCallsError:
+                if is_last_attempt:
+                    raise
+
+    def answers(self, limit_s: float) -> bool:
+        """Whether all ranks answer in time."""
+        calls = [handle.actor.identify.remote() for handle in self.ranks]
+        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=limit_s)
+        return len(ready) == len(calls) and not failures(calls, limit_s=0.0)
+
+    def has_cache_of(self, other: RankGroup) -> bool:
+        """Whether the KV caches of these ranks are those of another group's, and outlive it."""
+        memories = [
+            (mine.memory, theirs.memory)
+            for mine, theirs in zip(self.ranks, other.ranks, strict=True)
+        ]
+        return all(
+            mine is not None
+            and theirs is not None
+            and mine.cache is not None
+            and theirs.cache is not None
+            and mine.cache.inode == theirs.cache.inode
+            for mine, theirs in memories
+        )
 
     def _start_ranks(
         self,

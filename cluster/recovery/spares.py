@@ -5,7 +5,6 @@ they hold no device.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Sequence as Seq
@@ -57,8 +56,14 @@ class Spares:
                 list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
             )
             for ref in ready:
-                with contextlib.suppress(RayError):  # it has died; `take` will notice
-                    self._warming_spares.pop(ref).process = ray.get(ref)
+                try:
+                    self._warming_spares[ref].process = ray.get(ref)
+                    del self._warming_spares[ref]
+                except RayError as error:
+                    logger.warning("a spare has died: %s", str(error).split("\n")[0])
+                    self.close()
+                    self.delay(RETRY_AFTER_S)
+                    return
 
     def delay(self, seconds: float) -> None:
         """Make the next spares a while from now."""
@@ -111,4 +116,5 @@ class Spares:
     def close(self) -> None:
         """End the spares."""
         spares, self._spares = self._spares, []
+        self._warming_spares = {}
         end_ranks(spares)

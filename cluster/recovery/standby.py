@@ -2,25 +2,27 @@
 met each other and are ready to run a step. They take over with one call per rank.
 
 Spares become such a group as soon as they are warm. Where there is none, since it is not ready, has
-lost a process, or the ranks compute on GPUs, spares take the places of ranks one by one.
+lost a process, or the ranks compute on GPUs, spares take the places of ranks one by one. Nothing
+that goes wrong here may harm the ranks that serve: it is logged, and tried again later.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
 from cluster.ranks.processes import on_this_node, watch_here
-from cluster.recovery.spares import Spares
+from cluster.recovery.spares import DELAY_S, Spares
 
-# How long a group that is about to stand by is waited for when it has to take over.
+# How long a group that is about to stand by is waited for when it has to take over, and how long
+# its ranks may take to answer.
 START_LIMIT_S = 10.0
-# How long after a group is lost, or could not stand by, the next one is made.
-REPLACE_AFTER_S = 10.0
+ANSWER_LIMIT_S = 1.0
+# How long after a group was lost, or could not stand by, the next one is made: longer each time.
+FIRST_DELAY_S, MAX_DELAY_S = 10.0, 320.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -38,17 +40,26 @@ class Standby:
         self._group: RankGroup | None = None
         self._start: Future[None] | None = None  # of the group
         self._has_lost_process = False
+        self._delay_s = FIRST_DELAY_S
         self._executor = ThreadPoolExecutor(1, "stand-by")
+
+    def begin(self) -> None:
+        """The engine serves from now on."""
+        self._spares.delay(DELAY_S)
 
     def prepare(self, present: RankGroup, first_report: GroupReport) -> None:
         """Make spares for the present group if they are due, and a group of them when they are
         warm.
         """
-        if self._group is None:
-            self._spares.prepare([handle.memory for handle in present.ranks])
-            if self._forms_groups and self._spares.are_warm:
-                self._stand_by(self._spares.hand_over(), first_report)
-        elif self._has_failed():
+        try:
+            if self._group is None:
+                self._spares.prepare([handle.memory for handle in present.ranks])
+                if self._forms_groups and self._spares.are_warm:
+                    self._stand_by(first_report)
+            elif self._has_failed():
+                self._drop_group()
+        except Exception as error:
+            self._log(error)
             self._drop_group()
 
     def ready(self) -> list[RankHandle]:
@@ -64,7 +75,9 @@ class Standby:
         are made as soon as the engine serves again: a rank that failed once may fail again.
         """
         group = self._group
-        if group is not None and self._has_failed(START_LIMIT_S):
+        if group is not None and (
+            self._has_failed(START_LIMIT_S) or not group.answers(ANSWER_LIMIT_S)
+        ):
             self._drop_group()
             group = None
         self._group = self._start = None
@@ -76,12 +89,14 @@ class Standby:
             self._group.close()
         self._spares.close()
 
-    def _stand_by(self, spares: Seq[RankHandle], first_report: GroupReport) -> None:
+    def _stand_by(self, first_report: GroupReport) -> None:
+        spares = self._spares.hand_over()
         self._has_lost_process = False
-        self._group = group = self._make_group(self._rank_maker, ranks=spares)
+        group = self._make_group(self._rank_maker, ranks=spares)
+        self._start = self._executor.submit(group.stand_by, first_report)
+        self._group = group
         processes = on_this_node([spare.process for spare in spares])
         watch_here(processes, lambda _: self._note_end(group))
-        self._start = self._executor.submit(group.stand_by, first_report)
 
     def _note_end(self, group: RankGroup) -> None:
         """A process of a group has ended, which may have taken over since."""
@@ -89,9 +104,7 @@ class Standby:
             self._has_lost_process = True
 
     def _has_failed(self, limit_s: float = 0.0) -> bool:
-        """Whether the group cannot take over, after at most `limit_s`. Raises an error of its start
-        that is a bug.
-        """
+        """Whether the group cannot take over, after at most `limit_s`."""
         assert self._start is not None
         if self._has_lost_process:
             return True
@@ -100,15 +113,24 @@ class Standby:
         try:
             self._start.result(limit_s)
         except Exception as error:
-            if not isinstance(error, TimeoutError) and kind_of(error) is ErrorKind.BUG:
-                raise
-            logger.warning("no group stands by: %s", reason_of(error).split("\n")[0])
+            self._log(error)
             return True
+        self._delay_s = FIRST_DELAY_S
         return False
 
     def _drop_group(self) -> None:
-        """End the group; its spares are made anew."""
+        """End the group, or the spares; the next ones are made later."""
         group, self._group, self._start = self._group, None, None
-        assert group is not None
-        group.close()
-        self._spares.delay(REPLACE_AFTER_S)
+        self._spares.delay(self._delay_s)
+        self._delay_s = min(2 * self._delay_s, MAX_DELAY_S)
+        try:
+            self._spares.close()
+            if group is not None:
+                group.close()
+        except Exception as error:
+            self._log(error)
+
+    def _log(self, error: Exception) -> None:
+        is_bug = kind_of(error) is ErrorKind.BUG and not isinstance(error, TimeoutError)
+        reason = reason_of(error).split("\n")[0]
+        logger.warning("no group stands by: %s", reason, exc_info=error if is_bug else None)

@@ -16,16 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cluster.error_kinds import ErrorKind, kind_of, reason_of
-from cluster.ranks.causes import DeathWatch, may_have_spoiled_memory
-from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
-from cluster.ranks.processes import ProcessId, on_this_node
+from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker, end_ranks
+from cluster.ranks.processes import ProcessId
+from cluster.recovery.endings import Endings
 from cluster.recovery.standby import Standby
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
-ENDING_LIMIT_S = 0.5  # for the raylet to notice that a process of its node has ended
 ASSEMBLY_END_TIMEOUT_S = 15.0  # a start fails soon after its processes have been killed
 
 logger = logging.getLogger("eagleray.driver")
@@ -68,8 +67,8 @@ class Supervisor:
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
         self._standby = self.make_standby(rank_maker, self._options.spares, self.make_group)
-        self._death_watches: list[DeathWatch] = []  # of the ranks that serve
-        self._spoiled_by = ""  # why their memory cannot be trusted
+        self._endings: Endings | None = None  # of the ranks that serve
+        self._spoiled_by = ""  # why the memory of the last ones cannot be trusted
         self._cache_survives = False  # in the group that is assembled
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
@@ -96,13 +95,14 @@ class Supervisor:
             self._group.close()
             raise
         self._is_serving = True
+        self._endings = Endings(self._group)
         return self._group, self._first_report
 
     def watch(self) -> None:
         """Begin to watch the first group."""
         assert self._group is not None
         self._watch = self._watch_of(self._group)
-        self._watch_deaths(self._group)
+        self._standby.begin()
         self._thread.start()
 
     def end(self) -> None:
@@ -231,10 +231,14 @@ class Supervisor:
             self._assembly.exception(ASSEMBLY_END_TIMEOUT_S)
             self._assembly = None
         if self._is_serving:
-            self._is_serving = False
-            self._spoiled_by = self._why_spoiled()
+            endings, self._endings = self._endings, None
+            self._spoiled_by = "nobody has seen how its ranks ended"
+            if endings is not None:
+                step_reason = self._take_step_failure() or ""
+                self._spoiled_by = endings.why_spoiled(self._loss_reason, step_reason)
             self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
+            self._is_serving = False
         self._watch = None
         self.recovery.note_fenced()
         logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
@@ -243,34 +247,22 @@ class Supervisor:
         elif self.recovery.state is RecoveryState.ASSEMBLING:
             self._assemble()
 
-    def _watch_deaths(self, group: RankGroup) -> None:
-        """Watch how the ranks of a group that serves will end, as far as they are on this node."""
-        local_processes = on_this_node([handle.process for handle in group.ranks])
-        self._death_watches = [DeathWatch(process) for process in local_processes.values()]
-
-    def _why_spoiled(self) -> str:
-        """Why the memory of the ranks that have just ended cannot be trusted; empty if it can."""
-        group, death_watches = self._group, self._death_watches
-        assert group is not None
-        endings = [watch.ending(ENDING_LIMIT_S) for watch in death_watches]
-        for watch in death_watches:
-            watch.close()
-        for words in filter(None, (ending.last_words for ending in endings)):
-            logger.error("the last words of a rank: %s", words)
-        step_reason = self._failed_step[1] if self._failed_step is not None else ""
-        for reason in (self._loss_reason, step_reason):
-            if may_have_spoiled_memory(reason):
-                return reason.split("\n")[0]
-        if len(endings) < len(group.ranks):
-            return "nobody has seen how ranks on other nodes ended"
-        crashes = [ending.text for ending in endings if ending.may_have_written_anywhere]
-        return f"a rank ended by {crashes[0]}" if crashes else ""
-
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
         self._assembly_began_s = self._clock()
+        lost_group = self._group
+        assert lost_group is not None
         standby_group, spares = self._standby.take()
-        self._cache_survives = standby_group is not None and not self._spoiled_by
+        if self._is_stopping:
+            if standby_group is not None:
+                standby_group.close()
+            end_ranks([spare for spare in spares if spare is not None])
+            return
+        self._cache_survives = (
+            standby_group is not None
+            and not self._spoiled_by
+            and standby_group.has_cache_of(lost_group)
+        )
         if self._spoiled_by:
             logger.warning("the KV cache is computed again: %s", self._spoiled_by)
         if standby_group is not None:
@@ -303,13 +295,13 @@ class Supervisor:
 
     def _serve(self, group: RankGroup) -> None:
         self._assembly = None
-        self._is_serving = True
         if self._watch is None:
             self._watch = self._watch_of(group)
-        self._watch_deaths(group)
+        self._endings = Endings(group)
         self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
+        self._is_serving = True
         self._on_group(group, self._cache_survives)
 
     def _die(self, reason: str) -> None:

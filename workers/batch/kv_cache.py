@@ -86,16 +86,24 @@ class KVCache:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
         num_bytes = math.prod(size) * dtype.itemsize
+        outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and is_supported()
         with room_for(what, num_bytes, lower):
-            # Where spares follow, this only asks whether there is room.
-            self.tensor = torch.zeros(size, dtype=dtype, device=device)
-        if device.type == "cpu" and config.engine.spares != "off" and is_supported():
-            self.memory = inherited or LastingMemory.create("eagleray-kv-cache", num_bytes)
-            self.tensor = self.memory.tensor().view(dtype).view(size)
+            if self.memory is None and outlives_ranks:
+                torch.empty(size, dtype=dtype)  # refused if the machine never has that much
+                self.memory = LastingMemory.create("eagleray-kv-cache", num_bytes)
+            if self.memory is None:
+                self.tensor = torch.zeros(size, dtype=dtype, device=device)
+            else:
+                self.tensor = self.memory.tensor().view(dtype).view(size)
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)
         ]
+
+    def allow_writing(self) -> None:
+        """Let this process write to a cache that others may have open."""
+        if self.memory is not None:
+            self.memory.allow_writing()
 
 
 @contextmanager
@@ -103,11 +111,10 @@ def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
     """Wraps an allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, OSError, RuntimeError) as error:
         # torch has no dedicated error for CPU memory.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "alloc" not in str(
-            error
-        ):
+        is_lack = isinstance(error, MemoryError | torch.OutOfMemoryError | OSError)
+        if not is_lack and "alloc" not in str(error):
             raise
         raise ConfigError(
             f"{what} needs {megabytes(num_bytes)}, which is not available: lower {lower}"

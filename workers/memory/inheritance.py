@@ -34,13 +34,14 @@ class InheritedMemory:
     @classmethod
     def open(cls, memory: RankMemory) -> InheritedMemory:
         """Open all of it, or nothing if a part is out of reach: the log says why."""
+        opened: list[LastingMemory | None] = []
         try:
-            return cls(
-                weights=LastingMemory.open(memory.weights) if memory.weights else None,
-                cache=LastingMemory.open(memory.cache) if memory.cache else None,
-                checkpoint=memory.checkpoint,
-                loaded=memory.loaded,
-            )
+            for card in (memory.weights, memory.cache):
+                opened.append(LastingMemory.open(card) if card is not None else None)
         except OSError as error:
             logger.warning("the memory of a rank cannot be shared: %s", error)
+            for part in filter(None, opened):
+                part.close()
             return cls()
+        weights, cache = opened
+        return cls(weights=weights, cache=cache, checkpoint=memory.checkpoint, loaded=memory.loaded)

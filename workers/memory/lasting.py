@@ -7,6 +7,7 @@ Only Linux has it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from dataclasses import dataclass
@@ -22,13 +23,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryCard:
     """Where other processes find the memory, as long as this one lives. host: `host_id` of the
-    processes that can; name: its name in the kernel's lists; path: of the open file.
+    processes that can; name: its name in the kernel's lists; path: of the open file; inode: the
+    same for all who have this memory open.
     """
 
     host: str
     name: str
     path: str
     num_bytes: int
+    inode: int
 
 
 class LastingMemory:
@@ -38,14 +41,19 @@ class LastingMemory:
         self.descriptor = descriptor
         self.num_bytes = num_bytes
         self._name = name
+        self._address = 0  # of the tensor
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> LastingMemory:
-        """New memory, zero and not yet taken from the machine: as anywhere, a page is when it is
-        first written. Raises `OSError`.
+        """New memory, all zero. It is taken from the machine at once, so that a lack is an error
+        here and not the end of a process later. Raises `OSError`.
         """
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(descriptor, num_bytes)
+        try:
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        except OSError:
+            os.close(descriptor)
+            raise
         return cls(descriptor, name, num_bytes)
 
     @classmethod
@@ -56,8 +64,13 @@ class LastingMemory:
         descriptor = os.open(card.path, os.O_RDWR | os.O_CLOEXEC)
         kernel_name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         num_bytes = os.fstat(descriptor).st_size
+        inode = os.fstat(descriptor).st_ino
         # Another process may have the number by now.
-        if kernel_name != f"/memfd:{card.name} (deleted)" or num_bytes != card.num_bytes:
+        if (kernel_name, num_bytes, inode) != (
+            f"/memfd:{card.name} (deleted)",
+            card.num_bytes,
+            card.inode,
+        ):
             os.close(descriptor)
             raise OSError(f"{card.path} is {kernel_name} of {num_bytes} bytes, not {card}")
         return cls(descriptor, card.name, num_bytes)
@@ -70,13 +83,34 @@ class LastingMemory:
             name=self._name,
             path=f"/proc/{os.getpid()}/fd/{self.descriptor}",
             num_bytes=self.num_bytes,
+            inode=os.fstat(self.descriptor).st_ino,
         )
 
     def tensor(self) -> Tensor:
-        """All bytes, uint8, shared with every process that has the memory open."""
+        """All bytes, uint8, shared with every process that has the memory open. They can be read,
+        and written after `allow_writing`. Call it once.
+        """
         import torch  # here, because a process opens memory before it has imported torch
 
-        return torch.frombuffer(mmap.mmap(self.descriptor, self.num_bytes), dtype=torch.uint8)
+        self._mapping = mmap.mmap(self.descriptor, self.num_bytes)
+        tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._address = tensor.data_ptr()
+        self._protect(mmap.PROT_READ)
+        return tensor
+
+    def allow_writing(self) -> None:
+        """Let this process write through `tensor`; until then, a write ends it with SIGSEGV."""
+        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
+
+    def close(self) -> None:
+        """Have this process keep the memory only as long as a tensor of it."""
+        os.close(self.descriptor)
+
+    def _protect(self, protection: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address, num_bytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.num_bytes)
+        if libc.mprotect(address, num_bytes, protection):
+            raise OSError(ctypes.get_errno(), "mprotect")
 
 
 def is_supported() -> bool:

@@ -111,6 +111,8 @@ class Group:
         self.is_closed = self.is_dead = self.hangs = False
         self.is_dying = False  # it is dead once the steps before have been read
         self.lane: Lane | None = None
+        # The cache that it has when it takes over.
+        self.is_inherited: bool = self.world.rng.random() < 0.8
         self.world.groups.append(self)
 
     def start(
@@ -136,9 +138,12 @@ class Group:
         if self.is_closed or self.world.happens("rebuild_fails"):
             raise WorkerError("rank 1 died while it stood by")
         self.epoch = epoch
-        inherited.restart(self.world.rng, cache_survives=True)
+        inherited.restart(self.world.rng, cache_survives=self.is_inherited)
         inherited.epoch = epoch
         self.lane = Lane(inherited)
+
+    def has_cache_of(self, other: Group) -> bool:
+        return self.is_inherited
 
     def launch(self, plan: StepPlan) -> None:
         assert not self.is_closed, "a step for ranks that the engine knows to be gone"
@@ -196,6 +201,9 @@ class Standby:
     def __init__(self, maker: Any, *_: Any) -> None:
         self._maker = maker
         self._present: Group | None = None  # whose memory the group that stands by holds
+
+    def begin(self) -> None:
+        pass
 
     def prepare(self, present: Group, first: GroupReport) -> None:
         if self._maker.world.happens("stands_by"):

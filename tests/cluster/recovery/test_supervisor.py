@@ -76,6 +76,9 @@ class NoStandby:
     def __init__(self, maker: World, kind: str, make_group: type[Group]) -> None:
         self.world = maker
 
+    def begin(self) -> None:
+        pass
+
     def prepare(self, present: Group, first: GroupReport) -> None:
         pass
 

@@ -1,0 +1,45 @@
+"""How the ranks of an epoch ended, and so whether the memory that they left can be trusted."""
+
+from __future__ import annotations
+
+import logging
+
+from cluster.ranks.causes import DeathWatch, may_have_spoiled_memory
+from cluster.ranks.group import RankGroup
+from cluster.ranks.processes import on_this_node
+
+LIMIT_S = 0.5  # for the raylet to notice that a process of its node has ended
+
+logger = logging.getLogger("eagleray.driver")
+
+
+class Endings:
+    """Watches the ranks of a group that serves, as far as they are on this node. To be created
+    while they live.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        local_processes = on_this_node([handle.process for handle in group.ranks])
+        self._death_watches = [DeathWatch(process) for process in local_processes.values()]
+        self._num_elsewhere = len(group.ranks) - len(local_processes)
+
+    def why_spoiled(self, *reasons: str) -> str:
+        """Why the memory of the ranks, whose processes have ended, cannot be trusted; empty if it
+        can. `reasons`: why the group was given up. May be asked once.
+        """
+        endings = [watch.ending(LIMIT_S) for watch in self._death_watches]
+        self.close()
+        for words in filter(None, (ending.last_words for ending in endings)):
+            logger.error("the last words of a rank: %s", words)
+        for reason in filter(may_have_spoiled_memory, reasons):
+            return reason.split("\n")[0]
+        if self._num_elsewhere:
+            return "nobody has seen how ranks on other nodes ended"
+        crashes = [ending.text for ending in endings if ending.may_have_written_anywhere]
+        return f"a rank ended by {crashes[0]}" if crashes else ""
+
+    def close(self) -> None:
+        """Stop watching."""
+        for watch in self._death_watches:
+            watch.close()
+        self._death_watches = []
