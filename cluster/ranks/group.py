@@ -20,7 +20,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from cluster.error_kinds import ErrorKind, kind_of
 from cluster.ranks.actor import RankActor
 from cluster.ranks.calls import StepCalls
-from cluster.ranks.processes import ProcessId, end_processes
+from cluster.ranks.processes import END_GRACE_S, ProcessId, end_processes
 from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import CALL_TIMEOUT_S, Timeouts
@@ -280,12 +280,13 @@ class RankGroup:
         rank_seconds = tuple(result.step_s for result in results)
         return dataclasses.replace(results[0], rank_seconds=rank_seconds)
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         """End every rank, and return when all processes are dead; steps that are under way fail.
-        Any thread. Raises `EngineError` if a process does not die.
+        Any thread. With `at_once`, Ray reports a fault of each process, but it is dead 0.2 s
+        sooner. Raises `EngineError` if a process does not die.
         """
         self._is_closed = True
-        end_ranks(self.ranks)
+        end_ranks(self.ranks, 0.0 if at_once else END_GRACE_S)
 
     def _calls_of(self, step_id: int) -> StepCalls:
         """The calls of a step; its mask may be sent before or after its plan."""
@@ -401,13 +402,14 @@ class LostCallsError(WorkerError):
         return type(self), (str(self), self.indices)
 
 
-def end_ranks(ranks: Seq[RankHandle]) -> None:
-    """End actors, and return when their processes are dead."""
+def end_ranks(ranks: Seq[RankHandle], grace_s: float = END_GRACE_S) -> None:
+    """End actors, and return when their processes are dead (see `end_processes`)."""
     for handle in ranks:
         ray.kill(
             handle.actor
         )  # so that Ray knows, even of actors whose process has not started yet
-    end_processes([handle.process for handle in ranks if handle.process is not None])
+    processes = [handle.process for handle in ranks if handle.process is not None]
+    end_processes(processes, grace_s)
 
 
 def _checkpoint_id(reports: Seq[WorkerReport]) -> str:

@@ -90,15 +90,15 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end_processes(processes: list[ProcessId]) -> None:
-    """End processes, each on its node, and return when they are dead. Raises `EngineError` naming
-    those that stay alive.
+def end_processes(processes: list[ProcessId], grace_s: float = END_GRACE_S) -> None:
+    """End processes, each on its node, and return when they are dead. Those that do not end by
+    themselves within `grace_s` are killed. Raises `EngineError` naming those that stay alive.
     """
     by_node: dict[str, list[tuple[int, int]]] = {}
     for process in processes:
         by_node.setdefault(process.node_id, []).append((process.pid, process.start_ticks))
     for node_id, node_processes in by_node.items():
-        on_node(node_id, end_here, node_processes)
+        on_node(node_id, end_here, node_processes, grace_s)
 
 
 def end_marked(engine_id: str, node_ids: set[str]) -> None:
@@ -202,7 +202,7 @@ def _is_alive(node_id: str) -> bool:
 # -- on the node itself ----------------------------------------------------------------------------
 
 
-def end_here(processes: list[tuple[int, int]]) -> None:
+def end_here(processes: list[tuple[int, int]], grace_s: float = END_GRACE_S) -> None:
     """See `end_processes`. `processes`: (pid, start ticks)."""
     if not has_pidfds():
         _end_without_pidfds([pid for pid, _ in processes])
@@ -213,7 +213,7 @@ def end_here(processes: list[tuple[int, int]]) -> None:
         if pidfd is not None:
             pid_of_pidfd[pidfd] = pid
     try:
-        _wait_for_ends(pid_of_pidfd, END_GRACE_S)
+        _wait_for_ends(pid_of_pidfd, grace_s)
         for pidfd in pid_of_pidfd:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)

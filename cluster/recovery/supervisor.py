@@ -226,7 +226,8 @@ class Supervisor:
         group = self._group
         began_s = time.monotonic()
         assert group is not None
-        group.close()  # if the engine thread waits for one of its steps, that fails now
+        # If the engine thread waits for one of its steps, that fails now.
+        group.close(at_once=True)
         if self._assembly is not None:
             self._assembly.exception(ASSEMBLY_END_TIMEOUT_S)
             self._assembly = None

@@ -89,7 +89,6 @@ class KVCache:
         outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and is_supported()
         with room_for(what, num_bytes, lower):
             if self.memory is None and outlives_ranks:
-                torch.empty(size, dtype=dtype)  # refused if the machine never has that much
                 self.memory = LastingMemory.create("eagleray-kv-cache", num_bytes)
             if self.memory is None:
                 self.tensor = torch.zeros(size, dtype=dtype, device=device)

@@ -8,8 +8,10 @@ Only Linux has it.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,19 +37,24 @@ class MemoryCard:
 
 
 class LastingMemory:
-    """One such file, open in this process."""
+    """One such file, open in this process until `close`, or until nobody refers to this object."""
 
     def __init__(self, descriptor: int, name: str, num_bytes: int) -> None:
         self.descriptor = descriptor
         self.num_bytes = num_bytes
         self._name = name
         self._address = 0  # of the tensor
+        # From then on, this process keeps the memory only as long as a tensor of it.
+        self.close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def create(cls, name: str, num_bytes: int) -> LastingMemory:
         """New memory, all zero. It is taken from the machine at once, so that a lack is an error
         here and not the end of a process later. Raises `OSError`.
         """
+        # Asked for more, the kernel would take all there is and then end processes.
+        if num_bytes > (available_bytes := _available_bytes()):
+            raise OSError(errno.ENOMEM, f"only {available_bytes} bytes of memory are available")
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, num_bytes)
@@ -88,7 +95,7 @@ class LastingMemory:
 
     def tensor(self) -> Tensor:
         """All bytes, uint8, shared with every process that has the memory open. They can be read,
-        and written after `allow_writing`. Call it once.
+        and written after `allow_writing`. Call it once: it maps every page, so that no step has to.
         """
         import torch  # here, because a process opens memory before it has imported torch
 
@@ -96,21 +103,25 @@ class LastingMemory:
         tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._address = tensor.data_ptr()
         self._protect(mmap.PROT_READ)
+        tensor[:: mmap.PAGESIZE].sum()
         return tensor
 
     def allow_writing(self) -> None:
         """Let this process write through `tensor`; until then, a write ends it with SIGSEGV."""
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
 
-    def close(self) -> None:
-        """Have this process keep the memory only as long as a tensor of it."""
-        os.close(self.descriptor)
-
     def _protect(self, protection: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
         address, num_bytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.num_bytes)
         if libc.mprotect(address, num_bytes, protection):
             raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise OSError("/proc/meminfo does not say how much memory is available")
 
 
 def is_supported() -> bool:

@@ -86,7 +86,7 @@ def keep_weights(model: Qwen3, name: str) -> LastingMemory:
         fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
         _touch(memory_B)
     except OSError:
-        os.close(memory.descriptor)
+        memory.close()
         raise
     return memory
 

@@ -26,7 +26,7 @@ class NoFence(Supervisor):
     def _lose(self, why: str) -> None:
         group = self._group
         assert group is not None
-        close, group.close = group.close, lambda: None  # type: ignore[method-assign]
+        close, group.close = group.close, lambda **_: None  # type: ignore[method-assign]
         super()._lose(why)
         group.close = close  # type: ignore[method-assign]
 

@@ -174,7 +174,7 @@ class Group:
         self.lane.rank.note_read(step_id)
         return self.lane.results.popleft()
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         self.is_closed = True
 
 

@@ -54,7 +54,7 @@ class Group:
         self.world.alive.append(self.epoch)
         return GroupReport(num_blocks=1, seconds={}, log_lines=())
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         if self.world.close_failures:
             raise self.world.close_failures.popleft()
         self.world.alive.clear()

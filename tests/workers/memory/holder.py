@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +100,7 @@ class State:
 
     def forget(self) -> None:
         if self.memory is not None:
-            os.close(self.memory.descriptor)
+            self.memory.close()
         self.model = self.memory = None
 
 

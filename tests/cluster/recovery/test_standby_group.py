@@ -1,0 +1,170 @@
+"""When a group stands by, and what becomes of it, without processes."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.ranks.group import GroupReport, RankGroup, RankHandle
+from cluster.recovery import standby as standby_module
+from cluster.recovery.standby import FIRST_DELAY_S, Standby
+from scheduler.errors import WorkerError
+from tests.cluster.recovery.simulator import Now
+from workers.memory.inheritance import RankMemory
+from workers.memory.lasting import MemoryCard
+
+REPORT = GroupReport(num_blocks=1, seconds={}, log_lines=())
+
+
+class Group:
+    """Fails to stand by with the next of `failures`, if there is one."""
+
+    failures: deque[Exception]
+
+    def __init__(self, maker: Any, ranks: Any) -> None:
+        self.ranks, self.is_closed, self.can_answer = ranks, False, True
+
+    def stand_by(self, first: GroupReport) -> None:
+        if self.failures:
+            raise self.failures.popleft()
+
+    def answers(self, limit_s: float) -> bool:
+        return self.can_answer
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class WarmSpares:
+    """Spares that are warm at once, unless they have been delayed."""
+
+    def __init__(self, maker: Any, mode: str) -> None:
+        self.delays_s: list[float] = []
+        self.are_warm = True
+
+    def prepare(self, memories: Any) -> None:
+        pass
+
+    def delay(self, seconds: float) -> None:
+        self.delays_s.append(seconds)
+
+    def hand_over(self) -> list[RankHandle]:
+        return [RankHandle(None)]
+
+    def take(self) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
+    monkeypatch.setattr(standby_module, "Spares", WarmSpares)
+    monkeypatch.setattr(standby_module, "on_this_node", lambda processes: {})
+    Group.failures = deque()
+    maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
+    made: Any = Group
+    standby = Standby(maker, "warm", made)
+    standby._executor = AtOnce()  # type: ignore[assignment]
+    return standby
+
+
+class AtOnce(Now):
+    """Runs what it is given at once, and keeps any error for who asks."""
+
+    def submit(self, function: Any, *arguments: Any) -> Any:
+        future: Any = super().submit(lambda: None)
+        try:
+            function(*arguments)
+        except Exception as error:
+            future = type(future)()
+            future.set_exception(error)
+        return future
+
+
+def prepare(standby: Standby, times: int = 1) -> None:
+    present: Any = SimpleNamespace(ranks=[RankHandle(None)])
+    for _ in range(times):
+        standby.prepare(present, REPORT)
+
+
+def delays_of(standby: Standby) -> list[float]:
+    spares: Any = standby._spares
+    return list(spares.delays_s)
+
+
+def test_warm_spares_become_a_group_that_is_taken_once(standby: Standby) -> None:
+    prepare(standby)
+    assert len(standby.ready()) == 1
+    group, spares = standby.take()
+    assert group is not None and spares == [] and standby.ready() == []
+    assert standby.take() == (None, [])
+
+
+@pytest.mark.parametrize(
+    "error", [WorkerError("rank 1 died"), MemoryError(), KeyError("a bug"), OSError(24, "files")]
+)
+def test_a_group_that_cannot_stand_by_harms_nobody_and_is_made_later_and_later(
+    standby: Standby, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    Group.failures = deque([error] * 3)
+    prepare(standby, times=6)
+    assert delays_of(standby) == [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S]
+    assert caplog.text.count("no group stands by") == 3
+    prepare(standby, times=2)
+    assert standby.take()[0] is not None
+
+
+def test_a_group_that_has_lost_a_process_or_does_not_answer_is_not_taken(standby: Standby) -> None:
+    for lose in (
+        lambda group: standby._note_end(group),
+        lambda group: setattr(group, "can_answer", False),
+    ):
+        prepare(standby)
+        group: Any = standby._group
+        lose(group)
+        assert standby.take() == (None, []) and group.is_closed
+
+
+def test_the_end_of_a_process_of_an_earlier_group_means_nothing(standby: Standby) -> None:
+    prepare(standby)
+    earlier, _ = standby.take()
+    assert earlier is not None
+    prepare(standby)
+    standby._note_end(earlier)
+    assert standby.take()[0] is not None
+
+
+def group_with(*inodes: int | None) -> RankGroup:
+    maker: Any = SimpleNamespace(config=None, num_ranks=len(inodes))
+    ranks = [
+        RankHandle(
+            None,
+            memory=RankMemory(
+                cache=None
+                if inode is None
+                else MemoryCard(host="h", name="n", path="p", num_bytes=1, inode=inode)
+            ),
+        )
+        for inode in inodes
+    ]
+    return RankGroup(maker, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "is_same"),
+    [
+        ((1, 2), (1, 2), True),
+        ((1, 3), (1, 2), False),
+        ((1, None), (1, 2), False),
+        ((None, None), (None, None), False),
+    ],
+)
+def test_a_cache_survives_only_if_each_rank_has_the_very_memory_of_the_one_before(
+    mine: tuple[int | None, ...], theirs: tuple[int | None, ...], is_same: bool
+) -> None:
+    assert group_with(*mine).has_cache_of(group_with(*theirs)) is is_same

@@ -1,0 +1,92 @@
+"""Memory that outlives the process that made it."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import multiprocessing
+import signal
+from pathlib import Path
+
+import pytest
+
+from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.lasting import LastingMemory, MemoryCard, is_supported
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files need Linux")
+NUM_BYTES = 3 * 4096
+
+
+def test_who_opens_memory_reads_what_its_maker_writes() -> None:
+    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
+    mine, theirs = memory.tensor(), LastingMemory.open(memory.card).tensor()
+    assert len(mine) == NUM_BYTES and not mine.any()
+    memory.allow_writing()
+    mine[5000] = 7
+    assert theirs[5000] == 7
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def _write(card: MemoryCard, *, may_write: bool) -> None:
+    faulthandler.disable()
+    memory = LastingMemory.open(card)
+    tensor = memory.tensor()
+    if may_write:
+        memory.allow_writing()
+    tensor[0] = 9
+
+
+@pytest.mark.parametrize(("may_write", "exit_code"), [(True, 0), (False, -signal.SIGSEGV)])
+def test_a_write_before_it_is_allowed_ends_the_process_and_changes_nothing(
+    may_write: bool, exit_code: int
+) -> None:
+    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
+    writer = multiprocessing.get_context("fork").Process(
+        target=_write, args=(memory.card,), kwargs={"may_write": may_write}
+    )
+    writer.start()
+    writer.join(20.0)
+    assert writer.exitcode == exit_code
+    assert memory.tensor()[0] == (9 if may_write else 0)
+
+
+def test_another_memory_with_the_same_path_is_refused() -> None:
+    """As if another process had its number and descriptor by now."""
+    memory, other = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
+    card = dataclasses.replace(memory.card, path=other.card.path)
+    with pytest.raises(OSError, match="not MemoryCard"):
+        LastingMemory.open(card)
+
+
+def test_a_lack_of_memory_is_an_error_when_it_is_made() -> None:
+    with pytest.raises(OSError, match=r"only \d+ bytes of memory are available"):
+        LastingMemory.create("eagleray-test", 2**62)
+
+
+def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCaptureFixture) -> None:
+    weights, cache = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
+    gone = dataclasses.replace(cache.card, path="/proc/1/fd/999")
+    before = num_descriptors()
+    inherited = InheritedMemory.open(RankMemory(weights=weights.card, cache=gone, loaded="a"))
+    assert inherited == InheritedMemory()
+    assert "the memory of a rank cannot be shared" in caplog.text
+    assert num_descriptors() == before, "a descriptor was left open"
+
+
+def test_it_is_gone_when_nobody_has_it_open() -> None:
+    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
+    path = Path(memory.card.path)
+    assert path.exists()
+    memory.close()
+    assert not path.exists()
+
+
+def test_memory_that_nobody_refers_to_is_not_kept() -> None:
+    before = num_descriptors()
+    tensor = LastingMemory.create("eagleray-test", NUM_BYTES).tensor()
+    assert num_descriptors() == before + 1, "that of the mapping"
+    del tensor
+    assert num_descriptors() == before
