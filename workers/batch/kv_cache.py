@@ -94,13 +94,15 @@ class KVCache:
                 self.tensor = torch.zeros(size, dtype=dtype, device=device)
             else:
                 self.tensor = self.memory.tensor().view(dtype).view(size)
+        if inherited is None:
+            self.allow_writing()
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)
         ]
 
     def allow_writing(self) -> None:
-        """Let this process write to a cache that others may have open."""
+        """Let this process write to an inherited cache, which others may have open."""
         if self.memory is not None:
             self.memory.allow_writing()
 
