@@ -9,6 +9,7 @@ import graphlib
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,3 +157,14 @@ def test_client_and_driver_load_neither_torch_nor_numba_nor_transformers(module:
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_every_room_is_part_of_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = set(settings["tool"]["setuptools"]["packages"])
+    rooms = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for folder in ("scheduler", "kernels", "workers", "cluster", "configs")
+        for path in (ROOT / folder).rglob("__init__.py")
+    }
+    assert rooms <= packages
