@@ -24,7 +24,9 @@ from tests.cluster.api.scripted import TOKENIZER
 
 NUM_CHARS = 64 * 1024
 NUM_CHARS_OF_TOKEN = 4
-LIMIT_S = 3.0  # of the thread's processor time; linear work takes a tenth, and a third beside others
+LIMIT_S = (
+    3.0  # of the thread's processor time; linear work takes a tenth, and a third beside others
+)
 
 NO_TOOLS = ToolTable([], Omissions())  # calls are looked for, of whatever is called
 
