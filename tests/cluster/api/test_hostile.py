@@ -24,9 +24,22 @@ MOST_LEFT_MIB = 200  # by all requests so far
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict[str, Any]]:
-    """The lines of the program, by the names of the requests."""
+    """The lines of the program, by the names of the requests. What seems to stall is measured up to
+    three times, because other programs use the processor too; a stall of our own comes each time.
+    """
+    lines = measure()
+    for _ in range(2):
+        stalling = [name for name, line in lines.items() if line["stall_ms"] >= MOST_STALL_MS]
+        if not stalling:
+            break
+        for name, line in measure(*stalling).items():
+            lines[name]["stall_ms"] = min(lines[name]["stall_ms"], line["stall_ms"])
+    return lines
+
+
+def measure(*names: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cluster.api.hostile"],
+        [sys.executable, "-m", "tests.cluster.api.hostile", *names],
         cwd=CHECKOUT,
         stdout=subprocess.PIPE,
         check=True,
