@@ -454,7 +454,7 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
 def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="tiny", messages=[USER])
     httpx.get(f"{server.url}/nothing")
-    leaves = {"prompt": "a", "stream": True, "max_tokens": 50}
+    leaves = {"prompt": "a", "stream": True, "max_tokens": 500}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=leaves) as answer:
         next(answer.iter_lines())
     wait_until(lambda: server.api.admission.num_open == 0)
