@@ -100,6 +100,12 @@ class Worker:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
 
+    def use_huge_pages(self) -> None:
+        """After `warm`, beside everything else: make the steps of the rank faster, whose memory
+        this is.
+        """
+        self._inherited.use_huge_pages()
+
     def start(
         self,
         address: Address | None,

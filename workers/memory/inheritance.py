@@ -45,3 +45,11 @@ class InheritedMemory:
             return cls()
         weights, cache = opened
         return cls(weights=weights, cache=cache, checkpoint=memory.checkpoint, loaded=memory.loaded)
+
+    def use_huge_pages(self) -> None:
+        """Have the rank, and this process, use huge pages: a spare has time for that."""
+        try:
+            for part in filter(None, (self.weights, self.cache)):
+                part.use_huge_pages()
+        except OSError as error:
+            logger.warning("the memory of a rank stays in small pages: %s", error)
