@@ -122,14 +122,14 @@ class Worker:
         """
         self.epoch = epoch
         self._is_replacement = num_kv_blocks is not None
-        engine = self.config.engine
+        engine_config = self.config.engine
         device = open_device(self.config.device, gpu_index)
         kernels = self._kernels or find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
         group = self._group or self._new_group(device.torch)
         with self._phase("rendezvous"):
-            group.join(address, engine.start_timeout_s)
+            group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
             quantized = self.config.quantization is not None
             compile_first_step(
@@ -137,7 +137,7 @@ class Worker:
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
-        group.share_memory(engine.start_timeout_s, engine.shared_memory)
+        group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
         if self.config.device == "cuda":
@@ -150,7 +150,7 @@ class Worker:
             group.wait_until_loaded()
         if self.config.device == "cpu":
             self._rendezvous = None  # nobody meets there any more; NCCL may ask its store later
-        group.set_timeout(engine.step_timeout_s)
+        group.set_timeout(engine_config.step_timeout_s)
         self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(
             rank=self.rank,
