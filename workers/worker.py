@@ -68,6 +68,7 @@ class Worker:
         self._weights = self._inherited.weights  # where they lie, if that outlives this process
         self._checkpoint, self._loaded = self._inherited.checkpoint, self._inherited.loaded
         self._seconds: dict[str, float] = {}
+        self._serves = False  # steps follow
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failed: str | None = None  # why no further step runs
@@ -101,10 +102,10 @@ class Worker:
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
 
     def use_huge_pages(self) -> None:
-        """After `warm`, beside everything else: make the steps of the rank faster, whose memory
-        this is.
+        """After `warm`, beside everything else, until this spare takes over: make the steps of the
+        rank faster that uses the memory now.
         """
-        self._inherited.use_huge_pages()
+        self._inherited.use_huge_pages(lambda: self._serves)
 
     def start(
         self,
@@ -182,6 +183,7 @@ class Worker:
                 self.config, model, group, kernels, device, num_blocks, self._inherited.cache
             )
             if not stands_by:
+                self._serves = True
                 self._runner.cache.allow_writing()
         self.progress.phase = "steps"
 
@@ -199,6 +201,7 @@ class Worker:
     def take_over(self, epoch: int) -> None:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
+        self._serves = True
         self.epoch = epoch
         self._runner.cache.allow_writing()
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
-_CHUNK_BYTES = 8 * HUGE_PAGE_BYTES  # one call: a process cannot be ended within it
+_PIECE_BYTES = 8 * HUGE_PAGE_BYTES  # of one call, in the middle of which no process ends
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
 
@@ -41,21 +42,22 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     return pages
 
 
-def use_huge_pages(descriptor: int, num_bytes: int) -> int:
+def use_huge_pages(descriptor: int, num_bytes: int) -> Iterator[int]:
     """Make the pages of a memory file huge, for every process that has it mapped. The contents stay
-    the same, and may be used meanwhile. Returns how many bytes are in huge pages now: fewer than
-    `num_bytes` if the system has none left, and 0 if it cannot do this.
+    the same, and may be used meanwhile. Yields after every piece of the file, which takes about
+    50 ms, how many of its bytes are in huge pages now: 0 if the system has none left. Raises
+    `OSError` if it does not do this at all.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
-    first_address, libc, num_huge_bytes = ctypes.addressof(pages), _libc(), 0
-    for start in range(0, num_bytes - num_bytes % HUGE_PAGE_BYTES, _CHUNK_BYTES):
-        chunk_bytes = min(_CHUNK_BYTES, num_bytes - start) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-        if not libc.madvise(first_address + start, chunk_bytes, _MADV_COLLAPSE):
-            num_huge_bytes += chunk_bytes
-        elif ctypes.get_errno() == errno.EINVAL:  # this kernel does not have it
-            break
-    return num_huge_bytes
+    first_address, libc = ctypes.addressof(pages), _libc()
+    whole_pages_bytes = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    for start in range(0, whole_pages_bytes, _PIECE_BYTES):
+        piece_bytes = min(_PIECE_BYTES, whole_pages_bytes - start)
+        has_failed = libc.madvise(first_address + start, piece_bytes, _MADV_COLLAPSE) != 0
+        if has_failed and ctypes.get_errno() == errno.EINVAL:
+            raise OSError(errno.EINVAL, "this kernel has no MADV_COLLAPSE")
+        yield 0 if has_failed else piece_bytes
 
 
 def _libc() -> ctypes.CDLL:

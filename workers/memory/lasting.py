@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import logging
 import mmap
 import os
 import weakref
@@ -17,13 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.memory.huge_pages import map_aligned, use_huge_pages
+from workers.memory.huge_pages import map_aligned
 from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +116,6 @@ class LastingMemory:
         address, num_bytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.num_bytes)
         if libc.mprotect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
             raise OSError(ctypes.get_errno(), "mprotect")
-
-    def use_huge_pages(self) -> None:
-        """Have all processes that map this memory use huge pages, as far as the system has them.
-        Takes seconds per GiB.
-        """
-        num_huge_bytes = use_huge_pages(self.descriptor, self.num_bytes)
-        logger.debug("%d of %d bytes are in huge pages", num_huge_bytes, self.num_bytes)
 
 
 def _available_bytes() -> int:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
+from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import LastingMemory
 
 NAME = "eagleray-test-huge"
@@ -34,7 +35,7 @@ def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages
     mine.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(0)))
     expected = mine.clone()
     most = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    got = use_huge_pages(memory.descriptor, num_bytes)
+    got = sum(use_huge_pages(memory.descriptor, num_bytes))
     assert torch.equal(mine, expected) and torch.equal(theirs, expected)
     mine[5], expected[5] = 9, 9
     assert torch.equal(theirs, expected)
@@ -47,4 +48,12 @@ def test_sealed_memory_can_be_in_huge_pages_too() -> None:
     memory = LastingMemory.create(NAME, 2 * HUGE_PAGE_BYTES)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
     fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
-    assert use_huge_pages(memory.descriptor, memory.num_bytes) in (0, 2 * HUGE_PAGE_BYTES)
+    [got] = use_huge_pages(memory.descriptor, memory.num_bytes)
+    assert got in (0, 2 * HUGE_PAGE_BYTES)
+
+
+def test_a_spare_stops_when_it_takes_over() -> None:
+    memory = LastingMemory.create(NAME, 40 * HUGE_PAGE_BYTES)
+    answers = iter([False, True])
+    InheritedMemory(weights=memory, cache=memory).use_huge_pages(lambda: next(answers))
+    assert next(answers, None) is None
