@@ -70,8 +70,8 @@ class WorkerPool:
             except Exception as error:
                 answers.append(error)
         errors = [answer for answer in answers if isinstance(answer, Exception)]
-        for error in errors[1:]:
-            errors[0].add_note("".join(traceback.format_exception(error)))
+        for later_error in errors[1:]:
+            errors[0].add_note("".join(traceback.format_exception(later_error)))
         if errors:
             raise errors[0]
         return answers
