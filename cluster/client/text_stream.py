@@ -95,7 +95,7 @@ class _Reasoning:
     def __init__(self, state: State) -> None:
         self.num_undecided = 0  # characters at the end that may be the answer
         self._state = state
-        self._beginning = ""  # of what decides
+        self._undecided_prefix = ""  # until it decides
         self._end = _Matcher(END_THINK)
         self._skips_line_ends = False
 
@@ -104,12 +104,12 @@ class _Reasoning:
         answer.
         """
         if self._state is State.UNDECIDED:
-            self._beginning = (self._beginning + text).lstrip()
+            self._undecided_prefix = (self._undecided_prefix + text).lstrip()
             self.num_undecided += len(text)
-            if self._beginning.startswith(THINK):
-                self._state, text = State.REASONING, self._beginning[len(THINK) :]
+            if self._undecided_prefix.startswith(THINK):
+                self._state, text = State.REASONING, self._undecided_prefix[len(THINK) :]
                 self.num_undecided = 0
-            elif is_last or not THINK.startswith(self._beginning):
+            elif is_last or not THINK.startswith(self._undecided_prefix):
                 self._state, num_new = State.CONTENT, self.num_undecided
                 self.num_undecided = 0
                 return num_new

@@ -187,12 +187,13 @@ def _anything(_: Any) -> bool:
     return True
 
 
-class CountTokensRequest(Model):
+class Conversation(Model):
+    """What both requests have in common: all that becomes tokens."""
+
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT | dict.fromkeys(
         (
             *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
             *("speed", "user_profile_id"),
-            *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k"),
         ),
         (_anything, ""),
     )
@@ -210,10 +211,19 @@ class CountTokensRequest(Model):
     output_format: OutputFormat | None = None  # of older betas, for `output_config.format`
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(Conversation):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+
+class CountTokensRequest(Conversation):
+    """What else a `MessagesRequest` may have changes no number of tokens."""
+
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = (
+        Conversation.WITHOUT_EFFECT
+        | dict.fromkeys(sorted(MessagesRequest.names() - Conversation.names()), (_anything, ""))
+    )
