@@ -78,8 +78,8 @@ class TextStream:
         ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
-            place, self.stopped_by = min(matches)
-            self.text = self._decoded[:place]
+            offset, self.stopped_by = min(matches)
+            self.text = self._decoded[:offset]
             return True
         num_matched = max(matcher.num_matched for matcher in self._matchers)
         first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
@@ -144,18 +144,18 @@ class _Matcher:
         not complete. Not to be called again afterwards.
         """
         stop, borders, matched = self.stop, self._borders, self.num_matched
-        first_character, stop_length, place = stop[0], len(stop), 0
-        while place < len(text):
+        first_character, stop_length, offset = stop[0], len(stop), 0
+        while offset < len(text):
             if matched == 0:  # on to where the stop string may begin
-                place = text.find(first_character, place)
-                if place < 0:
+                offset = text.find(first_character, offset)
+                if offset < 0:
                     break
-            while matched and text[place] != stop[matched]:
+            while matched and text[offset] != stop[matched]:
                 matched = borders[matched - 1]
-            matched += text[place] == stop[matched]
-            place += 1
+            matched += text[offset] == stop[matched]
+            offset += 1
             if matched == stop_length:
-                return place
+                return offset
         self.num_matched = matched
         return None
 

@@ -126,7 +126,7 @@ class Message(Model):
 class CustomTool(Options):
     """A tool that the client runs."""
 
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     type: str | None = None
     name: Name
     description: str | None = None
@@ -156,7 +156,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(Options):
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -165,20 +165,20 @@ class ToolChoice(Options):
 class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
-    PLACE: ClassVar[str] = "thinking"
+    PATH: ClassVar[str] = "thinking"
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
 class OutputFormat(Options):
-    PLACE: ClassVar[str] = "output_config.format"
+    PATH: ClassVar[str] = "output_config.format"
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
 class OutputConfig(Options):
-    PLACE: ClassVar[str] = "output_config"
+    PATH: ClassVar[str] = "output_config"
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
