@@ -12,11 +12,13 @@ The processes must run the same code with the same libraries, as those of one en
 
 from __future__ import annotations
 
+import collections
 import fcntl
 import io
 import mmap
 import os
 import pickle
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +35,7 @@ from kernels.cpu.tensor_bytes import (
     tensor_place,
 )
 from kernels.interface import Kernels
-from workers.memory.huge_pages import map_aligned
+from workers.memory.huge_pages import map_aligned, use_huge_pages
 from workers.memory.lasting import LastingMemory, is_supported
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
@@ -83,6 +85,8 @@ def keep_weights(model: Qwen3, name: str) -> LastingMemory:
         _write(memory.descriptor, end_of_tensors, memoryview(described + length))
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
         fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
+        with suppress(OSError):  # this kernel does not do it
+            collections.deque(use_huge_pages(memory.descriptor, memory.num_bytes), maxlen=0)
         _touch(memory_B)
     except OSError:
         memory.close()

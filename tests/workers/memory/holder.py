@@ -171,6 +171,12 @@ def forget(state: State) -> None:
     state.forget()
 
 
+def huge_bytes(state: State) -> int:
+    """What this process has of memory files in huge pages."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped:")) * 1024
+
+
 def memory_bytes(state: State) -> int:
     """What this process takes of the machine; of memory that n processes share, an nth (Pss)."""
     gc.collect()

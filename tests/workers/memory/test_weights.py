@@ -144,6 +144,14 @@ def test_a_process_that_writes_over_the_weights_ends_and_the_other_has_them_stil
     assert standby.tell(holder.logits) == logits
 
 
+def test_both_processes_have_the_weights_in_huge_pages(rank: Holder, standby: Holder) -> None:
+    share(rank, standby, LARGE)
+    huge = [process.tell(holder.huge_bytes) for process in (rank, standby)]
+    if not any(huge):
+        pytest.skip("this system makes no huge pages of memory files")
+    assert min(huge) > 0.9 * stored_bytes(LARGE)
+
+
 def test_two_processes_hold_one_copy(rank: Holder, standby: Holder) -> None:
     both = (rank, standby)
     for process in both:  # so that it has what it takes to compute at all
