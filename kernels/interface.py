@@ -8,7 +8,8 @@ without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
-the token table; S slots, W blocks in a row's table. In sampling, letters mean other things: R the
+the token table; S slots, W blocks in a row's table. Of experts: X experts, K experts of a token, F
+features of one expert. In sampling, letters mean other things: R the
 rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
 top-k, N ranks.
 """
@@ -37,6 +38,7 @@ class Capabilities:
     quantizations: formats of weights it computes with, besides the dtypes.
     weight_dtypes: what weights may be held in while it computes in float32, besides float32.
     kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
+    experts: whether it runs models with experts.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
 
@@ -48,6 +50,7 @@ class Capabilities:
     quantizations: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
     kv_cache_dtypes: tuple[str, ...] = ()
+    experts: bool = False
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
 
@@ -81,6 +84,18 @@ class Int8Weight:
 
     codes_YX: Tensor
     scale_Y: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The MLPs of X experts, of each the F features of this rank. Once packed, both are in the
+    layout of the backend, the experts still along the first dimension.
+
+    gate_up: [X, 2F, E], of each expert the gate, then up. down: [X, E, F].
+    """
+
+    gate_up: Tensor
+    down: Tensor
 
 
 class Int8Kernels(Protocol):
@@ -121,6 +136,30 @@ class MixedKernels(Protocol):
         /,
     ) -> Tensor:
         """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
+
+
+class ExpertKernels(Protocol):
+    """Mixtures of experts; `kernels/reference/experts.py` defines shapes and results."""
+
+    def first_step(
+        self, dtype: torch.dtype, weight_dtype: torch.dtype, /
+    ) -> list[Callable[[], object]]:
+        """As `Kernels.first_step`, for these kernels."""
+
+    def route(
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+    ) -> tuple[Tensor, Tensor]:
+        """(weights [T, K], experts [T, K]) of each token."""
+
+    def pack_weights(self, weights: ExpertWeights, /) -> ExpertWeights:
+        """The weights in the layout `mlp` needs, perhaps in the memory of the argument, which is
+        overwritten then.
+        """
+
+    def mlp(
+        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
+    ) -> Tensor:
+        """[T, E]: each token's weighted sum of the MLPs of its experts."""
 
 
 class SamplingKernels(Protocol):
@@ -203,6 +242,7 @@ class Kernels(Protocol):
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
+    experts: ExpertKernels | None  # None: `experts` is False among the capabilities
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /

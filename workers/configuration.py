@@ -55,6 +55,7 @@ def resolve(
     fill in those that were left unset. Raises `ConfigError`.
     """
     model.check_tensor_parallel_size(engine.tensor_parallel_size)
+    _check_experts(engine, model, device, backend)
     dtype = _dtype(engine, model, device, backend)
     keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
     max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
@@ -141,6 +142,30 @@ def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Capab
             f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
         )
     return dtype
+
+
+def _check_experts(
+    engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
+) -> None:
+    """Raise `ConfigError` if this model has experts and they cannot run so."""
+    if model.experts is None:
+        return
+    if not backend.experts:
+        raise ConfigError(
+            f"kernel backend {backend.name!r} does not run models with experts (model_type"
+            " 'qwen3_moe'). They run with device 'cpu', or with attention_backend 'reference' and"
+            " enforce_eager, which is slow"
+        )
+    if backend.name == "reference" and device == "cuda" and not engine.enforce_eager:
+        raise ConfigError(
+            "kernel backend 'reference' runs a model with experts on a GPU only without graphs: set"
+            " enforce_eager, or choose another attention_backend"
+        )
+    if engine.quantization is not None:
+        raise ConfigError(
+            f"quantization {engine.quantization!r} is not supported for a model with experts"
+            " (model_type 'qwen3_moe'): leave it out"
+        )
 
 
 def _quantization(

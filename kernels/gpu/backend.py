@@ -8,7 +8,7 @@ from kernels.gpu import attention, elementwise, sampling, tables
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
-from kernels.interface import Capabilities, Int8Kernels, Kernels, SamplingKernels
+from kernels.interface import Capabilities, ExpertKernels, Int8Kernels, Kernels, SamplingKernels
 from kernels.reference.backend import ReferenceKernels, no_decode_places
 
 
@@ -18,6 +18,7 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
+    experts: ExpertKernels | None = None
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)
     rms_norm = staticmethod(elementwise.rms_norm)
