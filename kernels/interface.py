@@ -151,9 +151,9 @@ class ExpertKernels(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """(weights [T, K], experts [T, K]) of each token."""
 
-    def pack_weights(self, weights: ExpertWeights, /) -> ExpertWeights:
-        """The weights in the layout `mlp` needs, perhaps in the memory of the argument, which is
-        overwritten then.
+    def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
+        """The weights in the layout that `mlp` needs for inputs of `dtype`, perhaps in the memory
+        of the argument, which is overwritten then.
         """
 
     def mlp(

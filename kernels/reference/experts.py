@@ -76,6 +76,6 @@ class ReferenceExperts:
         """Nothing to compile."""
         return []
 
-    def pack_weights(self, weights: ExpertWeights, /) -> ExpertWeights:
+    def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
         """The weights, unchanged."""
         return weights

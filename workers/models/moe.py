@@ -76,7 +76,7 @@ class ExpertColumns:
         self.full = experts.intermediate_size
         self.shard = self.full // group.size
         self.start = group.rank * self.shard
-        self.kernels = form.kernels
+        self.kernels, self.dtype = form.kernels, form.dtype
 
         def empty(num_rows: int, size_in: int) -> Tensor:
             shape = (experts.num_experts, num_rows, size_in)
@@ -101,7 +101,7 @@ class ExpertColumns:
 
     def pack(self) -> None:
         """Call once, after every slice is filled."""
-        self.weights = _kernels_of(self.kernels.experts).pack_weights(self.weights)
+        self.weights = _kernels_of(self.kernels.experts).pack_weights(self.weights, self.dtype)
 
 
 def _kernels_of(kernels: ExpertKernels | None) -> ExpertKernels:
