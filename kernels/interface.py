@@ -38,7 +38,6 @@ class Capabilities:
     quantizations: formats of weights it computes with, besides the dtypes.
     weight_dtypes: what weights may be held in while it computes in float32, besides float32.
     kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
-    experts: whether it runs models with experts.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
 
@@ -50,7 +49,6 @@ class Capabilities:
     quantizations: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
     kv_cache_dtypes: tuple[str, ...] = ()
-    experts: bool = False
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
 
@@ -242,7 +240,7 @@ class Kernels(Protocol):
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
-    experts: ExpertKernels | None  # None: `experts` is False among the capabilities
+    experts: ExpertKernels
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /

@@ -73,7 +73,7 @@ def _calls_of_first_step(
         calls[1:1] = kernels.mixed.first_step()
     if quantized and kernels.int8 is not None:
         calls[1:1] = kernels.int8.first_step(torch_dtype(dtype))
-    if experts and kernels.experts is not None:
+    if experts:
         calls[:0] = kernels.experts.first_step(torch_dtype(dtype), torch_dtype(weight_dtype))
     if size > 1 and calls:
         calls.insert(1, compile_all_reduce)

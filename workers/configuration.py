@@ -150,12 +150,6 @@ def _check_experts(
     """Raise `ConfigError` if this model has experts and they cannot run so."""
     if model.experts is None:
         return
-    if not backend.experts:
-        raise ConfigError(
-            f"kernel backend {backend.name!r} does not run models with experts (model_type"
-            " 'qwen3_moe'). They run with device 'cpu', or with attention_backend 'reference' and"
-            " enforce_eager, which is slow"
-        )
     if backend.name == "reference" and device == "cuda" and not engine.enforce_eager:
         raise ConfigError(
             "kernel backend 'reference' runs a model with experts on a GPU only without graphs: set"

@@ -29,7 +29,7 @@ class CpuKernels:
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
     mixed: MixedKernels | None = CpuMixed()
-    experts: ExpertKernels | None = CpuExperts()
+    experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)
     pack_weight = staticmethod(linear.pack_weight)
     linear = staticmethod(linear.linear)

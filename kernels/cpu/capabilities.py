@@ -57,5 +57,4 @@ CPU = Capabilities(
     quantizations=("int8",) if has_int8() else (),
     weight_dtypes=("bfloat16",),
     kv_cache_dtypes=("fp8_e4m3",),
-    experts=True,
 )

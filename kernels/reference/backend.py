@@ -49,7 +49,7 @@ class ReferenceKernels:
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
     mixed: MixedKernels | None = None
-    experts: ExpertKernels | None = ReferenceExperts()
+    experts: ExpertKernels = ReferenceExperts()
     kv_cache_shapes = staticmethod(token_major_shapes)
     set_num_threads = staticmethod(torch.set_num_threads)
     linear = staticmethod(functional.linear)

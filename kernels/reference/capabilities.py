@@ -10,5 +10,4 @@ REFERENCE = Capabilities(
     fast_dtypes=("float32", "bfloat16", "float16"),
     quantizations=("int8",),
     kv_cache_dtypes=("fp8_e4m3",),
-    experts=True,
 )

@@ -71,7 +71,6 @@ def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
 @pytest.mark.parametrize(
     ("device", "options", "message"),
     [
-        ("cuda", {"attention_backend": "triton"}, "'triton' does not run models with experts"),
         ("cuda", {"attention_backend": "reference"}, "only without graphs: set enforce_eager"),
         ("cpu", {"quantization": "int8"}, "'int8' is not supported for a model with experts"),
     ],

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from configs.model import ModelConfig
-from kernels.interface import ExpertKernels, ExpertWeights
+from kernels.interface import ExpertWeights
 from workers.models.layers import Packable, ReplicatedLinear
 from workers.models.weights import WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
@@ -45,7 +45,7 @@ class MoE:
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, E], the same on every rank."""
-        kernels = _kernels_of(self.kernels.experts)
+        kernels = self.kernels.experts
         weights_TK, ids_TK = kernels.route(self.router(x_TE), self.num_per_token, self.normalizes)
         out_TE = kernels.mlp(x_TE, weights_TK, ids_TK, self.experts.weights)
         return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
@@ -101,9 +101,4 @@ class ExpertColumns:
 
     def pack(self) -> None:
         """Call once, after every slice is filled."""
-        self.weights = _kernels_of(self.kernels.experts).pack_weights(self.weights, self.dtype)
-
-
-def _kernels_of(kernels: ExpertKernels | None) -> ExpertKernels:
-    assert kernels is not None, "the configuration was checked against the kernels"
-    return kernels
+        self.weights = self.kernels.experts.pack_weights(self.weights, self.dtype)

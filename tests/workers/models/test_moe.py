@@ -156,6 +156,13 @@ def test_block_equals_transformers_on_any_number_of_ranks(
     assert largest_difference(experts, size, kernels) < TOLERANCE
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted here")
+@pytest.mark.parametrize("name", ["8_top_2_raw", "128_top_8"])
+def test_block_in_triton_equals_transformers(name: str) -> None:
+    """In the interpreter, which runs one kernel at a time: no ranks in threads."""
+    assert largest_difference(SHAPES[name], 1, select_backend("cpu", "triton")) < TOLERANCE
+
+
 @pytest.mark.parametrize("experts", SHAPES.values(), ids=SHAPES.keys())
 def test_a_token_alone_gets_what_it_gets_among_others(experts: Experts) -> None:
     group = TensorParallelGroup(0, 1, torch.device("cpu"))

@@ -1,0 +1,105 @@
+"""Experts of Qwen3-30B-A3B (2,048 wide, 128 experts of 768 features) and of 235B-A22B (4,096 and
+1,536), whole and split over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.gpu import experts
+from tests.kernels.compile_cases import CompileCase
+
+
+def _route(num_experts: int, num_chosen: int, dtype: str = "bf16") -> CompileCase:
+    constants: dict[str, Any] = {
+        "X": num_experts,
+        "K": num_chosen,
+        "NORMALIZES": True,
+        "WIDTH": num_experts,
+        "CHOSEN": num_chosen,
+    }
+    return CompileCase(
+        name=f"route-{num_experts}-{num_chosen}-{dtype}",
+        kernel=experts._route,
+        num_warps=1,
+        signature={"logits_TX": f"*{dtype}", "weights_TK": "*fp32", "ids_TK": "*i32"}
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+def _sort_pairs(num_experts: int, chunk: int) -> CompileCase:
+    constants = {"X": num_experts, "ROWS": 16, "BINS": num_experts, "CHUNK": chunk}
+    integers = {"num_pairs": "i32", "num_tiles": "i32"}
+    return CompileCase(
+        name=f"sort_pairs-{num_experts}-{chunk}",
+        kernel=experts._sort_pairs,
+        signature=dict.fromkeys(("ids_P", "order_P", "tiles_M3"), "*i32")
+        | integers
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+def _products(
+    rows_per_expert: int, size: int, features: int, dtype: str = "bf16"
+) -> list[CompileCase]:
+    tiles = experts.tiles_of(rows_per_expert, 4 if dtype == "fp32" else 2)
+    constants = {
+        "K": 8,
+        "E": size,
+        "F": features,
+        "ROWS": tiles.rows,
+        "FEATURES": tiles.features,
+        "STEP": tiles.step,
+    }
+
+    def case(
+        kernel: Any, name: str, operands: tuple[str, ...], used: dict[str, int]
+    ) -> CompileCase:
+        types = {"order_P": "*i32", "tiles_M3": "*i32"}
+        return CompileCase(
+            name=f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
+            kernel=kernel,
+            num_warps=tiles.num_warps,
+            num_stages=tiles.num_stages,
+            signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
+            | dict.fromkeys(used, "constexpr"),
+            constexprs=used,
+        )
+
+    of_down = {name: value for name, value in constants.items() if name != "K"}
+    gate_up = ("x_TE", "gate_up_X2FE", "order_P", "tiles_M3", "hidden_PF")
+    down = ("hidden_PF", "down_XEF", "order_P", "tiles_M3", "product_PE")
+    return [
+        case(experts._gate_up, "gate_up", gate_up, constants),
+        case(experts._down, "down", down, of_down),
+    ]
+
+
+def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
+    constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_SUM}
+    return CompileCase(
+        name=f"add_up-{size}-{dtype}",
+        kernel=experts._add_up,
+        signature={"product_PE": f"*{dtype}", "weights_TK": "*fp32", "out_TE": f"*{dtype}"}
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+CASES = [
+    _route(128, 8),
+    _route(1024, 16, "fp32"),
+    _sort_pairs(128, 128),
+    _sort_pairs(128, experts._MAX_CHUNK),
+    _sort_pairs(1024, experts._MAX_CHUNK),
+    *_products(1, 2048, 768),
+    *_products(64, 2048, 768),
+    *_products(512, 2048, 768),
+    *_products(1, 2048, 96),
+    *_products(512, 4096, 1536, "fp16"),
+    *_products(1, 2048, 768, "fp32"),
+    _add_up(2048),
+    _add_up(4096, "fp32"),
+]
