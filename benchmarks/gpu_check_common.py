@@ -159,19 +159,19 @@ def with_parts(
     num_rows: int | None = None,
 ) -> AttentionMetadata:
     """The metadata with the decode rows at the front divided into parts as the backend needs it.
-    `num_rows`: these with rows of padding, which take no places (`BatchState.stage_decode`).
+    `num_rows`: these with rows of padding, which have no parts (`BatchState.stage_decode`).
     """
     device = attn.seq_lens_B.device
     num_live = next((row for row, n in enumerate(query_lens) if n != 1), len(query_lens))
     num_rows = num_live if num_rows is None else num_rows
-    num_places = kernels.decode_places(num_rows, kv_heads, attn.max_seq_len, device)
-    if num_places == 0:
+    max_parts = kernels.max_decode_parts(num_rows, kv_heads, attn.max_seq_len, device)
+    if max_parts == 0:
         return attn
-    starts = part_starts(attn.seq_lens_B[:num_live].cpu().numpy(), num_places)
+    starts = part_starts(attn.seq_lens_B[:num_live].cpu().numpy(), max_parts)
     starts = np.pad(starts, (0, num_rows - num_live), mode="edge")
     decode = DecodeParts(
         num_rows=num_rows,
-        num_places=num_places,
+        max_parts=max_parts,
         start_B1=torch.from_numpy(starts).to(device),
         arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
     )

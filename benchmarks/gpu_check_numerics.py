@@ -226,15 +226,15 @@ def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     top_p_R = torch.tensor(
         [TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device
     )[:num_rows]
-    max_gap_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[
-        :num_rows
-    ]
+    max_logit_gap_R = torch.tensor(
+        [torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device
+    )[:num_rows]
     want_RK = SAMPLING_REFERENCE.list_nearest(gap_rows, top_k_R, 50)
     with poisoned():
         got_RK = kernels.list_nearest(gap_rows, top_k_R, 50)
-        limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, max_gap_R)
+        limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, max_logit_gap_R)
     want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
-        want_RK[None], top_k_R, top_p_R, max_gap_R
+        want_RK[None], top_k_R, top_p_R, max_logit_gap_R
     )
     row = equal((got_RK, want_RK), (limit_R, want_limit_R))
     return worst_of(row, near(kept_NR, want_kept_NR, 50))

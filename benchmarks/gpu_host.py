@@ -86,12 +86,12 @@ def calls(check: Check) -> None:
         "ours, row_best": lambda: kernels.sampling.row_best(wide),
         "upload of 4 arrays": upload,
         "download": lambda: device.to_host(ids),
-        "event": device.event,
+        "event": device.record_event,
     }
     if check.on_gpu:
         few = device.capture(lambda: one.add_(1))
         many = device.capture(lambda: [one.add_(1) for _ in range(256)])
-        event = device.event()
+        event = device.record_event()
         assert event is not None
         kinds |= {
             "graph of 1 kernel": few.replay,

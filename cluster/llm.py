@@ -202,7 +202,7 @@ class LLM:
         """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is
         sent.
         """
-        return self.client.builder.check(prompt, sampling_params)
+        return self.client.builder.checked_token_ids(prompt, sampling_params)
 
     def shutdown(self) -> None:
         """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""

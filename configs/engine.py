@@ -248,7 +248,9 @@ class ResolvedConfig:
         return math.ceil(self.max_model_len / self.block_size)
 
 
-def num_seqs(engine: EngineConfig, device: str) -> int:
+def num_seqs(engine_config: EngineConfig, device: str) -> int:
     """Sequences that run at once on device "cpu" or "cuda"."""
     default = DEFAULT_NUM_SEQS[device]
-    return engine.max_num_seqs or min(default, engine.max_num_batched_tokens or default)
+    return engine_config.max_num_seqs or min(
+        default, engine_config.max_num_batched_tokens or default
+    )

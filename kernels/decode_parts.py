@@ -1,9 +1,10 @@
 """How the decode rows of a step are divided between the programs of a GPU.
 
-A decode kernel has a fixed number of places, which a CUDA graph can hold; a row takes one or more
-of them, one for each part of its tokens. The host, which knows every length, makes the parts as
-short as the places allow, so that hardly any program is without work and none has much more than
-the others, whatever the lengths. Arithmetic alone, without torch. Legend: B rows.
+A decode kernel is launched for a fixed number of parts, `max_parts`, which a CUDA graph can hold;
+the tokens of a row are one or more of them (flash-decoding's splits). The host, which knows every
+length, makes the parts as short as their number allows, so that hardly any program is without work
+and none has much more than the others, whatever the lengths. Arithmetic alone, without torch.
+Legend: B rows.
 """
 
 from __future__ import annotations
@@ -17,42 +18,44 @@ Int32Array = npt.NDArray[np.int32]
 PART_TOKENS = 64
 # One program joins the parts of a row, and reads the results of all of them at once. With this many
 # programs per KV head, a single row keeps enough bytes in flight for the memory of any chip.
-MAX_PARTS = 32
+MAX_PARTS_PER_ROW = 32
 # Programs to start per multiprocessor: three run at once, and more of them balance unequal parts.
 _PROGRAMS_PER_SM = 4
-# Places beyond one for each row, for rows much longer than the others: a tenth of the rows.
-_ROWS_PER_SPARE_PLACE = 10
+# Parts beyond one for each row, for rows much longer than the others: a tenth of the rows.
+_ROWS_PER_SPARE_PART = 10
 
 
-def decode_places(num_rows: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Places for `num_rows` rows of up to `max_seq_len` tokens: at least one for each row, and
-    enough to fill a device of `num_sms` multiprocessors, as each place is `kv_heads` programs.
+def max_decode_parts(num_rows: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
+    """How many parts to launch for `num_rows` rows of up to `max_seq_len` tokens: at least one for
+    each row, and enough to fill a device of `num_sms` multiprocessors, as each part is `kv_heads`
+    programs.
     """
-    places_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // kv_heads)
-    num_places = max(num_rows + num_rows // _ROWS_PER_SPARE_PLACE, places_to_fill_device)
-    return min(num_places, num_rows * min(MAX_PARTS, max(1, -(-max_seq_len // PART_TOKENS))))
+    parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // kv_heads)
+    max_parts = max(num_rows + num_rows // _ROWS_PER_SPARE_PART, parts_to_fill_device)
+    return min(max_parts, num_rows * min(MAX_PARTS_PER_ROW, max(1, -(-max_seq_len // PART_TOKENS))))
 
 
-def part_starts(seq_lens_B: Int32Array, num_places: int) -> Int32Array:
-    """[B + 1]: the first place of each row, then the number of places that are taken.
+def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
+    """[B + 1]: the first part of each row, then the number of parts of all rows.
 
-    A row takes one place for each part of its tokens, at least one. All rows have parts of about
-    the same length, the smallest multiple of `PART_TOKENS` with which they fit into `num_places`,
-    which is at least B.
+    A row has at least one part. All parts are about equally long: the smallest multiple of
+    `PART_TOKENS` with which there are at most `max_parts`, which is at least B.
     """
     chunks_B = -(-seq_lens_B // PART_TOKENS)
     total_chunks, longest_row_chunks = int(chunks_B.sum()), int(chunks_B.max(initial=0))
     # The parts of length n number between total / n and total / n + B.
-    min_part_chunks = max(1, -(-total_chunks // num_places), -(-longest_row_chunks // MAX_PARTS))
+    min_part_chunks = max(
+        1, -(-total_chunks // max_parts), -(-longest_row_chunks // MAX_PARTS_PER_ROW)
+    )
     max_part_chunks = max(min_part_chunks, longest_row_chunks)
-    if num_places > len(seq_lens_B):
+    if max_parts > len(seq_lens_B):
         max_part_chunks = min(
             max_part_chunks,
-            max(min_part_chunks, -(-total_chunks // (num_places - len(seq_lens_B)))),
+            max(min_part_chunks, -(-total_chunks // (max_parts - len(seq_lens_B)))),
         )
     while min_part_chunks < max_part_chunks:
         middle_part_chunks = (min_part_chunks + max_part_chunks) // 2
-        if _num_parts(chunks_B, middle_part_chunks).sum() <= num_places:
+        if _num_parts(chunks_B, middle_part_chunks).sum() <= max_parts:
             max_part_chunks = middle_part_chunks
         else:
             min_part_chunks = middle_part_chunks + 1

@@ -1,10 +1,10 @@
 """What a kernel backend offers: `Kernels`, the sampling kernels among them, and what it says it can
 do.
 
-Three backends implement `Kernels`: `kernels/cpu/` (numba and oneDNN), `kernels/gpu/` (Triton, with
-or without flash-attn), and `kernels/reference/` (plain PyTorch), whose functions define what each
-kernel computes. This module imports neither torch nor a backend, so a client can ask what would run
-without loading it.
+Three folders implement `Kernels`: `kernels/cpu/` (numba and oneDNN), `kernels/gpu/` (Triton; the
+backends `triton`, `flash_attn` and `hybrid`, which differ in attention), and `kernels/reference/`
+(plain PyTorch), whose functions define what each kernel computes. This module imports neither torch
+nor a backend, so a client can ask what would run without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
@@ -34,7 +34,8 @@ class Capabilities:
     """What one backend can do, known without loading it.
 
     description: how the log names it.
-    dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for.
+    dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for; for a
+        checkpoint of another, dtype "auto" computes in float32.
     quantizations: formats of weights it computes with, besides the dtypes.
     weight_dtypes: what weights may be held in while it computes in float32, besides float32.
     kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
@@ -201,7 +202,7 @@ class SamplingKernels(Protocol):
         list_NRK: Tensor,
         top_k_R: Tensor,
         top_p_R: Tensor,
-        max_gap_R: Tensor,
+        max_logit_gap_R: Tensor,
         /,
     ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
@@ -281,11 +282,11 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
 
-    def decode_places(
+    def max_decode_parts(
         self, num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device, /
     ) -> int:
-        """The number of places of `DecodeParts` for `num_rows` rows of up to `max_seq_len` tokens;
-        0 where `paged_attention` does not use them.
+        """`DecodeParts.max_parts` for `num_rows` rows of up to `max_seq_len` tokens; 0 where
+        `paged_attention` does not use them.
         """
 
     def look_up_tokens(

@@ -17,13 +17,13 @@ class DecodeParts:
     between (`kernels/decode_parts.py`).
 
     num_rows   : how many rows.
-    num_places : places for parts of rows; some may be free.
-    start_B1   : int32, first place of each of these rows, then the number of places taken.
+    max_parts  : how many parts the launch has programs for; those past the last part end at once.
+    start_B1   : int32, first part of each of these rows, then the number of parts of all of them.
     arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again afterwards.
     """
 
     num_rows: int
-    num_places: int
+    max_parts: int
     start_B1: Tensor
     arrived_BK: Tensor
 
@@ -42,7 +42,7 @@ class AttentionMetadata:
     kv_places_T    : int64 [T], block_id * block_size + offset where the token's KV is written; -1
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
-    decode         : for backends that ask for it with `Kernels.decode_places`; others ignore it.
+    decode         : for backends that ask for it with `Kernels.max_decode_parts`; others ignore it.
     """
 
     query_start_B1: Tensor

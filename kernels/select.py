@@ -57,6 +57,22 @@ def choose(
     return capabilities
 
 
+def backends_with_quantization(name: str) -> str:
+    """Which backends can compute here with weights in this format, for a message."""
+    return "; ".join(
+        f"on device {device!r} {', '.join(names)}"
+        for device, backends in BACKENDS.items()
+        if (names := [repr(key) for key in backends if _has_quantization(backends[key], name)])
+    )
+
+
+def _has_quantization(backend: Backend, name: str) -> bool:
+    try:
+        return name in backend.describe().quantizations
+    except ValueError:
+        return False  # it is not installed
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """How to describe and how to load one backend. `describe` raises `ValueError` where it is not
@@ -163,7 +179,7 @@ def _load_reference() -> Kernels:
 
 
 _REFERENCE = Backend(describe=lambda: REFERENCE, load=_load_reference, automatic=False)
-# Best first. The last automatic backend of a device can always be chosen.
+# Best first. The last automatic backend of a device is taken unchecked.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "cpu": {
         "cpu": Backend(describe=_describe_cpu, load=_load_cpu),

@@ -2,8 +2,8 @@
 
 Owns block ids, reference counts and the prefix index. Never touches tensors, time or Ray. Laws
 (`BlockManager.check`): a block is free or used, never both; `ref_count` equals the number of tables
-that name it; the index finds only full, published blocks, by the hash, tokens and parent they were
-published with. Called by the scheduler, from one thread.
+that name it; the index finds only full, published blocks, by the hash, tokens, parent and salt they
+were published with. Called by the scheduler, from one thread.
 
 A block is *published* when its content is known and every step that fills it has been submitted:
 steps run in order and a layer stores KV before it attends, so every step planned later may read it.
@@ -11,10 +11,10 @@ Publishing gives a *serial*; a second copy of the same content takes the serial 
 block's tokens, the serial of its parent and the salt name a whole prefix exactly: a match is
 compared by these, and the hash only has to be fast. The salt is the request's `cache_salt`:
 requests with different salts share nothing, so nobody can tell by a faster answer what others have
-asked. Every block is compared with it, although only first blocks need that: the parent of a later
-one has it. It is in the hash too, so that equal prompts with different salts do not push each other
-out of the index. A free block keeps its content and stays findable until it is taken for something
-new.
+asked. Every block stores and compares the salt; strictly only first blocks need to, because a
+parent's serial implies it. The first block's hash covers it too, so that equal prompts with
+different salts do not push each other out of the index. A free block keeps its content and stays
+findable until it is taken for something new.
 
 If ranks are lost and their cache is not, what was published for steps whose result is unread is
 withdrawn (`roll_back`): nobody knows whether those steps have filled it.

@@ -5,6 +5,7 @@
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
     │   │   └── UnreadableError  a file of the checkpoint is there, but reading it failed
     │   └── RequestError         one request cannot be accepted; names the parameter
+    │       └── PromptTooLongError  its prompt leaves no room for an answer
     ├── OverloadedError          no room now, try again later
     └── EngineError              a fault of the engine's
         ├── WorkerError          a rank failed, or its result is wrong
@@ -47,6 +48,10 @@ class RequestError(ClientError):
 
     def __reduce__(self) -> tuple[type[RequestError], tuple[str, str | None]]:
         return type(self), (str(self), self.parameter)
+
+
+class PromptTooLongError(RequestError):
+    """The prompt leaves no room for an answer. Clients that know this shorten it and ask again."""
 
 
 class OverloadedError(EaglerayError):

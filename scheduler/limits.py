@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from scheduler.errors import RequestError
+from scheduler.errors import PromptTooLongError, RequestError
 from scheduler.messages import Request
 
 
@@ -29,7 +29,9 @@ class SchedulerLimits:
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> None:
-    """Raise `RequestError` unless the prompt fits and leaves room for at least one new token."""
+    """Raise `RequestError` unless the prompt is there, and `PromptTooLongError` unless it leaves
+    room for at least one new token.
+    """
     token_ids, max_total_tokens = request.token_ids, limits.max_total_tokens
     if not 1 <= request.num_prompt_tokens <= len(token_ids):
         mismatch = (
@@ -46,7 +48,7 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
         )
         remedy = "max_model_len" if model_is_shorter else "num_kv_blocks or the memory of the cache"
-        raise RequestError(
+        raise PromptTooLongError(
             f"the prompt has {request.num_prompt_tokens} tokens; at most {max_total_tokens - 1} are"
             f" possible, one less than {bound_name} allows for prompt and output. Shorten the"
             f" prompt or raise {remedy}",

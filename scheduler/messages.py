@@ -1,7 +1,7 @@
 """The messages that cross a boundary of the engine, one type each, immutable.
 
     frontend --Request--> driver --StepPlan, StepMask--> every worker
-    frontend <--Deltas--- driver <----StepResult-------- rank 0
+    frontend <--Deltas--- driver <----StepResult-------- every worker
 
 Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
 schedule. A receiver of a plan or a result checks `epoch` and `step_id`. A batch slot is a row of

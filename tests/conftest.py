@@ -1,8 +1,12 @@
 """What all tests share: quiet libraries, no network, Triton's interpreter where there is no GPU."""
 
+import faulthandler
 import gc
 import os
 import signal
+import tempfile
+from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RAY_DEDUP_LOGS", "0")
@@ -38,3 +42,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and "tests/cluster/" not in item.path.as_posix():
             raise pytest.UsageError(f"{item.nodeid} is marked `engine` outside tests/cluster")
+
+
+# -- a test process that ends in the middle of a test ----------------------------------------------
+
+
+def _crash_path(run: str, worker: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"eagleray-tests-{run}-{worker}"
+
+
+@pytest.hookimpl(trylast=True)  # after pytest's own, which writes to stderr, far from the failure
+def pytest_configure(config: pytest.Config) -> None:
+    """Of several test processes, each writes its stacks to a file if it crashes."""
+    if workerinput := getattr(config, "workerinput", None):
+        path = _crash_path(workerinput["testrunuid"], workerinput["workerid"])
+        faulthandler.enable(path.open("w"))
+        config.add_cleanup(path.unlink)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """Say how the process ended, which pytest-xdist does not."""
+    path = _crash_path(report.node.workerinput["testrunuid"], report.node.gateway.id)
+    exit_code = report.node.gateway._io.popen.wait(10)
+    stacks = path.read_text() or "It wrote no stacks: it was killed, or ended itself."
+    report.longrepr = f"{report.longrepr}\nexit code {exit_code}\n{stacks}"
+    path.unlink()

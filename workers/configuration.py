@@ -21,76 +21,82 @@ from configs.engine import (
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import Quantization
 from kernels.interface import Capabilities, Kernels
-from kernels.select import choose, select_backend
+from kernels.select import backends_with_quantization, choose, select_backend
 from scheduler.errors import ConfigError
 
 
 def resolve_config(
-    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str
+    engine_config: EngineConfig, model: ModelConfig, model_dir: Path, device: str
 ) -> ResolvedConfig:
     """`resolve` with the backend chosen for `device` ("cpu" or "cuda").
 
     "auto" depends on what is installed where this is called; the ranks run what was chosen here.
     Raises `ConfigError`.
     """
-    dtype = model.dtype if engine.dtype == "auto" else engine.dtype
+    dtype = model.dtype if engine_config.dtype == "auto" else engine_config.dtype
     try:
         backend = choose(
             device,
-            engine.attention_backend,
+            engine_config.attention_backend,
             dtype=dtype,
             head_dim=model.head_dim,
-            block_size=engine.block_size,
-            kv_cache_dtype=engine.kv_cache_dtype,
+            block_size=engine_config.block_size,
+            kv_cache_dtype=engine_config.kv_cache_dtype,
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return resolve(engine, model, model_dir, device, backend)
+    return resolve(engine_config, model, model_dir, device, backend)
 
 
 def resolve(
-    engine: EngineConfig, model: ModelConfig, model_dir: Path, device: str, backend: Capabilities
+    engine_config: EngineConfig,
+    model: ModelConfig,
+    model_dir: Path,
+    device: str,
+    backend: Capabilities,
 ) -> ResolvedConfig:
     """Check the options against the checkpoint, the device ("cpu" or "cuda") and the backend, and
     fill in those that were left unset. Raises `ConfigError`.
     """
-    model.check_tensor_parallel_size(engine.tensor_parallel_size)
-    _check_experts(engine, model, device, backend)
-    dtype = _dtype(engine, model, device, backend)
+    model.check_tensor_parallel_size(engine_config.tensor_parallel_size)
+    _check_experts(engine_config, model, device)
+    dtype = _dtype(engine_config, model, device, backend)
     keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
-    max_num_seqs, num_steps_ahead = num_seqs(engine, device), engine.num_steps_ahead
+    max_num_seqs, num_steps_ahead = num_seqs(engine_config, device), engine_config.num_steps_ahead
     return ResolvedConfig(
-        engine=engine,
+        engine=engine_config,
         model=model,
         model_dir=str(model_dir),
         device=device,
         dtype=dtype,
         weight_dtype=model.dtype if keeps_dtype else dtype,
-        quantization=_quantization(engine, model, device, backend),
-        kv_cache_dtype=_kv_cache_dtype(engine, dtype, backend),
+        quantization=_quantization(engine_config, model, device, backend),
+        kv_cache_dtype=_kv_cache_dtype(engine_config, dtype, backend),
         attention_backend=backend.name,
-        block_size=engine.block_size or backend.default_block_size,
+        block_size=engine_config.block_size or backend.default_block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens
+        max_num_batched_tokens=engine_config.max_num_batched_tokens
         or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
-        max_model_len=_max_model_len(engine, model),
+        max_model_len=_max_model_len(engine_config, model),
         num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
     )
 
 
-def foresee_config(engine: EngineConfig, model: ModelConfig, model_dir: Path) -> ResolvedConfig:
+def foresee_config(
+    engine_config: EngineConfig, model: ModelConfig, model_dir: Path
+) -> ResolvedConfig:
     """What the engine will run, as far as that is known before Ray is started.
 
     With device "auto", a configuration that only one device can run is accepted. Raises
     `ConfigError` for one that neither can.
     """
     errors: list[ConfigError] = []
-    for device in ("cpu", "cuda") if engine.device == "auto" else (engine.device,):
-        foreseen = engine
-        needs_package = engine.attention_backend in ("flash_attn", "hybrid")
+    for device in ("cpu", "cuda") if engine_config.device == "auto" else (engine_config.device,):
+        foreseen = engine_config
+        needs_package = engine_config.attention_backend in ("flash_attn", "hybrid")
         if device == "cuda" and needs_package and not has_cuda():
             # The ranks may have what is missing here.
-            foreseen = dataclasses.replace(engine, attention_backend="auto")
+            foreseen = dataclasses.replace(engine_config, attention_backend="auto")
         try:
             return resolve_config(foreseen, model, model_dir, device)
         except ConfigError as error:
@@ -118,9 +124,9 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
+def _max_model_len(engine_config: EngineConfig, model: ModelConfig) -> int:
     rope_max_len = rope_max_length(model)
-    max_model_len = engine.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
+    max_model_len = engine_config.max_model_len or min(rope_max_len, DEFAULT_MAX_MODEL_LEN)
     if max_model_len > rope_max_len:
         rope_type = model.rope.rope_type
         raise ConfigError(
@@ -130,12 +136,14 @@ def _max_model_len(engine: EngineConfig, model: ModelConfig) -> int:
     return max_model_len
 
 
-def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities) -> str:
+def _dtype(
+    engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
+) -> str:
     """The dtype to compute in: float32 in place of a checkpoint's that the device has no
     instructions for.
     """
     auto_dtype = model.dtype if model.dtype in backend.fast_dtypes else "float32"
-    dtype = auto_dtype if engine.dtype == "auto" else engine.dtype
+    dtype = auto_dtype if engine_config.dtype == "auto" else engine_config.dtype
     if dtype not in backend.dtypes:
         raise ConfigError(
             f"dtype {dtype!r} is not possible on device {device!r} with these kernels; possible are"
@@ -144,45 +152,45 @@ def _dtype(engine: EngineConfig, model: ModelConfig, device: str, backend: Capab
     return dtype
 
 
-def _check_experts(
-    engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
-) -> None:
+def _check_experts(engine_config: EngineConfig, model: ModelConfig, device: str) -> None:
     """Raise `ConfigError` if this model has experts and they cannot run so."""
     if model.experts is None:
         return
-    if backend.name == "reference" and device == "cuda" and not engine.enforce_eager:
+    is_reference = engine_config.attention_backend == "reference"
+    if is_reference and device == "cuda" and not engine_config.enforce_eager:
         raise ConfigError(
-            "kernel backend 'reference' runs a model with experts on a GPU only without graphs: set"
-            " enforce_eager, or choose another attention_backend"
+            "attention_backend 'reference' runs a model with experts on a GPU only without graphs:"
+            " set enforce_eager, or choose another attention_backend"
         )
-    if engine.quantization is not None:
+    if engine_config.quantization is not None:
         raise ConfigError(
-            f"quantization {engine.quantization!r} is not supported for a model with experts"
+            f"quantization {engine_config.quantization!r} is not possible for a model with experts"
             " (model_type 'qwen3_moe'): leave it out"
         )
 
 
 def _quantization(
-    engine: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
+    engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
     quantization = model.quantization
-    if quantization is None and engine.quantization is not None:
+    if quantization is None and engine_config.quantization is not None:
         quantization = Quantization(stored=False, vocabulary=True)
     if quantization is not None and "int8" not in backend.quantizations:
         raise ConfigError(
             f"quantization 'int8' is not possible on device {device!r} with kernel backend"
-            f" {backend.name!r}: it needs a CPU with AVX-VNNI or AVX-512-VNNI and backend"
-            " 'cpu', or backend 'reference', which is slow. Use weights that are not quantized"
+            f" {backend.name!r}; the kernel backends that can here are"
+            f" {backends_with_quantization('int8')}. Choose one of them, or weights that are not"
+            " quantized"
         )
     return quantization
 
 
-def _kv_cache_dtype(engine: EngineConfig, dtype: str, backend: Capabilities) -> str:
+def _kv_cache_dtype(engine_config: EngineConfig, dtype: str, backend: Capabilities) -> str:
     possible_dtypes = ("auto", *backend.kv_cache_dtypes)
-    if engine.kv_cache_dtype not in possible_dtypes:
+    if engine_config.kv_cache_dtype not in possible_dtypes:
         raise ConfigError(
-            f"kv_cache_dtype {engine.kv_cache_dtype!r} is not possible with kernel backend"
+            f"kv_cache_dtype {engine_config.kv_cache_dtype!r} is not possible with kernel backend"
             f" {backend.name!r}; possible are {' and '.join(possible_dtypes)}. Choose one of them,"
             " or another attention_backend"
         )
-    return dtype if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype
+    return dtype if engine_config.kv_cache_dtype == "auto" else engine_config.kv_cache_dtype

@@ -159,7 +159,7 @@ class Device:
         """
         return list(tensors), None
 
-    def event(self) -> Event | None:
+    def record_event(self) -> Event | None:
         """The end of what was launched so far; None on a device where everything has run when a
         call returns.
         """
@@ -229,9 +229,9 @@ class CudaDevice(Device):
             _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
             for tensor in tensors
         ]
-        return copies, self.event()
+        return copies, self.record_event()
 
-    def event(self) -> Event:
+    def record_event(self) -> Event:
         event: Event = torch.cuda.Event(enable_timing=True)
         event.record()  # type: ignore[attr-defined]
         return event

@@ -151,7 +151,7 @@ class ModelRunner:
         `wait_for_mask` raises.
         """
         started = time.perf_counter()
-        began = self.device.event()
+        began = self.device.record_event()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -290,7 +290,8 @@ def run_largest_step(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> None:
     """Run the step that needs the most memory: the largest number of tokens and sampling rows, with
-    every stage of sampling in use. Every rank runs it at the same time.
+    every stage of sampling in use that needs memory per slot or per logit. Every rank runs it at
+    the same time.
     """
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
@@ -349,12 +350,12 @@ def _run_step(
     num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
-    num_places = 0
+    max_parts = 0
     if row_len == 1:
-        num_places = kernels.decode_places(num_rows, model.num_kv_heads, max_seq_len, device)
+        max_parts = kernels.max_decode_parts(num_rows, model.num_kv_heads, max_seq_len, device)
     decode = DecodeParts(
         num_rows=num_rows,
-        num_places=num_places,
+        max_parts=max_parts,
         start_B1=starts_B1,
         arrived_BK=torch.zeros(num_rows, model.num_kv_heads, dtype=torch.int32, device=device),
     )
@@ -368,7 +369,7 @@ def _run_step(
         kv_places_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,
-        decode=decode if num_places else None,
+        decode=decode if max_parts else None,
     )
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)

@@ -68,6 +68,7 @@ class Worker:
         self._weights = self._inherited.weights  # where they lie, if that outlives this process
         self._checkpoint, self._loaded = self._inherited.checkpoint, self._inherited.loaded
         self._seconds: dict[str, float] = {}
+        self._serves = False  # steps follow
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failed: str | None = None  # why no further step runs
@@ -101,6 +102,12 @@ class Worker:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
 
+    def use_huge_pages(self) -> None:
+        """After `warm`, beside everything else, until this spare takes over: make the steps of the
+        rank faster that uses the memory now.
+        """
+        self._inherited.use_huge_pages(lambda: self._serves)
+
     def start(
         self,
         address: Address | None,
@@ -117,14 +124,14 @@ class Worker:
         """
         self.epoch = epoch
         self._is_replacement = num_kv_blocks is not None
-        engine = self.config.engine
+        engine_config = self.config.engine
         device = open_device(self.config.device, gpu_index)
         kernels = self._kernels or find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
         group = self._group or self._new_group(device.torch)
         with self._phase("rendezvous"):
-            group.join(address, engine.start_timeout_s)
+            group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
             quantized = self.config.quantization is not None
             experts = self.config.model.experts is not None
@@ -133,7 +140,7 @@ class Worker:
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
-        group.share_memory(engine.start_timeout_s, engine.shared_memory)
+        group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
             model = self._model or self._load(group, kernels)
         if self.config.device == "cuda":
@@ -146,7 +153,7 @@ class Worker:
             group.wait_until_loaded()
         if self.config.device == "cpu":
             self._rendezvous = None  # nobody meets there any more; NCCL may ask its store later
-        group.set_timeout(engine.step_timeout_s)
+        group.set_timeout(engine_config.step_timeout_s)
         self._device, self._group, self._kernels, self._model = device, group, kernels, model
         return WorkerReport(
             rank=self.rank,
@@ -178,6 +185,7 @@ class Worker:
                 self.config, model, group, kernels, device, num_blocks, self._inherited.cache
             )
             if not stands_by:
+                self._serves = True
                 self._runner.cache.allow_writing()
         self.progress.phase = "steps"
 
@@ -195,6 +203,7 @@ class Worker:
     def take_over(self, epoch: int) -> None:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
+        self._serves = True
         self.epoch = epoch
         self._runner.cache.allow_writing()
 

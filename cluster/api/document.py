@@ -28,17 +28,24 @@ REFERENCE = "#/components/schemas/{model}"
 
 
 class Post(NamedTuple, Generic[Result]):
-    """What a path takes, and what makes a job or an answer of it."""
+    """What a path takes, and what makes a job or an answer of it. prompt_field: of a job, the field
+    that the prompt comes from.
+    """
 
     model: type[Model]
     convert: Callable[[Any, Served], Result]
     summary: str
+    prompt_field: str = "messages"
 
 
 JOBS: dict[str, Post[Job]] = {
     "/v1/chat/completions": Post(ChatRequest, chat_job, "Answer a conversation."),
-    "/v1/completions": Post(CompletionRequest, completion_job, "Continue one or many prompts."),
-    "/v1/responses": Post(ResponsesRequest, responses_job, "The same, as items of a response."),
+    "/v1/completions": Post(
+        CompletionRequest, completion_job, "Continue one or many prompts.", "prompt"
+    ),
+    "/v1/responses": Post(
+        ResponsesRequest, responses_job, "The same, as items of a response.", "input"
+    ),
     MESSAGES_PATH: Post(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
 }
 COMPUTED: dict[str, Post[dict[str, Any]]] = {

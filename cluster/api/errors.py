@@ -13,6 +13,7 @@ from scheduler.errors import (
     EngineDeadError,
     EngineError,
     OverloadedError,
+    PromptTooLongError,
     RequestError,
 )
 
@@ -24,6 +25,7 @@ logger = logging.getLogger("eagleray.api")
 
 # The first class that fits decides about the status, OpenAI's `type`, and `code`.
 TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
+    (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (ClientError, 400, "invalid_request_error", None),
     (OverloadedError, 503, "overloaded_error", "overloaded"),
     (EngineDeadError, 503, "server_error", "engine_dead"),

@@ -1,7 +1,7 @@
 """The counters of an API process, in the format of Prometheus.
 
 The numbers of several processes and engines are added up by name and labels (`merge`), so that one
-answer covers all of them; of those in `LARGEST` it has the largest.
+answer covers all of them; of those in `MERGED_BY_MAX` it has the largest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # Metric of the engine, its help, and the field of `EngineStats`; names that end in _total count up.
-ENGINE = {
+ENGINE_METRICS = {
     "eagleray_num_requests_running": ("Sequences in the batch.", "num_running"),
     "eagleray_num_requests_waiting": ("Sequences waiting for room.", "num_waiting"),
     "eagleray_kv_blocks": ("Blocks of the KV cache.", "num_blocks"),
@@ -49,7 +49,7 @@ ENGINE = {
     ),
 }
 # Of several engines, the largest: a sum of these says nothing about any of them.
-LARGEST = frozenset({"eagleray_step_age_seconds"})
+MERGED_BY_MAX = frozenset({"eagleray_step_age_seconds"})
 PART_HELP = "Time of steps by part, on rank 0."
 RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
@@ -111,7 +111,7 @@ class ApiMetrics:
 def engine_families(stats: EngineStats) -> list[Family]:
     """The numbers of an engine."""
     families = []
-    for name, (help, attribute) in ENGINE.items():
+    for name, (help, attribute) in ENGINE_METRICS.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         samples: list[Sample] = [(name, (), float(getattr(stats, attribute)))]
         base_name = name.removesuffix("_total")
@@ -122,10 +122,10 @@ def engine_families(stats: EngineStats) -> list[Family]:
         (f"{name}_count", (), float(stats.num_admitted)),
     ]
     families.append(Family(name=name, kind="summary", help=help, samples=queue))
-    ranks = {str(rank): seconds for rank, seconds in enumerate(stats.rank_seconds)}
+    seconds_by_rank = {str(rank): seconds for rank, seconds in enumerate(stats.rank_seconds)}
     for name, label, help, seconds_of in (
         ("eagleray_step_part_seconds", "part", PART_HELP, stats.step_seconds),
-        ("eagleray_rank_step_seconds", "rank", RANK_HELP, ranks),
+        ("eagleray_rank_step_seconds", "rank", RANK_HELP, seconds_by_rank),
     ):
         samples = [
             (f"{name}_total", ((label, value),), seconds) for value, seconds in seconds_of.items()
@@ -199,7 +199,7 @@ def merge(by_process: Iterable[list[Family]]) -> list[Family]:
     for families in by_process:
         for family in families:
             kinds.setdefault(family.name, family)
-            combine = max if family.name in LARGEST else operator.add
+            combine = max if family.name in MERGED_BY_MAX else operator.add
             of_family = values.setdefault(family.name, {})
             for name, labels, value in family.samples:
                 of_family[name, labels] = combine(of_family.get((name, labels), 0.0), value)

@@ -55,8 +55,8 @@ def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
         yield from _object_pieces(value, depth)
     elif isinstance(value, list) and depth < _MAX_DEPTH and isinstance(next(iter(value), 0), dict):
         yield b"["
-        for place, item in enumerate(value):
-            yield b"," * (place > 0)
+        for index, item in enumerate(value):
+            yield b"," * (index > 0)
             yield from json_pieces(item, depth + 1)
         yield b"]"
     elif isinstance(value, list | Iterator):
@@ -74,8 +74,8 @@ def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
 
 def _object_pieces(value: dict[str, Any], depth: int) -> Iterator[bytes]:
     yield b"{"
-    for place, (key, item) in enumerate(value.items()):
-        yield b"," * (place > 0) + encode_json(key).encode() + b":"
+    for index, (key, item) in enumerate(value.items()):
+        yield b"," * (index > 0) + encode_json(key).encode() + b":"
         yield from json_pieces(item, depth + 1)
     yield b"}"
 

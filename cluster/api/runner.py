@@ -31,6 +31,7 @@ from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.streams import Item
+from scheduler.errors import PromptTooLongError
 
 # A body of more bytes is read in a thread. In the worst case, a schema of nothing but "{},", this
 # many take 20 ms.
@@ -83,7 +84,10 @@ class Runner:
             with self.admission.admit(job.num_outputs):
                 await (self._stream if job.streamed else self._answer_whole)(exchange, job)
 
-        await exchange.unless_left(run())
+        try:
+            await exchange.unless_left(run())
+        except PromptTooLongError as error:  # what was built of the field has no such name
+            raise PromptTooLongError(str(error), JOBS[exchange.path].prompt_field) from None
 
     async def _compute(self, exchange: Exchange) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread."""

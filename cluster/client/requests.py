@@ -113,7 +113,7 @@ class RequestBuilder:
         check("tokenized text", len(rendered.text or ""), "the text", "prompt")
         return self._token_ids(rendered)
 
-    def check(self, prompt: Prompt, requested: SamplingParams | None) -> list[int]:
+    def checked_token_ids(self, prompt: Prompt, requested: SamplingParams | None) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
         seed.
         """

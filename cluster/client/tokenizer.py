@@ -12,7 +12,7 @@ from tokenizers import Encoding
 from cluster.client import tokenizer_files
 from cluster.client.prompts import Conversation
 from cluster.grammar.markers import State, state_after
-from scheduler.errors import RequestError
+from scheduler.errors import PromptTooLongError, RequestError
 
 # Text that fits hardly ever has more characters per token.
 CHARACTERS_PER_TOKEN = 8
@@ -74,15 +74,15 @@ class Tokenizer:
             raise RequestError(f"the {field} cannot be encoded: {error}", field) from None
 
     def _check_length(self, text: str, max_num_tokens: int | None, field: str) -> None:
-        """Raise `RequestError` if even the beginning of a text has twice as many tokens as are
-        possible. A token takes 350 bytes while it is encoded.
+        """Raise `PromptTooLongError` if even the beginning of a text has twice as many tokens as
+        are possible. A token takes 350 bytes while it is encoded.
         """
         if max_num_tokens is None or len(text) <= CHARACTERS_PER_TOKEN * max_num_tokens:
             return
         beginning = text[: CHARACTERS_PER_TOKEN * max_num_tokens]
         num_tokens = len(self._encoding(beginning, add_special_tokens=False))
         if num_tokens > 2 * max_num_tokens:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
                 f" {num_tokens} tokens; at most {max_num_tokens - 1} are possible. Shorten the"
                 " prompt",

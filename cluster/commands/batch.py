@@ -92,7 +92,7 @@ def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> lis
     tokenized_requests = []
     for request in requests:
         with _naming_source(request.source):
-            token_ids = builder.check(request.prompt, request.params)
+            token_ids = builder.checked_token_ids(request.prompt, request.params)
         if request.params.structured_outputs is not None:
             tokenized_requests.append(request)
             continue

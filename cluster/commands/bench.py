@@ -198,7 +198,7 @@ def _result(
     machine: Machine | None,
 ) -> dict[str, Any]:
     stats = llm.stats()
-    engine = config.engine
+    engine_config = config.engine
     device = llm.report.device
     generations = run.generations
     completions = [completion for g in generations for completion in g.completions]
@@ -208,10 +208,10 @@ def _result(
     )
     return {
         "engine": "eagleray",
-        "model": engine.model,
+        "model": engine_config.model,
         "dtype": config.dtype,
         "quantization": None if config.quantization is None else "int8",
-        "tp": engine.tensor_parallel_size,
+        "tp": engine_config.tensor_parallel_size,
         "device": device,
         "requests": len(generations),
         "input_tokens": sum(len(generation.prompt_token_ids) for generation in generations),

@@ -209,24 +209,24 @@ class _Rewriter:
                     f"{where}.{keyword} cannot be honored together with {other!r}", other
                 )
             keywords.check_value(keyword, schema[keyword], where)
-            content = _HONORED[keyword]
-            if content == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
+            value_kind = _HONORED[keyword]
+            if value_kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
                 raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
-            if content == _BY_NAME and not isinstance(schema[keyword], Mapping):
+            if value_kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
                 raise NotHonored(f"{where}.{keyword} must map names to schemas", keyword)
         if "$ref" in schema:
             self._target(schema, where)
 
     def _value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
         """The value of a keyword, rewritten."""
-        content = _HONORED[keyword]
-        if content == _SCHEMA:
+        value_kind = _HONORED[keyword]
+        if value_kind == _SCHEMA:
             if keyword == "propertyNames" and isinstance(value, Mapping):
                 value = {"type": "string", **value}
             return self._part(value, where, depth + 1)
-        if content == _LIST:
+        if value_kind == _LIST:
             return [self._part(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
-        if content == _BY_NAME:
+        if value_kind == _BY_NAME:
             return {
                 name: self._part(part, f"{where}.{name[:100]}", depth + 1)
                 for name, part in value.items()

@@ -77,11 +77,13 @@ class CoreShare:
         for other_claim in self._living_claims():
             if set(other_claim.cores) & set(own_claim.cores):
                 num_ranks[other_claim.engine] = other_claim.ranks_on_node
-        num_earlier = sum(count for engine, count in num_ranks.items() if engine < own_claim.engine)
+        num_ranks_before = sum(
+            count for engine, count in num_ranks.items() if engine < own_claim.engine
+        )
         cores_per_rank = len(own_claim.cores) // sum(num_ranks.values())
         if cores_per_rank == 0:
             return own_claim.cores, 1
-        start = (num_earlier + own_claim.local_rank) * cores_per_rank
+        start = (num_ranks_before + own_claim.local_rank) * cores_per_rank
         return own_claim.cores[start : start + cores_per_rank], cores_per_rank
 
     def _living_claims(self) -> Iterator[CoreClaim]:

@@ -23,7 +23,7 @@ class Endings:
         self._death_watches = [DeathWatch(process) for process in local_processes.values()]
         self._num_elsewhere = len(group.ranks) - len(local_processes)
 
-    def why_spoiled(self, *reasons: str) -> str:
+    def why_untrusted(self, *reasons: str) -> str:
         """Why the memory of the ranks, whose processes have ended, cannot be trusted; empty if it
         can. `reasons`: why the group was given up. May be asked once.
         """

@@ -52,12 +52,12 @@ class Supervisor:
     ) -> None:
         """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group and
         whether its KV cache is that of the last one, `on_dead` the reason why there will be none.
-        All run on the supervisor's thread. `busy_since_s`: see `Watch.check`.
+        All run on the supervisor's thread. `busy_since_s`: see `Watch.find_fault`.
         """
         self._clock = clock
         self._rank_maker = rank_maker
-        self._options = rank_maker.config.engine
-        self.recovery = Recovery(clock, Timeouts.of(self._options).give_up_s)
+        self._engine_config = rank_maker.config.engine
+        self.recovery = Recovery(clock, Timeouts.of(self._engine_config).give_up_s)
         self._busy_since_s = busy_since_s
         self._has_work = has_work
         self._on_group = on_group
@@ -66,9 +66,9 @@ class Supervisor:
         self._group: RankGroup | None = None
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
-        self._standby = self.make_standby(rank_maker, self._options.spares, self.make_group)
+        self._standby = self.make_standby(rank_maker, self._engine_config.spares, self.make_group)
         self._endings: Endings | None = None  # of the ranks that serve
-        self._spoiled_by = ""  # why the memory of the last ones cannot be trusted
+        self._untrusted_because = ""  # why the memory of the last ones cannot be trusted
         self._cache_survives = False  # in the group that is assembled
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
@@ -152,7 +152,7 @@ class Supervisor:
     # -- the thread --------------------------------------------------------------------------------
 
     def _watch_of(self, group: RankGroup) -> Watch:
-        return self.make_watch(group, self._wake_event.set, self._options.stuck_after_s)
+        return self.make_watch(group, self._wake_event.set, self._engine_config.stuck_after_s)
 
     def _run(self) -> None:
         while not self._is_stopping and self.recovery.state is not RecoveryState.DEAD:
@@ -190,7 +190,7 @@ class Supervisor:
                 recovery.note_progress()
             elif self._watch.all_answer and not self._has_work():
                 recovery.note_idle()
-            reason = self._take_step_failure() or self._watch.check(self._busy_since_s())
+            reason = self._take_step_failure() or self._watch.find_fault(self._busy_since_s())
             if reason is None:
                 assert self._first_report is not None
                 self._standby.prepare(self._group, self._first_report)
@@ -233,10 +233,10 @@ class Supervisor:
             self._assembly = None
         if self._is_serving:
             endings, self._endings = self._endings, None
-            self._spoiled_by = "nobody has seen how its ranks ended"
+            self._untrusted_because = "nobody has seen how its ranks ended"
             if endings is not None:
                 step_reason = self._take_step_failure() or ""
-                self._spoiled_by = endings.why_spoiled(self._loss_reason, step_reason)
+                self._untrusted_because = endings.why_untrusted(self._loss_reason, step_reason)
             self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
             self._is_serving = False
@@ -261,11 +261,11 @@ class Supervisor:
             return
         self._cache_survives = (
             standby_group is not None
-            and not self._spoiled_by
+            and not self._untrusted_because
             and standby_group.has_cache_of(lost_group)
         )
-        if self._spoiled_by:
-            logger.warning("the KV cache is computed again: %s", self._spoiled_by)
+        if self._untrusted_because:
+            logger.warning("the KV cache is computed again: %s", self._untrusted_because)
         if standby_group is not None:
             self._group = standby_group
             self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)
@@ -290,7 +290,7 @@ class Supervisor:
         if self._watch is None and group.ranks and all(handle.process for handle in group.ranks):
             self._watch = self._watch_of(group)
         if self._watch is not None:
-            reason = self._watch.check(self._assembly_began_s)
+            reason = self._watch.find_fault(self._assembly_began_s)
             if reason is not None:
                 self._lose(reason)
 

@@ -44,8 +44,8 @@ class _Pulse:
 
 
 class Watch:
-    """Watches the ranks of a group, once their processes are known. One thread calls `check`;
-    `wake` wakes it.
+    """Watches the ranks of a group, once their processes are known. One thread calls
+    `find_fault`; `wake` wakes it.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Watch:
         ]
         return not self._deaths and all(since_s > late_s for since_s in unanswered)
 
-    def check(self, busy_since_s: float | None) -> str | None:
-        """Returns what is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
+    def find_fault(self, busy_since_s: float | None) -> str | None:
+        """What is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
         began or the last result came, whichever is later; None without work.
         """
         if self._deaths:
@@ -80,13 +80,13 @@ class Watch:
             return f"rank {rank} died: {reason}"
         self._watch_for_ends()
         now_s = self._clock()
-        stalled_s = now_s - self._last_check_s - HEARTBEAT_S
+        own_stall_s = now_s - self._last_check_s - HEARTBEAT_S
         self._last_check_s = now_s
         for rank, pulse in enumerate(self._pulses):
-            if stalled_s > MIN_STALL_S:
-                pulse.last_progress_s += stalled_s
+            if own_stall_s > MIN_STALL_S:
+                pulse.last_progress_s += own_stall_s
                 if pulse.unanswered_since_s is not None:
-                    pulse.unanswered_since_s += stalled_s
+                    pulse.unanswered_since_s += own_stall_s
             is_needed = busy_since_s is not None or self._may_be_stuck_idle(rank)
             if is_needed and not pulse.has_heartbeat_call:
                 pulse.has_heartbeat_call = True

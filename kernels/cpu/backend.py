@@ -16,7 +16,7 @@ from kernels.cpu.mixed import CpuMixed
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import ExpertKernels, Int8Kernels, Kernels, MixedKernels, SamplingKernels
 from kernels.metadata import AttentionMetadata
-from kernels.reference.backend import no_decode_places
+from kernels.reference.backend import no_decode_parts
 from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
 _DIM = 16  # head dim of the one head and one token with which kernels are compiled
@@ -38,7 +38,7 @@ class CpuKernels:
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
-    decode_places = staticmethod(no_decode_places)
+    max_decode_parts = staticmethod(no_decode_parts)
     look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 

@@ -63,15 +63,15 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = (
-        torch.empty_like(max_gap_R),
+        torch.empty_like(max_logit_gap_R),
         torch.empty(list_NRK.shape[:2], dtype=torch.int64),
     )
     arrays = (
-        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_gap_R, limit_R, kept_NR)
+        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_logit_gap_R, limit_R, kept_NR)
     )
     sampling_limits.listed_limits(*arrays)
     return limit_R, kept_NR

@@ -171,7 +171,7 @@ def listed_limits(
     list_NRK: Array,
     top_k_R: Array,
     top_p_R: Array,
-    max_gap_R: Array,
+    max_logit_gap_R: Array,
     limit_R: Array,
     kept_NR: Array,
 ) -> None:
@@ -180,7 +180,7 @@ def listed_limits(
         entries = list_NRK[:, r].copy().reshape(-1)
         if num_ranks > 1:
             entries.sort()
-        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), max_gap_R[r])
+        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), max_logit_gap_R[r])
         for n in range(num_ranks):
             kept_NR[n, r] = 0
             for entry in list_NRK[n, r]:

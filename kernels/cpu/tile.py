@@ -169,14 +169,14 @@ class _Emitter:
     def emit_tile(self, height: int, num_vectors: int, places: _Places) -> None:
         """A loop over columns, as many at a time as have sums in registers."""
         width = min(num_vectors, max(1, _MAX_SUMS // height))
-        b_bytes = width * self._b_vector_bytes()
+        b_bytes_per_step = width * self._b_vector_bytes()
         with cgutils.for_range(self.builder, _INT64(num_vectors // width)) as parts:
-            bytes_to_prefetch = self.builder.mul(_INT64(b_bytes), places.num_steps)
+            bytes_to_prefetch = self.builder.mul(_INT64(b_bytes_per_step), places.num_steps)
             self._emit_columns(
                 height,
                 width,
                 places._replace(
-                    b=self._moved(places.b, parts.index, b_bytes),
+                    b=self._moved(places.b, parts.index, b_bytes_per_step),
                     c=self._moved(places.c, parts.index, width * VECTOR_BYTES),
                     prefetch_address=self._moved(
                         places.prefetch_address, parts.index, bytes_to_prefetch

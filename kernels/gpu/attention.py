@@ -8,7 +8,7 @@ dimension of a tile. Decode divides the tokens of rows between programs (Dao et 
 so a CUDA graph can hold them; what a program does depends on lengths on the device.
 Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
 block size, W blocks of a row, M query rows of a tile (queries times G), C cached tokens of a tile,
-X places of the parts of decode rows. In kernels D is padded to a power of two, and the name of a
+X parts of decode rows. In kernels D is padded to a power of two, and the name of a
 tensor in memory stands for the pointer to it.
 """
 
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.decode_parts import MAX_PARTS, decode_places
+from kernels.decode_parts import MAX_PARTS_PER_ROW, max_decode_parts
 from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
 from kernels.gpu.fp8 import fp8_read, loaded
 from kernels.metadata import AttentionMetadata, DecodeParts
@@ -134,15 +134,15 @@ def attend_decode(
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group_size)
     launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
-    if decode.num_places > decode.num_rows:
-        part_shape = (decode.num_places, num_heads)
+    if decode.max_parts > decode.num_rows:
+        part_shape = (decode.max_parts, num_heads)
         acc_XHD = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q_THD.device)
-        # Each has memory of its own, which is aligned whatever the number of places is.
+        # Each has memory of its own, which is aligned whatever the number of parts is.
         max_XH, sum_XH = (
             torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
-    heads_adjacent = launch.heads_adjacent and decode.num_places <= _MAX_GRID_Y
-    grid = (kv_heads, decode.num_places) if heads_adjacent else (decode.num_places, kv_heads)
+    heads_adjacent = launch.heads_adjacent and decode.max_parts <= _MAX_GRID_Y
+    grid = (kv_heads, decode.max_parts) if heads_adjacent else (decode.max_parts, kv_heads)
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -168,7 +168,7 @@ def attend_decode(
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
         READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
-        TILE_X=MAX_PARTS,
+        TILE_X=MAX_PARTS_PER_ROW,
         HEADS_ADJACENT=heads_adjacent,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -178,9 +178,9 @@ def attend_decode(
 # What launches depend on
 
 
-def places_of(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
-    """`decode_places` for the rows of a step on this device."""
-    return decode_places(num_rows, kv_heads, max_seq_len, _num_sms(device))
+def max_parts_of(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+    """`max_decode_parts` for the rows of a step on this device."""
+    return max_decode_parts(num_rows, kv_heads, max_seq_len, _num_sms(device))
 
 
 @functools.cache
@@ -238,14 +238,14 @@ def prefill_kernel(
     cache, writes Q * H * D. With M = 128 that is 128 operations per byte of a 16-bit cache; the
     second-level cache serves all reads but the first.
     """
-    place, kv_head = tl.program_id(0), tl.program_id(1)
-    row, first_place = _row_of(place, query_start_B1, num_rows, GROUP, TILE_M)
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    row, first_program = _row_of(program, query_start_B1, num_rows, GROUP, TILE_M)
     if row < 0:
         return
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
     # Tiles that see the most tokens go first.
-    tile = tl.cdiv(query_len * GROUP, TILE_M) - 1 - (place - first_place)
+    tile = tl.cdiv(query_len * GROUP, TILE_M) - 1 - (program - first_program)
     if tile < 0:
         return
     seq_len = tl.load(seq_lens_B + row)
@@ -355,8 +355,8 @@ def decode_kernel(
     HEADS_ADJACENT: tl.constexpr,
 ) -> None:
     """One program handles one part of one row's tokens and one KV head, for the G query heads that
-    share it. Row b is token b. Grid: (K, X) if HEADS_ADJACENT, else (X, K); places that no row has
-    taken return at once.
+    share it. Row b is token b. Grid: (K, X) if HEADS_ADJACENT, else (X, K); programs past the
+    last part return at once.
 
     For a row of S tokens, 4 * H * D * S operations; reads 2 * S * K * D elements of the cache, each
     once, which is G operations per byte of a 16-bit cache: bound by memory. A row of one part
@@ -365,21 +365,21 @@ def decode_kernel(
     order of the parts, so the result does not depend on which one that is.
     """
     if HEADS_ADJACENT:
-        kv_head, place = tl.program_id(0), tl.program_id(1)
+        kv_head, part = tl.program_id(0), tl.program_id(1)
     else:
-        place, kv_head = tl.program_id(0), tl.program_id(1)
-    if place >= tl.load(start_B1 + num_rows):
+        part, kv_head = tl.program_id(0), tl.program_id(1)
+    if part >= tl.load(start_B1 + num_rows):
         return
-    row = _row_at(place, start_B1, num_rows)
-    first_place = tl.load(start_B1 + row)
+    row = _row_at(part, start_B1, num_rows)
+    first_part = tl.load(start_B1 + row)
     seq_len = tl.load(seq_lens_B + row)
-    part_len = tl.cdiv(tl.cdiv(seq_len, TILE_C), tl.load(start_B1 + row + 1) - first_place) * TILE_C
+    part_len = tl.cdiv(tl.cdiv(seq_len, TILE_C), tl.load(start_B1 + row + 1) - first_part) * TILE_C
     # Whole tiles may be fewer than the parts that the host counted.
     num_parts = tl.maximum(tl.cdiv(seq_len, tl.maximum(part_len, 1)), 1)
-    part = place - first_place
-    if part >= num_parts:
+    part_of_row = part - first_part
+    if part_of_row >= num_parts:
         return
-    first_position = part * part_len
+    first_position = part_of_row * part_len
     end_position = tl.minimum(first_position + part_len, seq_len)
     g_M = tl.arange(0, TILE_M)
     head_M = kv_head * GROUP + g_M
@@ -417,10 +417,10 @@ def decode_kernel(
         out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
         tl.store(out_HD + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=mask_MD)
         return
-    place_M = place * (GROUP * KV_HEADS) + head_M
-    tl.store(acc_XHD + (place_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=mask_MD)
-    tl.store(max_XH + place_M, max_M, mask=g_M < GROUP)
-    tl.store(sum_XH + place_M, sum_M, mask=g_M < GROUP)
+    part_head_M = part * (GROUP * KV_HEADS) + head_M
+    tl.store(acc_XHD + (part_head_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=mask_MD)
+    tl.store(max_XH + part_head_M, max_M, mask=g_M < GROUP)
+    tl.store(sum_XH + part_head_M, sum_M, mask=g_M < GROUP)
     # Every thread has stored its part before one of them says so. The program that counts the last
     # part sees all of them (release and acquire, in the scope of the GPU).
     tl.debug_barrier()
@@ -434,7 +434,7 @@ def decode_kernel(
             acc_XHD,
             max_XH,
             sum_XH,
-            first_place * (GROUP * KV_HEADS) + head,
+            first_part * (GROUP * KV_HEADS) + head,
             num_parts,
             GROUP * KV_HEADS,
             HEAD_DIM,
@@ -453,36 +453,37 @@ def decode_kernel(
 
 @triton.jit
 def _row_of(
-    place: tl.tensor,
+    program: tl.tensor,
     query_start_B1: tl.tensor,
     num_rows: tl.tensor,
     GROUP: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """(the row that owns a place of the grid, the first place of that row).
+    """(the row that a program of the grid's first dimension works on, the first program of that
+    row).
 
-    Row b owns the places from `start[b] * G // M + b` on: at least as many as the tiles its queries
-    fill. The T * G // M + B places of the grid cover all of these, however the tokens are
-    distributed over the rows. Places before the first row belong to row -1: the step may have other
-    tokens before it.
+    Row b has the programs from `start[b] * G // M + b` on: at least as many as the tiles its
+    queries fill. The T * G // M + B programs of the grid cover all of these, however the tokens are
+    distributed over the rows. Programs before the first row belong to row -1: the step may have
+    other tokens before it.
     """
     row = -1
     for first_searched in range(0, num_rows, _SEARCHED_ROWS):
         row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
         start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0)
-        has_begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= place)
+        has_begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= program)
         row += tl.sum(has_begun_B.to(tl.int32), 0)
     return row, tl.load(query_start_B1 + tl.maximum(row, 0)) * GROUP // TILE_M + row
 
 
 @triton.jit
-def _row_at(place: tl.tensor, start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
-    """The row that has taken a place."""
+def _row_at(part: tl.tensor, start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """The row that a part belongs to."""
     row = -1
     for first_searched in range(0, num_rows, _SEARCHED_ROWS):
         row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
         start_B = tl.load(start_B1 + row_B, mask=row_B < num_rows, other=0)
-        row += tl.sum(((row_B < num_rows) & (start_B <= place)).to(tl.int32), 0)
+        row += tl.sum(((row_B < num_rows) & (start_B <= part)).to(tl.int32), 0)
     return row
 
 
@@ -504,12 +505,12 @@ def _join(
     """
     d_D = tl.arange(0, TILE_D)
     x_X = tl.arange(0, TILE_X)
-    place_X = first + x_X * NUM_HEADS
+    index_X = first + x_X * NUM_HEADS
     mask_X = x_X < num_parts
-    max_X = tl.load(max_XH + place_X, mask=mask_X, other=float("-inf"), cache_modifier=".cg")
-    sum_X = tl.load(sum_XH + place_X, mask=mask_X, other=0.0, cache_modifier=".cg")
+    max_X = tl.load(max_XH + index_X, mask=mask_X, other=float("-inf"), cache_modifier=".cg")
+    sum_X = tl.load(sum_XH + index_X, mask=mask_X, other=0.0, cache_modifier=".cg")
     acc_XD = tl.load(
-        acc_XHD + (place_X * HEAD_DIM)[:, None] + d_D[None, :],
+        acc_XHD + (index_X * HEAD_DIM)[:, None] + d_D[None, :],
         mask=mask_X[:, None] & (d_D < HEAD_DIM)[None, :],
         other=0.0,
         cache_modifier=".cg",

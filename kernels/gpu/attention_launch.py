@@ -19,7 +19,7 @@ class Launch:
     pipeline stages of its loads.
 
     read_fp8: None for `fp8_read`. heads_adjacent: of decode; whether programs that start together
-    have the KV heads of the same tokens, or else the places of the same head.
+    have the KV heads of the same tokens, or else the parts of the same head.
     """
 
     tile_m: int
@@ -69,7 +69,7 @@ def decode_launch(
 
     KV heads are adjacent: programs that run together read all of a token, 2 KB in one place with
     eight heads of 16 bits, and share its entry of the block table and of the translation of
-    addresses. By places, they read 256 bytes each, a token apart, which is 0 to 3% slower on an
+    addresses. By parts, they read 256 bytes each, a token apart, which is 0 to 3% slower on an
     H200 (`benchmarks/gpu_sweep.py`).
     """
     tile_m = max(16, 1 << (group - 1).bit_length())

@@ -1,5 +1,5 @@
-"""The GPU backends: Triton for everything, or flash-attn for attention, all of it or a part, and
-Triton for the rest.
+"""The GPU backends: products by torch; attention in Triton, or by flash-attn, all of it or a part;
+the rest in Triton.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
 from kernels.interface import Capabilities, ExpertKernels, Int8Kernels, Kernels, SamplingKernels
-from kernels.reference.backend import ReferenceKernels, no_decode_places
+from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 
 class TritonKernels(ReferenceKernels):
-    """`Kernels` in Triton, which compiles each kernel at its first use (`model_runner.warm_up`)."""
+    """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
+    `workers/model_runner.py`.
+    """
 
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
@@ -25,7 +27,7 @@ class TritonKernels(ReferenceKernels):
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
-    decode_places = staticmethod(attention.places_of)
+    max_decode_parts = staticmethod(attention.max_parts_of)
     look_up_tokens = staticmethod(tables.look_up_tokens)
     write_tokens = staticmethod(tables.write_tokens)
 
@@ -34,16 +36,16 @@ class TritonKernels(ReferenceKernels):
 
 
 class FlashAttnKernels(TritonKernels):
-    """Attention by a flash-attn library, everything else in Triton."""
+    """Attention by a flash-attn library, the rest as `TritonKernels`."""
 
     def __init__(self, library: FlashAttn) -> None:
         self.capabilities = library.capabilities
         self.paged_attention = library.paged_attention  # type: ignore[assignment]
-        self.decode_places = no_decode_places
+        self.max_decode_parts = no_decode_parts
 
 
 class HybridKernels(TritonKernels):
-    """Attention of the rows with several queries by FlashAttention-3, everything else in Triton."""
+    """Attention of rows with several queries by FlashAttention-3, the rest as `TritonKernels`."""
 
     def __init__(self, library: FlashAttn) -> None:
         assert library.attend_rows is not None

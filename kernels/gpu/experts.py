@@ -18,7 +18,6 @@ of an expert on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.interface import ExpertWeights
+from kernels.reference.experts import ReferenceExperts
 
 _MAX_CHUNK = 4096  # pairs that a program sorts at once
 _FEATURES_PER_SUM = 1024  # features that a program of four warps adds up
@@ -59,18 +59,8 @@ def tiles_of(rows_per_expert: float, itemsize: int) -> Tiles:
     return Tiles(rows=128, features=64, step=64, num_warps=8, num_stages=3)
 
 
-class TritonExperts:
-    """`ExpertKernels` in Triton."""
-
-    def first_step(
-        self, dtype: torch.dtype, weight_dtype: torch.dtype, /
-    ) -> list[Callable[[], object]]:
-        """Each kernel is compiled at its first use."""
-        return []
-
-    def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
-        """The weights, unchanged."""
-        return weights
+class TritonExperts(ReferenceExperts):
+    """`ExpertKernels` in Triton. Each kernel is compiled at its first use."""
 
     def route(
         self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /

@@ -177,21 +177,21 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
         list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
     )
-    limit_R = torch.empty_like(max_gap_R)
+    limit_R = torch.empty_like(max_logit_gap_R)
     kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
     _listed_limits[(num_rows,)](
         list_NRK,
         list_RC,
         top_k_R,
         top_p_R,
-        max_gap_R,
+        max_logit_gap_R,
         limit_R,
         kept_NR,
         num_ranks,
@@ -583,7 +583,7 @@ def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
         "list_RC",
         "top_k_R",
         "top_p_R",
-        "max_gap_R",
+        "max_logit_gap_R",
         "num_ranks",
         "max_top_k",
     ]
@@ -593,7 +593,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     list_RC,
     top_k_R,
     top_p_R,
-    max_gap_R,
+    max_logit_gap_R,
     limit_R,
     kept_NR,
     num_ranks,
@@ -612,7 +612,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     weights_C = _listed_weights(list_C, limit)
     top_p_limit = _first_gap(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
     limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
-    limit = tl.minimum(limit, tl.load(max_gap_R + r))
+    limit = tl.minimum(limit, tl.load(max_logit_gap_R + r))
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
         rank_row = rank * num_rows + r

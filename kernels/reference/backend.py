@@ -37,7 +37,7 @@ def token_major_shapes(
     return shape, shape
 
 
-def no_decode_places(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+def no_decode_parts(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
     """For backends that attend to any batch in one way."""
     return 0
 
@@ -58,7 +58,7 @@ class ReferenceKernels:
     rms_norm = staticmethod(rms_norm_reference)
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
-    decode_places = staticmethod(no_decode_places)
+    max_decode_parts = staticmethod(no_decode_parts)
     look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 

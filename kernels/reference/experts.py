@@ -67,9 +67,6 @@ def expert_mlp_reference(
 class ReferenceExperts:
     """`ExpertKernels` in plain PyTorch."""
 
-    route = staticmethod(route_reference)
-    mlp = staticmethod(expert_mlp_reference)
-
     def first_step(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
     ) -> list[Callable[[], object]]:
@@ -79,3 +76,15 @@ class ReferenceExperts:
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
         """The weights, unchanged."""
         return weights
+
+    def route(
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+    ) -> tuple[Tensor, Tensor]:
+        """See `route_reference`."""
+        return route_reference(logits_TX, num_chosen, normalizes)
+
+    def mlp(
+        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
+    ) -> Tensor:
+        """See `expert_mlp_reference`."""
+        return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

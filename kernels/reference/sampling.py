@@ -194,21 +194,21 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
     int64 [N, R]).
 
     `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
     their ties, so the lists contain everything needed. `top_p_R` int64 in units of 2**-30;
-    `max_gap_R` float32, infinite for none.
+    `max_logit_gap_R` float32, infinite for none.
     """
     gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
     top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
     weights_RC = token_weights(gaps_RC, top_k_limit_R) * counts_RC
     top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
     top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
-    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_gap_R)
+    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_logit_gap_R)
     kept_weights = [
         token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)
     ]

@@ -45,7 +45,7 @@ def start(out: Path, steps: list[dict[str, Any]], budget_s: float = 60) -> subpr
 
 def run(out: Path, steps: list[dict[str, Any]], budget_s: float = 60) -> dict[str, dict[str, Any]]:
     """Results of the steps by name."""
-    assert start(out, steps, budget_s).wait(60) == 0
+    assert start(out, steps, budget_s).wait(150) == 0
     return results(out)
 
 
@@ -177,9 +177,9 @@ def test_a_second_call_keeps_what_the_first_has_done_and_tells_how_the_rest_is_d
 ) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_runs", "right", "--small"]
     command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    subprocess.run([*command, "--steps", "inputs"], cwd=CHECKOUT, timeout=60, check=True)
+    subprocess.run([*command, "--steps", "inputs"], cwd=CHECKOUT, timeout=150, check=True)
     command += ["--budget-s", "1", "--steps", "ray_generate", "transformers"]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1].endswith("--steps ray_generate transformers")
     statuses = {name: result["status"] for name, result in results(tmp_path / "out").items()}

@@ -62,9 +62,9 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
 
 
 def test_time_between_events_is_that_of_the_device(device: CudaDevice) -> None:
-    first = device.event()
+    first = device.record_event()
     torch.cuda._sleep(LONG // 10)
-    last = device.event()
+    last = device.record_event()
     assert not last.query(), "recording does not wait"
     device.wait(last, 20.0, "the end")
     assert 0.02 < device.seconds_between(first, last) < 1.0

@@ -1,4 +1,4 @@
-"""How decode rows are divided: within their places, as evenly as these allow."""
+"""How decode rows are divided: within their number, as evenly as these allow."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from kernels.decode_parts import MAX_PARTS, PART_TOKENS, decode_places, part_starts
+from kernels.decode_parts import MAX_PARTS_PER_ROW, PART_TOKENS, max_decode_parts, part_starts
 
 H200 = 132
 
 
-def parts_of(seq_lens: list[int], num_places: int) -> list[int]:
-    parts: list[int] = np.diff(part_starts(np.array(seq_lens, np.int32), num_places)).tolist()
+def parts_of(seq_lens: list[int], max_parts: int) -> list[int]:
+    parts: list[int] = np.diff(part_starts(np.array(seq_lens, np.int32), max_parts)).tolist()
     return parts
 
 
@@ -26,41 +26,41 @@ def test_parts_fit_and_none_could_be_shorter(seed: int) -> None:
     rng = random.Random(seed)
     num_rows, longest = rng.choice((1, 2, 7, 64, 300)), rng.choice((40, 600, 5000, 40960))
     seq_lens = [rng.randint(0, longest) for _ in range(num_rows)]
-    places = decode_places(num_rows, rng.choice((1, 4, 8)), longest, rng.choice((1, H200)))
-    parts = parts_of(seq_lens, places)
-    assert all(1 <= n <= MAX_PARTS for n in parts) and sum(parts) <= places
+    max_parts = max_decode_parts(num_rows, rng.choice((1, 4, 8)), longest, rng.choice((1, H200)))
+    parts = parts_of(seq_lens, max_parts)
+    assert all(1 <= n <= MAX_PARTS_PER_ROW for n in parts) and sum(parts) <= max_parts
     length = PART_TOKENS * -(-longest_part(seq_lens, parts) // PART_TOKENS)
     if length > PART_TOKENS:  # with parts one step shorter, a row or the batch would not fit
         shorter = [max(1, -(-n // (length - PART_TOKENS))) for n in seq_lens]
-        assert sum(shorter) > places or max(shorter) > MAX_PARTS
+        assert sum(shorter) > max_parts or max(shorter) > MAX_PARTS_PER_ROW
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 @pytest.mark.parametrize("num_rows", [8, 16, 64, 256])
-def test_at_most_a_tenth_of_the_places_are_free(num_rows: int, kv_heads: int) -> None:
+def test_at_most_a_tenth_of_the_parts_are_empty(num_rows: int, kv_heads: int) -> None:
     """Unless the tokens are so few that parts cannot be shorter."""
-    places = decode_places(num_rows, kv_heads, 40960, H200)
-    parts = parts_of([512] * num_rows, places)
-    assert sum(parts) >= 0.9 * places or parts[0] == -(-512 // PART_TOKENS)
+    max_parts = max_decode_parts(num_rows, kv_heads, 40960, H200)
+    parts = parts_of([512] * num_rows, max_parts)
+    assert sum(parts) >= 0.9 * max_parts or parts[0] == -(-512 // PART_TOKENS)
 
 
 def test_a_long_row_beside_short_ones_is_divided() -> None:
     seq_lens = [512] * 255 + [32768]
-    parts = parts_of(seq_lens, decode_places(256, 8, 40960, H200))
+    parts = parts_of(seq_lens, max_decode_parts(256, 8, 40960, H200))
     assert parts[:-1] == [1] * 255 and longest_part(seq_lens, parts) < 2000
 
 
 def test_few_rows_fill_the_device() -> None:
-    assert decode_places(1, 8, 40960, H200) == MAX_PARTS
-    assert decode_places(3, 8, 40960, H200) == 66
+    assert max_decode_parts(1, 8, 40960, H200) == MAX_PARTS_PER_ROW
+    assert max_decode_parts(3, 8, 40960, H200) == 66
     assert parts_of([4096, 4096, 100], 66) == [32, 32, 1]
 
 
-def test_short_rows_do_not_ask_for_places_they_cannot_fill() -> None:
-    assert decode_places(1, 8, 512, H200) == 8
-    assert decode_places(4, 8, 512, H200) == 32
-    assert decode_places(3, 8, 1, H200) == 3
+def test_short_rows_do_not_ask_for_parts_they_cannot_fill() -> None:
+    assert max_decode_parts(1, 8, 512, H200) == 8
+    assert max_decode_parts(4, 8, 512, H200) == 32
+    assert max_decode_parts(3, 8, 1, H200) == 3
 
 
-def test_without_rows_there_are_no_places() -> None:
-    assert decode_places(0, 8, 512, H200) == 0
+def test_without_rows_there_are_no_parts() -> None:
+    assert max_decode_parts(0, 8, 512, H200) == 0

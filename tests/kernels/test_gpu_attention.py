@@ -49,21 +49,21 @@ def on_device(case: Case) -> Case:
     return q.to(DEVICE), k_cache.to(DEVICE), v_cache.to(DEVICE), replace(attn, **moved)
 
 
-def divided(case: Case, num_places: int | None = None) -> Case:
+def divided(case: Case, max_parts: int | None = None) -> Case:
     """The metadata with the decode rows at the front divided between this many programs."""
     q, k_cache, v_cache, attn = case
     query_lens = attn.query_start_B1.diff().tolist()
     num_rows = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     kv_heads = k_cache.shape[2]
     lens = attn.seq_lens_B[:num_rows].cpu().numpy()
-    if num_places is None:
-        num_places = attention.places_of(num_rows, kv_heads, attn.max_seq_len, DEVICE)
+    if max_parts is None:
+        max_parts = attention.max_parts_of(num_rows, kv_heads, attn.max_seq_len, DEVICE)
     decode = None
     if num_rows:
         decode = DecodeParts(
             num_rows=num_rows,
-            num_places=num_places,
-            start_B1=torch.from_numpy(part_starts(lens, num_places)).to(DEVICE),
+            max_parts=max_parts,
+            start_B1=torch.from_numpy(part_starts(lens, max_parts)).to(DEVICE),
             arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
         )
     return q, k_cache, v_cache, replace(attn, decode=decode)
@@ -136,7 +136,7 @@ def test_prompts_behind_more_decode_rows_than_a_tile_holds() -> None:
 
 
 def test_rows_of_padding_get_zeros_or_nothing(new_memory_is_nan: None) -> None:
-    """As in a graph: two rows without queries behind the decode rows, which take no places, and at
+    """As in a graph: two rows without queries behind the decode rows, which have no parts, and at
     the end one with queries but no tokens.
     """
     lens, query_lens = [40, 33, 0, 0, 70, 0, 0], [1, 1, 0, 0, 9, 0, 5]
@@ -144,7 +144,7 @@ def test_rows_of_padding_get_zeros_or_nothing(new_memory_is_nan: None) -> None:
     start_B1 = np.pad(part_starts(np.array(lens[:2], np.int32), 6), (0, 2), mode="edge")
     decode = DecodeParts(
         num_rows=4,
-        num_places=6,
+        max_parts=6,
         start_B1=torch.from_numpy(start_B1).to(DEVICE),
         arrived_BK=torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
     )
@@ -208,7 +208,7 @@ def test_rows_of_one_part_write_the_output_themselves(monkeypatch: pytest.Monkey
         made.append(args[0])
         return empty(*args, **kwargs)
 
-    case = divided(make_case(DECODE_LENS, [1] * 6, head_dim=64), num_places=6)
+    case = divided(make_case(DECODE_LENS, [1] * 6, head_dim=64), max_parts=6)
     monkeypatch.setattr(torch, "empty", noting)
     out = attention.paged_attention(*on_device(case), 0.125)
     assert made == [case[0].shape], "nothing but the output"
@@ -225,10 +225,10 @@ def test_rows_without_parts_go_the_way_of_prompts() -> None:
 
 @pytest.mark.parametrize("extra", [0, 1, 5, 40, 400])
 @pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
-def test_any_number_of_places_gives_the_same(
+def test_any_number_of_parts_gives_the_same(
     lens: tuple[list[int], list[int]], extra: int, new_memory_is_nan: None
 ) -> None:
-    """Including more places than there are tiles."""
+    """Including more parts than there are tiles."""
     rows = sorted(zip(*lens, strict=True), key=lambda row: row[1] != 1)
     seq_lens, query_lens = [row[0] for row in rows], [row[1] for row in rows]
     case = make_case(seq_lens, query_lens, kv_heads=2, group=3, head_dim=128, dtype=torch.float16)
@@ -278,7 +278,7 @@ def test_order_of_decode_programs_changes_no_bit(
 
 
 @pytest.mark.parametrize(("most", "grid"), [(11, (3, 11)), (10, (11, 3))])
-def test_more_places_than_a_grid_may_have_in_its_second_dimension_are_in_the_first(
+def test_more_parts_than_a_grid_may_have_in_its_second_dimension_are_in_the_first(
     most: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grids: list[tuple[int, int]] = []
@@ -440,7 +440,7 @@ def test_long_rows_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
         return made[-1].fill_(torch.nan)
 
     lens = [40, 9000, 4096, 1, 4097]
-    case = divided(make_case(lens, [1] * 5, kv_heads=1, head_dim=64), num_places=11)
+    case = divided(make_case(lens, [1] * 5, kv_heads=1, head_dim=64), max_parts=11)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "empty", keep)
         assert_matches_reference(case)
@@ -453,8 +453,8 @@ def test_long_rows_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 @NEEDS_GPU
 def test_captured_decode_follows_the_lengths_on_the_device() -> None:
     case = make_case([2000, 1500, 900, 300], [1] * 4, head_dim=128, dtype=torch.bfloat16)
-    places = attention.places_of(4, case[1].shape[2], 32_768, DEVICE)
-    q, k_cache, v_cache, attn = divided(on_device(case), places)
+    max_parts = attention.max_parts_of(4, case[1].shape[2], 32_768, DEVICE)
+    q, k_cache, v_cache, attn = divided(on_device(case), max_parts)
     assert attn.decode is not None
     attention.paged_attention(q, k_cache, v_cache, attn, 0.1)
     graph = torch.cuda.CUDAGraph()
@@ -462,7 +462,7 @@ def test_captured_decode_follows_the_lengths_on_the_device() -> None:
         out = attention.paged_attention(q, k_cache, v_cache, attn, 0.1)
     for lens in ([2000, 1500, 900, 300], [1, 129, 0, 64]):
         attn.seq_lens_B.copy_(torch.tensor(lens, dtype=torch.int32))
-        starts = part_starts(np.array(lens, np.int32), places)
+        starts = part_starts(np.array(lens, np.int32), max_parts)
         attn.decode.start_B1.copy_(torch.from_numpy(starts))
         graph.replay()
         live = [row for row, length in enumerate(lens) if length]

@@ -182,7 +182,7 @@ def test_decode_rows_are_divided_as_for_triton(monkeypatch: pytest.MonkeyPatch) 
     install(monkeypatch, WHEEL)
     shape = 4, 1, 4096, torch.device("cpu")
     hybrid, triton = (select_backend("cuda", name) for name in ("hybrid", "triton"))
-    assert hybrid.decode_places(*shape) == triton.decode_places(*shape) > 4
+    assert hybrid.max_decode_parts(*shape) == triton.max_decode_parts(*shape) > 4
 
 
 def test_auto_takes_it_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:

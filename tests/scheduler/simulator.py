@@ -537,7 +537,7 @@ class Simulation:
         )
         if self.last_turn is None and not self.arriving and not self._faulty:
             budget = self.scenario.limits.max_num_batched_tokens
-            bound = 2
+            bound = 2 + self.scenario.num_steps_ahead  # steps in flight are read
             for client in self.clients.values():
                 if not client.ended:
                     num_chunks = -(-len(self._limit_of(client.sequence)) // budget)

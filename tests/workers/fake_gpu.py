@@ -130,9 +130,9 @@ class FakeGpu(Device):
         fill(target.numpy())
 
     def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
-        return [tensor.clone() for tensor in tensors], self.event()
+        return [tensor.clone() for tensor in tensors], self.record_event()
 
-    def event(self) -> Event | None:
+    def record_event(self) -> Event | None:
         if self.late is not None or not self.moments_s:
             return self.late
         event = LateEvent(self.moments_s.pop(0))

@@ -72,7 +72,7 @@ def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
     ("device", "options", "message"),
     [
         ("cuda", {"attention_backend": "reference"}, "only without graphs: set enforce_eager"),
-        ("cpu", {"quantization": "int8"}, "'int8' is not supported for a model with experts"),
+        ("cpu", {"quantization": "int8"}, "'int8' is not possible for a model with experts"),
     ],
 )
 def test_what_models_with_experts_cannot_have_is_refused(

@@ -1,7 +1,6 @@
 """CUDA graphs of the decode step: one per captured batch size, replayed instead of launching
 kernels. The smallest sizes have two graphs, for short and for long rows: decode attention splits a
-few long rows into parts, and the places for those parts would mostly stay empty if the rows were
-short.
+few long rows into parts, and most of those parts would be empty if the rows were short.
 
 A graph reads a few numbers per row that each step sends, and everything else from tables that never
 move: the batch state's tokens and blocks, the weights, the KV cache. Where an eager step uses the
@@ -77,7 +76,7 @@ class DecodeGraphs:
         self._part_start_S1 = np.arange(largest + 1, dtype=np.int32)
         self._inputs = [uploads.keep(array) for array in (*self._numbers, self._part_start_S1)]
         self._uploads = uploads
-        self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of places
+        self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of parts
 
     @torch.inference_mode()
     def capture(self, largest: Graph | None = None) -> Graph:
@@ -87,10 +86,10 @@ class DecodeGraphs:
         began_s = time.perf_counter()
         self._uploads.send()
         for size in reversed(self.sizes):
-            for num_places in {self._num_places(size, bound) for bound in self.bounds}:
-                run = partial(self._run, size, num_places)
-                self._graphs[size, num_places] = self._device.capture(run, largest)
-                largest = largest or self._graphs[size, num_places]
+            for max_parts in {self._max_parts(size, bound) for bound in self.bounds}:
+                run = partial(self._run, size, max_parts)
+                self._graphs[size, max_parts] = self._device.capture(run, largest)
+                largest = largest or self._graphs[size, max_parts]
         seconds = time.perf_counter() - began_s
         logger.info(
             "%d decode graphs captured in %.1f s, for up to %d sequences",
@@ -113,20 +112,20 @@ class DecodeGraphs:
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.bounds[bisect.bisect_left(self.bounds, rows.max_seq_len)]
-        num_places = self._num_places(size, bound)
+        max_parts = self._max_parts(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
         for kept_S, numbers_R, padding in zip(self._numbers, numbers, _PADDING, strict=True):
             kept_S[:num_rows] = numbers_R
             kept_S[num_rows:size] = padding
-        if num_places:
+        if max_parts:
             seq_lens_B = self._numbers[-1][:size]
-            self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, num_places, size)
-        return self._graphs[size, num_places].replay
+            self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
+        return self._graphs[size, max_parts].replay
 
-    def _num_places(self, size: int, bound: int) -> int:
-        return self._state.decode_places(size, bound)
+    def _max_parts(self, size: int, bound: int) -> int:
+        return self._state.max_decode_parts(size, bound)
 
-    def _run(self, size: int, num_places: int) -> None:
+    def _run(self, size: int, max_parts: int) -> None:
         slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in self._inputs[:-1])
         part_start_B1 = self._inputs[-1][: size + 1]
         token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, cached_B)
@@ -140,7 +139,7 @@ class DecodeGraphs:
             max_query_len=1,
             max_seq_len=self.bounds[-1],
             decode=(
-                self._state.decode_parts(size, num_places, part_start_B1) if num_places else None
+                self._state.decode_parts(size, max_parts, part_start_B1) if max_parts else None
             ),
         )
         hidden_BE = self._model.forward(token_ids_B, positions_B, attn, self._cache.layers)

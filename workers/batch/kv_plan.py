@@ -63,20 +63,20 @@ def plan_kv_cache(
     CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is given in later epochs only. Raises
     `ConfigError` with the numbers when not even one block fits.
     """
-    engine = config.engine
+    engine_config = config.engine
     size = block_bytes(config)
     wanted_blocks = config.max_num_seqs * config.blocks_per_sequence
     if num_blocks_at_start is not None:
         parts = [("as at the start of the engine", num_blocks_at_start * size)]
         wanted_blocks = num_blocks_at_start
-    elif engine.num_kv_blocks is not None:
-        parts = [("num_kv_blocks", engine.num_kv_blocks * size)]
-        wanted_blocks = engine.num_kv_blocks
+    elif engine_config.num_kv_blocks is not None:
+        parts = [("num_kv_blocks", engine_config.num_kv_blocks * size)]
+        wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
-        ranks = engine.tensor_parallel_size
-        budget = engine.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
+        ranks = engine_config.tensor_parallel_size
+        budget = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
         parts = [(f"kv_cache_bytes over {ranks} ranks", budget // ranks)]
-        if engine.kv_cache_bytes is None:
+        if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
             wanted_blocks = min(wanted_blocks, max(default_blocks, config.blocks_per_sequence))
     else:

@@ -211,7 +211,7 @@ class BatchState:
         num_live = int(rows.query_start_B1[num_decode])  # without padding, which has no queries
         decode = self.stage_decode(
             rows.seq_lens_B[:num_live],
-            self.decode_places(num_decode, rows.max_decode_len),
+            self.max_decode_parts(num_decode, rows.max_decode_len),
             put,
             num_decode,
         )
@@ -237,37 +237,39 @@ class BatchState:
 
         return inputs
 
-    def decode_places(self, num_rows: int, max_seq_len: int) -> int:
-        """See `Kernels.decode_places`."""
+    def max_decode_parts(self, num_rows: int, max_seq_len: int) -> int:
+        """See `Kernels.max_decode_parts`."""
         if num_rows == 0:
             return 0
-        return self._kernels.decode_places(num_rows, self._kv_heads, max_seq_len, self.device.torch)
+        return self._kernels.max_decode_parts(
+            num_rows, self._kv_heads, max_seq_len, self.device.torch
+        )
 
     def stage_decode(
-        self, seq_lens_B: Ints, num_places: int, put: Put, num_rows: int
+        self, seq_lens_B: Ints, max_parts: int, put: Put, num_rows: int
     ) -> DecodeParts | None:
-        """Put the parts of decode rows, of which those past `seq_lens_B` take no places; None
-        without places.
+        """Put the parts of decode rows, of which those past `seq_lens_B` have none; None
+        without parts.
         """
-        if num_places == 0:
+        if max_parts == 0:
             return None
-        start_B1 = self.part_starts(seq_lens_B, num_places, num_rows)
-        return self.decode_parts(num_rows, num_places, put(start_B1))
+        start_B1 = self.part_starts(seq_lens_B, max_parts, num_rows)
+        return self.decode_parts(num_rows, max_parts, put(start_B1))
 
-    def part_starts(self, seq_lens_B: Ints, num_places: int, num_rows: int) -> Ints:
-        """Where the parts of `num_rows` decode rows begin, of which those past `seq_lens_B` take no
-        places.
+    def part_starts(self, seq_lens_B: Ints, max_parts: int, num_rows: int) -> Ints:
+        """Where the parts of `num_rows` decode rows begin, of which those past `seq_lens_B` have
+        none.
         """
-        # Without more places than rows, each row is one part, as the kernel expects.
-        num_free = num_places if num_places > num_rows else max(1, len(seq_lens_B))
+        # Without more parts than rows, each row is one part, as the kernel expects.
+        num_free = max_parts if max_parts > num_rows else max(1, len(seq_lens_B))
         starts = part_starts(seq_lens_B, num_free)
         return np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
 
-    def decode_parts(self, num_rows: int, num_places: int, start_B1: Tensor) -> DecodeParts:
+    def decode_parts(self, num_rows: int, max_parts: int, start_B1: Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""
         return DecodeParts(
             num_rows=num_rows,
-            num_places=num_places,
+            max_parts=max_parts,
             start_B1=start_B1,
             arrived_BK=self._arrived_SK,
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from workers.memory.huge_pages import map_aligned
 from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
@@ -99,21 +100,21 @@ class LastingMemory:
         """
         import torch  # here, because a process opens memory before it has imported torch
 
-        self._mapping = mmap.mmap(self.descriptor, self.num_bytes)
-        tensor = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        pages = map_aligned(
+            self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED, protection=mmap.PROT_READ
+        )
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)
         self._address = tensor.data_ptr()
-        self._protect(mmap.PROT_READ)
         tensor[:: mmap.PAGESIZE].sum()
         return tensor
 
     def allow_writing(self) -> None:
-        """Let this process write through `tensor`; until then, a write ends it with SIGSEGV."""
-        self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
-
-    def _protect(self, protection: int) -> None:
+        """Let this process write through `tensor`, which is in use; until then, a write ends it
+        with SIGSEGV.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         address, num_bytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.num_bytes)
-        if libc.mprotect(address, num_bytes, protection):
+        if libc.mprotect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
             raise OSError(ctypes.get_errno(), "mprotect")
 
 

@@ -12,7 +12,6 @@ The processes must run the same code with the same libraries, as those of one en
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import io
 import mmap
@@ -21,7 +20,6 @@ import pickle
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +33,7 @@ from kernels.cpu.tensor_bytes import (
     tensor_place,
 )
 from kernels.interface import Kernels
+from workers.memory.huge_pages import map_aligned
 from workers.memory.lasting import LastingMemory, is_supported
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
@@ -207,13 +206,9 @@ def _map(memory: LastingMemory) -> Tensor:
     """The whole file, uint8, for reading only. A private mapping, because a sealed file may have no
     shared one before Linux 6.7.
     """
-    mapping = mmap.mmap(
-        memory.descriptor, memory.num_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ
+    pages = map_aligned(
+        memory.descriptor, memory.num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ
     )
-    address = np.frombuffer(mapping, np.uint8).ctypes.data
-    # By its address, because torch warns of memory that it may not write.
-    pages: Any = (ctypes.c_uint8 * memory.num_bytes).from_address(address)
-    pages.mapping = mapping  # lives as long as a tensor of it
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

@@ -110,8 +110,8 @@ class TensorParallelGroup:
             yield from tasks
             return
         backend = self._joined(self._backend)
-        while (place := backend.next_number(name)) < len(tasks):
-            yield tasks[place]
+        while (index := backend.next_number(name)) < len(tasks):
+            yield tasks[index]
 
     def wait_until_loaded(self) -> None:
         """The last barrier. After it, ranks on CPUs that share memory leave gloo, whose thread

@@ -29,7 +29,7 @@ from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Graph, Put, StepUploads
 from workers.models.qwen3 import Qwen3
 from workers.sampling.sampler import SampledTokens, Sampler
-from workers.sampling.state import USUAL_KINDS, KeptRows, SamplingBatch
+from workers.sampling.state import USUAL_KINDS, SamplingBatch, StaticSamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class NextTokens:
         self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
         self._slots = uploads.keep(self._slots_S)
         self._positions = uploads.keep(self._positions_S)
-        self._kept = KeptRows(max_rows, uploads.keep)
+        self._static_rows = StaticSamplingRows(max_rows, uploads.keep)
         self.sizes = sampling_sizes(max_rows)
         self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
         self._tokens: dict[tuple[int, int], Tensor] = {}
@@ -105,7 +105,7 @@ class NextTokens:
         if kind is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
             self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing
-            self._sampler.state.fill(self._kept, slots_R, positions_R)
+            self._sampler.state.fill(self._static_rows, slots_R, positions_R)
             return partial(self._replay, size, kind, num_rows)
         batch = self._sampler.state.batch(slots_R, positions_R, put)
         return partial(self._launch, batch, wait_for_mask)
@@ -131,7 +131,7 @@ class NextTokens:
     def _run(self, size: int, kind: int) -> None:
         assert self._hidden_SE is not None
         logits_BV = self._model.logits(self._hidden_SE[:size])
-        sampled = self._sampler.sample(logits_BV, self._kept.batch(size, kind))
+        sampled = self._sampler.sample(logits_BV, self._static_rows.batch(size, kind))
         self._write(sampled.token_ids_B)
         self._tokens[size, kind] = sampled.token_ids_B
 

@@ -37,7 +37,7 @@ class Head(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
-    """What one step is to score. On the host, per row: the place of its first scored token, how
+    """What one step is to score. On the host, per row: the index of its first scored token, how
     many follow one another, how many alternatives each; on the device, int64: which of the T
     tokens of the step come before the scored ones, and where those are in the token table.
     """

@@ -38,8 +38,8 @@ from workers.sampling.state import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked for them. `rows` (places in the batch) and `num_top` (numbers
-    of alternatives) are on the host.
+    """Logprobs of the rows that asked for them. `rows` (indices in the batch) and `num_top`
+    (numbers of alternatives) are on the host.
     """
 
     rows: tuple[int, ...]
@@ -102,10 +102,10 @@ class Sampler:
     ) -> None:
         self._group = group
         self._kernels = kernels
-        place = torch.device(device)
-        self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, place)
-        self.state = SamplingState(self.shard, max_num_seqs, place)
-        self._counts = _TokenCounts(self.shard, max_num_seqs, place, self.state.upload)
+        device = torch.device(device)
+        self.shard = VocabularyShard(group, kernels, vocab_size, vocab_start, vocab_end, device)
+        self.state = SamplingState(self.shard, max_num_seqs, device)
+        self._counts = _TokenCounts(self.shard, max_num_seqs, device, self.state.upload)
 
     def admit(
         self,
@@ -188,7 +188,7 @@ class Sampler:
                     0, rows.rows_R[part], self._counts.penalize(logits_BV, rows, part)
                 )
         if batch.bias is not None:
-            logits_BV.view(-1).scatter_add_(0, batch.bias.places_N, batch.bias.values_N)
+            logits_BV.view(-1).scatter_add_(0, batch.bias.flat_indices_N, batch.bias.values_N)
         if batch.masked_N is not None:
             logits_BV.view(-1).scatter_(0, batch.masked_N, -torch.inf)
         if masks is not None:
@@ -227,7 +227,7 @@ class Sampler:
         list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
         return self._kernels.listed_limits(
-            lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_gap_R
+            lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_logit_gap_R
         )
 
     def _descend(self, gap_rows: GapRows, filters: Filters) -> Tensor:
@@ -238,7 +238,7 @@ class Sampler:
             torch.full_like(gap_rows.max_R, torch.inf),
             torch.full_like(gap_rows.max_R, -1.0),
         )
-        within_R, limit_R = everything_R, filters.max_gap_R
+        within_R, limit_R = everything_R, filters.max_logit_gap_R
         if filters.max_top_k > 0:
             has_R = filters.top_k_R > 0
             within_R = self._limit(
@@ -324,8 +324,8 @@ class _TokenCounts:
         assert self._tables is not None
         columns_R = token_ids_B.index_select(0, rows.rows_R) - self._shard.start
         here_R = (columns_R >= 0) & (columns_R < self._shard.num_columns)
-        places_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
-        self._tables[1].view(-1).scatter_add_(0, places_R, here_R.to(torch.int32))
+        flat_indices_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
+        self._tables[1].view(-1).scatter_add_(0, flat_indices_R, here_R.to(torch.int32))
 
     def penalize(self, logits_BV: Tensor, rows: PenaltyRows, part: slice) -> Tensor:
         """Penalized logits of some of the rows, [R, V]."""

@@ -34,7 +34,8 @@ class Filters:
     top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
     top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does
         not.
-    max_gap_R   : float32, `min_p` as a gap, -log(min_p); infinite where the row has none.
+    max_logit_gap_R   : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
+        -log(min_p); infinite where the row has none.
     bound_R     : float32, a gap beyond which top-p keeps no token.
     listed      : every row has a top-k of at most `MAX_LISTED`.
     """
@@ -43,14 +44,14 @@ class Filters:
     max_top_k: int
     top_p_R: Tensor
     uses_top_p: bool
-    max_gap_R: Tensor
+    max_logit_gap_R: Tensor
     bound_R: Tensor
     listed: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawRows:
-    """Rows with a temperature above 0. `rows_R` int64 is their place in the batch, None if they are
+    """Rows with a temperature above 0. `rows_R` int64 is their index in the batch, None if they are
     the whole batch; in that case `is_drawn_R`, bool, may exempt rows, which take the best token.
 
     seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
@@ -68,7 +69,7 @@ class DrawRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PenaltyRows:
-    """Rows with any penalty: their place in the batch and their slot (int64), and the penalties
+    """Rows with any penalty: their index in the batch and their slot (int64), and the penalties
     (float32).
     """
 
@@ -81,17 +82,17 @@ class PenaltyRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitBias:
-    """What is added to individual logits of this shard. A place (int64) is the row in the batch
-    times the number of columns, plus the column.
+    """What is added to individual logits of this shard. A flat index (int64) is the row in the
+    batch times the number of columns, plus the column.
     """
 
-    places_N: Tensor
+    flat_indices_N: Tensor
     values_N: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobRows:
-    """Rows that report logprobs: place in the batch on the device and on the host, and how many
+    """Rows that report logprobs: index in the batch on the device and on the host, and how many
     alternatives each.
     """
 
@@ -105,7 +106,7 @@ class SamplingBatch:
     """What one step samples. At most one draw of each kind (see `_kind`); without any, all rows are
     greedy.
 
-    `masked_N`: places as in `LogitBias`, which nothing may choose.
+    `masked_N`: flat indices as in `LogitBias`, which nothing may choose.
     """
 
     num_rows: int
@@ -116,9 +117,9 @@ class SamplingBatch:
     logprobs: LogprobRows | None
 
 
-class KeptRows:
-    """The parameters of up to `max_rows` rows in arrays that stay in one place, and tensors like
-    them, so that sampling can be a graph. Rows of padding are sampled with what an earlier step
+class StaticSamplingRows:
+    """The parameters of up to `max_rows` rows in arrays that never move, and tensors like them: the
+    static inputs of the graphs that sample. Rows of padding are sampled with what an earlier step
     wrote for them, or with what is written here: always with numbers that every kind takes.
     """
 
@@ -130,7 +131,7 @@ class KeptRows:
             "top_k": np.ones(max_rows, np.int64),
             "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
             "temperature": np.ones(max_rows, np.float32),
-            "max_gap": np.full(max_rows, math.inf, np.float32),
+            "max_logit_gap": np.full(max_rows, math.inf, np.float32),
             "bound": np.full(max_rows, math.inf, np.float32),
         }
         self._positions_S, self._is_drawn_S = keep(self.positions_S), keep(self.is_drawn_S)
@@ -146,7 +147,7 @@ class KeptRows:
             max_top_k=MAX_KEPT_TOP_K,
             top_p_R=tensors["top_p"],
             uses_top_p=True,
-            max_gap_R=tensors["max_gap"],
+            max_logit_gap_R=tensors["max_logit_gap"],
             bound_R=tensors["bound"],
             listed=True,
         )
@@ -188,15 +189,15 @@ class SamplingState:
         self._sampling[slot] = sampling
         top_k = sampling.top_k if sampling.top_k < self._shard.vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
-        max_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
-        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_gap)
+        max_logit_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
+        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_logit_gap)
         counts = sampling.min_tokens, num_prompt_tokens, sampling.logprobs
         penalties = (
             sampling.repetition_penalty,
             sampling.presence_penalty,
             sampling.frequency_penalty,
         )
-        floats = sampling.temperature, max_gap, self._bound(top_p)
+        floats = sampling.temperature, max_logit_gap, self._bound(top_p)
         self._table[slot] = sampling.seed, top_k, top_p, kind, *counts, *floats, *penalties
         if penalties != (1, 0, 0):
             self.penalized.add(slot)
@@ -254,18 +255,18 @@ class SamplingState:
             is_usual = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
         return kind if is_usual else None
 
-    def fill(self, kept: KeptRows, slots_B: Ints, positions_B: Ints) -> None:
+    def fill(self, static_rows: StaticSamplingRows, slots_B: Ints, positions_B: Ints) -> None:
         """Write the parameters of these rows, which have a `usual_kind`."""
         num_rows = len(slots_B)
-        for name, values_S in kept.parameters.items():
+        for name, values_S in static_rows.parameters.items():
             values_S[:num_rows] = self._table[name][slots_B]
-        kept.positions_S[:num_rows] = positions_B
-        is_drawn_B = kept.parameters["temperature"][:num_rows] > 0
-        kept.is_drawn_S[:num_rows] = is_drawn_B
+        static_rows.positions_S[:num_rows] = positions_B
+        is_drawn_B = static_rows.parameters["temperature"][:num_rows] > 0
+        static_rows.is_drawn_S[:num_rows] = is_drawn_B
         # Greedy rows, and later the padding in their place, go through the filters of the others
         # and need numbers that filters take.
-        kept.parameters["temperature"][:num_rows][~is_drawn_B] = 1
-        top_k_B = kept.parameters["top_k"][:num_rows]
+        static_rows.parameters["temperature"][:num_rows][~is_drawn_B] = 1
+        top_k_B = static_rows.parameters["top_k"][:num_rows]
         np.clip(top_k_B, 1, MAX_KEPT_TOP_K, out=top_k_B)
 
     def check(self) -> None:
@@ -322,7 +323,7 @@ class SamplingState:
             max_top_k=int(top_k.max()),
             top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_gap_R=put(self._table["max_gap"][slots]),
+            max_logit_gap_R=put(self._table["max_logit_gap"][slots]),
             bound_R=put(self._table["bound"][slots]),
             listed=listed,
         )
@@ -352,11 +353,13 @@ class SamplingState:
             for row, slot in enumerate(slots_B.tolist())
             if slot in self._bias
         ]
-        places_N = self._places([(row, columns) for row, columns, _ in bias_of_rows], put)
-        if places_N is None:
+        flat_indices_N = self._flat_indices(
+            [(row, columns) for row, columns, _ in bias_of_rows], put
+        )
+        if flat_indices_N is None:
             return None
         return LogitBias(
-            places_N=places_N,
+            flat_indices_N=flat_indices_N,
             values_N=put(np.concatenate([values for *_, values in bias_of_rows])),
         )
 
@@ -370,16 +373,16 @@ class SamplingState:
             positions_B - self._table["num_prompt_tokens"][slots_B]
             < self._table["min_tokens"][slots_B]
         )
-        return self._places(
+        return self._flat_indices(
             [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()],
             put,
         )
 
-    def _places(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
-        """Places of columns in rows of the batch; None if there are no columns."""
+    def _flat_indices(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
+        """Flat indices of columns in rows of the batch; None if there are no columns."""
         width = self._shard.num_columns
-        places = [row * width + columns for row, columns in columns_of_rows]
-        return put(np.concatenate(places)) if sum(map(len, places)) else None
+        indices = [row * width + columns for row, columns in columns_of_rows]
+        return put(np.concatenate(indices)) if sum(map(len, indices)) else None
 
     def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
         if not self._reporting:
@@ -403,13 +406,13 @@ class SamplingState:
         )
 
 
-def _kind(temperature: float, top_k: int, top_p: int, max_gap: float) -> int:
+def _kind(temperature: float, top_k: int, top_p: int, max_logit_gap: float) -> int:
     """The kind of draw that a row needs."""
     if temperature == 0:
         return GREEDY
     if 0 < top_k <= MAX_LISTED:
         return LISTED
-    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_gap == math.inf else DESCENDED
+    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_logit_gap == math.inf else DESCENDED
 
 
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
@@ -419,7 +422,7 @@ GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 USUAL_KINDS = (GREEDY, PLAIN, LISTED)
 MAX_KEPT_TOP_K = 32
 _INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOATS = ("temperature", "max_gap", "bound", "repetition", "presence", "frequency")
+_FLOATS = ("temperature", "max_logit_gap", "bound", "repetition", "presence", "frequency")
 # What is kept of each slot.
 _PARAMETERS = np.dtype(
     [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]

@@ -99,14 +99,14 @@ def _reasoning(item: ReasoningItem, omissions: Omissions) -> str:
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content is not None:
-        text = _decrypted(item.encrypted_content)
+        text = _decoded(item.encrypted_content)
         if text is not None:
             return text
         omissions.add("input.reasoning.encrypted_content")
     return "\n".join(part.text for part in item.summary or ())
 
 
-def _decrypted(content: str) -> str | None:
+def _decoded(content: str) -> str | None:
     """None for the reasoning of another server."""
     if not content.startswith(_OURS):
         return None

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -241,6 +241,38 @@ def test_mistakes_are_answered_in_openais_form(
     assert error["param"] == parameter and error.keys() == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize("num_words", [2_000, 20_000])  # also one that is not encoded to its end
+@pytest.mark.parametrize(
+    ("path", "field", "sent"),
+    [
+        ("/v1/chat/completions", "messages", lambda text: [USER | {"content": text}]),
+        ("/v1/completions", "prompt", lambda text: text),
+        ("/v1/responses", "input", lambda text: text),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_the_code_by_which_clients_shorten_it(
+    server: Server, path: str, field: str, sent: Callable[[str], Any], num_words: int
+) -> None:
+    answer = httpx.post(f"{server.url}{path}", json={field: sent("a " * num_words)})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "at most 1023 are possible" in error.pop("message")
+    code = "context_length_exceeded"
+    assert error == {"type": "invalid_request_error", "param": field, "code": code}
+
+
+def test_other_mistakes_do_not_have_the_code_of_a_prompt_that_is_too_long(server: Server) -> None:
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": [9999]})
+    assert answer.status_code == 400 and answer.json()["error"]["code"] is None
+
+
+def test_anthropics_api_has_no_code_for_a_prompt_that_is_too_long(server: Server) -> None:
+    sent = {"model": "tiny", "max_tokens": 5, "messages": [USER | {"content": "a " * 2_000}]}
+    answer = httpx.post(f"{server.url}/v1/messages", json=sent)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "at most 1023 are possible" in error["message"]
+    assert error.keys() == {"type", "message"} and error["type"] == "invalid_request_error"
+
+
 def test_a_request_id_comes_back(server: Server) -> None:
     answer = httpx.get(f"{server.url}/live", headers={"x-request-id": "mine"})
     assert answer.headers["x-request-id"] == "mine"
@@ -454,7 +486,7 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
 def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> None:
     client.chat.completions.create(model="tiny", messages=[USER])
     httpx.get(f"{server.url}/nothing")
-    leaves = {"prompt": "a", "stream": True, "max_tokens": 50}
+    leaves = {"prompt": "a", "stream": True, "max_tokens": 500}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=leaves) as answer:
         next(answer.iter_lines())
     wait_until(lambda: server.api.admission.num_open == 0)

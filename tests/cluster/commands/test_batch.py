@@ -189,7 +189,7 @@ class FakeLLM:
         self.asked: list[tuple[Any, Any]] = []
         self.client = self.builder = self
 
-    def check(self, prompt: dict[str, Any], params: SamplingParams) -> list[int]:
+    def checked_token_ids(self, prompt: dict[str, Any], params: SamplingParams) -> list[int]:
         if len(prompt["prompt"]) > 5:
             raise RequestError("the prompt has too many tokens", "prompt")
         return list(range(len(prompt["prompt"])))
@@ -209,7 +209,7 @@ def requests_of(*prompts: dict[str, Any]) -> list[BatchRequest]:
 def run(llm: FakeLLM, requests: list[BatchRequest]) -> list[RequestOutput]:
     as_llm: Any = llm
     # What the fake replaces.
-    assert hasattr(LLM, "generate") and hasattr(RequestBuilder, "check")
+    assert hasattr(LLM, "generate") and hasattr(RequestBuilder, "checked_token_ids")
     return run_batch(as_llm, requests, progress=False)
 
 

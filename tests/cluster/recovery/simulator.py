@@ -187,7 +187,7 @@ class Watch:
 
     all_answer = True
 
-    def check(self, busy_since_s: float | None) -> str | None:
+    def find_fault(self, busy_since_s: float | None) -> str | None:
         group = self.group
         if group.is_dead and group.world.rng.random() < 0.5:
             return "rank 1 died"

@@ -66,7 +66,7 @@ class Watch:
     def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
         self.group = group
 
-    def check(self, busy_since_s: float | None) -> str | None:
+    def find_fault(self, busy_since_s: float | None) -> str | None:
         world = self.group.world
         why, world.wrong = world.wrong, None
         return why

@@ -65,7 +65,7 @@ class World:
         until = self.now_s + seconds
         while self.now_s < until:
             self.now_s += HEARTBEAT_S
-            if (why := self.watch.check(busy_since_s)) is not None:
+            if (why := self.watch.find_fault(busy_since_s)) is not None:
                 return why
         return None
 
@@ -79,7 +79,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def test_a_death_wakes_the_supervisor_and_names_the_rank(world: World) -> None:
     world.ranks[1].ended.set_exception(RuntimeError("worker exited\nwith details"))
     assert world.woken == 1 and not world.watch.all_answer
-    assert world.watch.check(None) == "rank 1 died: worker exited"
+    assert world.watch.find_fault(None) == "rank 1 died: worker exited"
 
 
 def test_a_death_that_the_kernel_tells_is_not_waited_for(
@@ -88,7 +88,7 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
     caplog.set_level("INFO", logger="eagleray.driver")
     world.watch._note_exit(1)
     assert world.woken == 1 and not world.watch.all_answer
-    assert world.watch.check(None) == "rank 1 died: its process has ended"
+    assert world.watch.find_fault(None) == "rank 1 died: its process has ended"
     world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
     assert "Ray says of rank 1: too little memory" in caplog.text
 
@@ -97,11 +97,11 @@ def test_a_lost_call_that_waits_for_the_end_is_made_again_and_not_a_death(world:
     for num_lost in range(1, 4):
         world.ranks[1].ended.set_exception(ActorUnavailableError("lost", None))
         assert world.woken == num_lost and world.watch.all_answer
-        assert world.watch.check(None) is None
+        assert world.watch.find_fault(None) is None
         assert [len(rank.ends) for rank in world.ranks] == [1, 1 + num_lost]
     world.ranks[1].ended.set_exception(ActorDiedError())
     assert not world.watch.all_answer
-    why = world.watch.check(None)
+    why = world.watch.find_fault(None)
     assert why is not None and why.startswith("rank 1 died: The actor died")
 
 
@@ -194,6 +194,6 @@ def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:
     world.ranks[0].at.num_layers = 1
     assert world.run(1.0, busy_since_s=began_s) is None
     world.now_s += 20 * STUCK_AFTER_S
-    assert world.watch.check(began_s) is None
+    assert world.watch.find_fault(began_s) is None
     world.ranks[0].at.num_layers = 2
     assert world.run(0.9 * STUCK_AFTER_S, busy_since_s=began_s) is None

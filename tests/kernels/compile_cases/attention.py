@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kernels.decode_parts import MAX_PARTS
+from kernels.decode_parts import MAX_PARTS_PER_ROW
 from kernels.gpu.attention import decode_kernel, prefill_kernel
 from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
 from kernels.gpu.fp8 import Fp8Read
@@ -24,7 +24,7 @@ _POINTERS = {
     "seq_lens_B": "*i32",
     "block_table_BW": "*i32",
 }
-_DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS, "HEADS_ADJACENT": True}
+_DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS_PER_ROW, "HEADS_ADJACENT": True}
 _SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "arrived_BK": "*i32"}
 
 

@@ -93,7 +93,7 @@ _LISTED_LIMITS = CompileCase(
         "list_RC": "*i64",
         "top_k_R": "*i64",
         "top_p_R": "*i64",
-        "max_gap_R": "*fp32",
+        "max_logit_gap_R": "*fp32",
     }
     | {
         "limit_R": "*fp32",

@@ -187,13 +187,13 @@ def test_padding_writes_nothing_and_what_attention_leaves_for_it_is_not_used(
     assert changed.flatten(5).any(-1).any(-1).any(0).any(0).sum() == 7, "one slot a token"
 
 
-@pytest.mark.parametrize(("num_places", "starts"), [(3, [0, 1, 1, 1]), (5, [0, 5, 5, 5])])
-def test_a_long_row_takes_places_of_padding_only_where_parts_have_memory(
-    make: MakeRunner, num_places: int, starts: list[int]
+@pytest.mark.parametrize(("max_parts", "starts"), [(3, [0, 1, 1, 1]), (5, [0, 5, 5, 5])])
+def test_a_long_row_takes_parts_of_padding_only_where_parts_have_memory(
+    make: MakeRunner, max_parts: int, starts: list[int]
 ) -> None:
-    """The kernel keeps parts apart from outputs if there are more places than rows."""
+    """The kernel keeps parts apart from outputs if there are more parts than rows."""
     state, lens_B = make(FakeGpu(), 4).state, np.array([900], np.int32)
-    decode = state.stage_decode(lens_B, num_places, torch.from_numpy, num_rows=3)
+    decode = state.stage_decode(lens_B, max_parts, torch.from_numpy, num_rows=3)
     assert decode is not None and decode.start_B1.tolist() == starts
 
 

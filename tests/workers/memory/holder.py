@@ -171,7 +171,9 @@ def write_over_weights(state: State, *, behind_onednn: bool) -> None:
 
 def write_to_file(state: State) -> None:
     assert state.memory is not None
-    state.memory.tensor()
+    tensor = state.memory.tensor()
+    state.memory.allow_writing()
+    del tensor
 
 
 def forget(state: State) -> None:

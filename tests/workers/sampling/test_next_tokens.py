@@ -136,11 +136,11 @@ def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
     cpu = torch.device("cpu")
     shard = Sampler(TensorParallelGroup(0, 1, cpu), sampling, 100, 0, 100, 4, cpu).state
     shard.admit(2, Sampling(**row), 3)
-    slots, kept = np.array([2]), state.KeptRows(4, torch.from_numpy)
+    slots, static_rows = np.array([2]), state.StaticSamplingRows(4, torch.from_numpy)
     if (kind := shard.usual_kind(slots)) is None:
         return None
-    shard.fill(kept, slots, np.array([3]))
-    return repr(kept.batch(1, kind))
+    shard.fill(static_rows, slots, np.array([3]))
+    return repr(static_rows.batch(1, kind))
 
 
 def test_two_kinds_of_draw_in_one_step_are_launched(make: MakeRunner) -> None:
