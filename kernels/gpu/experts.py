@@ -3,8 +3,8 @@
 1. `_route` chooses the experts of each token.
 2. `_sort_pairs` sorts the pairs of a token and one of its experts by expert, each expert's in the
    order of the tokens, and cuts them into tiles of rows that share an expert.
-3. `_gate_up` multiplies a tile with the gate and up of its expert and gates the product.
-4. `_down` multiplies that, and stores each row at the place of its pair.
+3. `_multiply_tile` multiplies a tile with the gate and up of its expert and gates the product,
+4. and again with down, and stores each row at the place of its pair.
 5. `_add_up` takes the weighted sum of each token's products, in the order of its experts.
 
 How many tiles there are depends on the choice, so grids follow a bound, and programs without a tile
@@ -98,21 +98,22 @@ class TritonExperts(ReferenceExperts):
         hidden_PF = x_TE.new_empty(num_pairs, num_features)
         product_PE = x_TE.new_empty(num_pairs, size)
         out_TE = torch.empty_like(x_TE)
-        how = {
-            "ROWS": tiles.rows,
-            "FEATURES": tiles.features,
-            "STEP": tiles.step,
-            "num_warps": tiles.num_warps,
-            "num_stages": tiles.num_stages,
-        }
-        _gate_up[(len(tiles_M3) * triton.cdiv(num_features, tiles.features),)](
-            *(x_TE, experts.gate_up, order_P, tiles_M3, hidden_PF),
-            **{"K": num_chosen, "E": size, "F": num_features, **how},
-        )
-        _down[(len(tiles_M3) * triton.cdiv(size, tiles.features),)](
-            *(hidden_PF, experts.down, order_P, tiles_M3, product_PE),
-            **{"E": size, "F": num_features, **how},
-        )
+        for x, weight, out in (
+            (x_TE, experts.gate_up, hidden_PF),
+            (hidden_PF, experts.down, product_PE),
+        ):
+            _multiply_tile[(len(tiles_M3) * triton.cdiv(out.shape[1], tiles.features),)](
+                *(x, weight, order_P, tiles_M3, out),
+                K=num_chosen,
+                SIZE_IN=x.shape[1],
+                SIZE_OUT=out.shape[1],
+                GATED=out is hidden_PF,
+                ROWS=tiles.rows,
+                FEATURES=tiles.features,
+                STEP=tiles.step,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+            )
         features = min(_FEATURES_PER_SUM, triton.next_power_of_2(size))
         _add_up[(num_tokens * triton.cdiv(size, features),)](
             product_PE, weights_TK, out_TE, K=num_chosen, E=size, FEATURES=features
@@ -216,80 +217,56 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gate_up(  # type: ignore[no-untyped-def]
-    x_TE,
-    gate_up_X2FE,
+def _multiply_tile(  # type: ignore[no-untyped-def]
+    x,
+    weight,
     order_P,
     tiles_M3,
-    hidden_PF,
+    out,
     K: tl.constexpr,
-    E: tl.constexpr,
-    F: tl.constexpr,
+    SIZE_IN: tl.constexpr,
+    SIZE_OUT: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """silu(gate) * up of one tile, for `FEATURES` features."""
-    words = tiles_M3 + tl.program_id(0) // tl.cdiv(F, FEATURES) * _TILE_WORDS
+    """The rows of one tile times `FEATURES` output features of their expert.
+
+    GATED: x_TE by gate_up_X2FE; silu(gate) * up to out_PF, sorted by expert. Otherwise: x_PF,
+    sorted by expert, by down_XEF, to out_PE, each row at the place of its pair.
+    """
+    words = tiles_M3 + tl.program_id(0) // tl.cdiv(SIZE_OUT, FEATURES) * _TILE_WORDS
     num_rows = tl.load(words + 2)
     if num_rows == 0:
         return
-    expert, first = tl.load(words).to(tl.int64), tl.load(words + 1).to(tl.int64)
-    row, e = tl.arange(0, ROWS), tl.arange(0, STEP)
-    f = tl.program_id(0) % tl.cdiv(F, FEATURES) * FEATURES + tl.arange(0, FEATURES)
-    is_row, is_feature = (row < num_rows)[:, None], (f < F)[None, :]
-    pairs = tl.load(order_P + first + row, mask=row < num_rows, other=0)
-    x = x_TE + (pairs // K).to(tl.int64)[:, None] * E + e[None, :]
-    weight = gate_up_X2FE + (expert * 2 * F + f)[None, :] * E + e[:, None]
-    gate = tl.zeros([ROWS, FEATURES], tl.float32)
-    up = tl.zeros([ROWS, FEATURES], tl.float32)
-    for start in range(0, E, STEP):
-        is_in = start + e < E
-        x_tile = tl.load(x + start, mask=is_row & is_in[None, :], other=0.0)
-        mask = is_in[:, None] & is_feature
-        gate_weight = tl.load(weight + start, mask=mask, other=0.0)
-        up_weight = tl.load(weight + F * E + start, mask=mask, other=0.0)
-        gate = tl.dot(x_tile, gate_weight, gate, input_precision="ieee")
-        up = tl.dot(x_tile, up_weight, up, input_precision="ieee")
-    dtype: tl.constexpr = hidden_PF.dtype.element_ty
-    gate = gate.to(dtype).to(tl.float32)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-    hidden = hidden_PF + (first + row)[:, None] * F + f[None, :]
-    tl.store(hidden, silu * up.to(dtype).to(tl.float32), mask=is_row & is_feature)
-
-
-@triton.jit
-def _down(  # type: ignore[no-untyped-def]
-    hidden_PF,
-    down_XEF,
-    order_P,
-    tiles_M3,
-    product_PE,
-    E: tl.constexpr,
-    F: tl.constexpr,
-    ROWS: tl.constexpr,
-    FEATURES: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """The product of one tile with `FEATURES` rows of down, each at the place of its pair."""
-    words = tiles_M3 + tl.program_id(0) // tl.cdiv(E, FEATURES) * _TILE_WORDS
-    num_rows = tl.load(words + 2)
-    if num_rows == 0:
-        return
-    expert, first = tl.load(words).to(tl.int64), tl.load(words + 1).to(tl.int64)
-    row, f = tl.arange(0, ROWS), tl.arange(0, STEP)
-    e = tl.program_id(0) % tl.cdiv(E, FEATURES) * FEATURES + tl.arange(0, FEATURES)
-    is_row, is_feature = (row < num_rows)[:, None], (e < E)[None, :]
-    hidden = hidden_PF + (first + row)[:, None] * F + f[None, :]
-    weight = down_XEF + (expert * E + e)[None, :] * F + f[:, None]
+    expert, first = tl.load(words).to(tl.int64), tl.load(words + 1)
+    row, i = tl.arange(0, ROWS), tl.arange(0, STEP)
+    y = tl.program_id(0) % tl.cdiv(SIZE_OUT, FEATURES) * FEATURES + tl.arange(0, FEATURES)
+    is_row, is_feature = row < num_rows, y < SIZE_OUT
+    pairs = tl.load(order_P + first + row, mask=is_row, other=0)
+    rows_in = (pairs // K if GATED else first + row).to(tl.int64)
+    rows_out = (first + row if GATED else pairs).to(tl.int64)
+    x += rows_in[:, None] * SIZE_IN + i[None, :]
+    weight += (expert * SIZE_OUT * (2 if GATED else 1) + y)[None, :] * SIZE_IN + i[:, None]
     product = tl.zeros([ROWS, FEATURES], tl.float32)
-    for start in range(0, F, STEP):
-        is_in = start + f < F
-        hidden_tile = tl.load(hidden + start, mask=is_row & is_in[None, :], other=0.0)
-        down_weight = tl.load(weight + start, mask=is_in[:, None] & is_feature, other=0.0)
-        product = tl.dot(hidden_tile, down_weight, product, input_precision="ieee")
-    pairs = tl.load(order_P + first + row, mask=row < num_rows, other=0).to(tl.int64)
-    tl.store(product_PE + pairs[:, None] * E + e[None, :], product, mask=is_row & is_feature)
+    up = tl.zeros([ROWS, FEATURES], tl.float32)
+    for start in range(0, SIZE_IN, STEP):
+        is_in = start + i < SIZE_IN
+        mask = is_in[:, None] & is_feature[None, :]
+        x_tile = tl.load(x + start, mask=is_row[:, None] & is_in[None, :], other=0.0)
+        tile = tl.load(weight + start, mask=mask, other=0.0)
+        product = tl.dot(x_tile, tile, product, input_precision="ieee")
+        if GATED:
+            up_tile = tl.load(weight + SIZE_OUT * SIZE_IN + start, mask=mask, other=0.0)
+            up = tl.dot(x_tile, up_tile, up, input_precision="ieee")
+    if GATED:
+        dtype: tl.constexpr = out.dtype.element_ty
+        gate = product.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        product = silu * up.to(dtype).to(tl.float32)
+    out += rows_out[:, None] * SIZE_OUT + y[None, :]
+    tl.store(out, product, mask=is_row[:, None] & is_feature[None, :])
 
 
 @triton.jit

@@ -44,37 +44,34 @@ def _sort_pairs(num_experts: int, chunk: int) -> CompileCase:
 def _products(
     rows_per_expert: int, size: int, features: int, dtype: str = "bf16"
 ) -> list[CompileCase]:
+    """Gate and up, then down."""
     tiles = experts.tiles_of(rows_per_expert, 4 if dtype == "fp32" else 2)
-    constants = {
-        "K": 8,
-        "E": size,
-        "F": features,
-        "ROWS": tiles.rows,
-        "FEATURES": tiles.features,
-        "STEP": tiles.step,
-    }
-
-    def case(
-        kernel: Any, name: str, operands: tuple[str, ...], used: dict[str, int]
-    ) -> CompileCase:
-        types = {"order_P": "*i32", "tiles_M3": "*i32"}
-        return CompileCase(
-            name=f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
-            kernel=kernel,
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
-            | dict.fromkeys(used, "constexpr"),
-            constexprs=used,
+    types = {"order_P": "*i32", "tiles_M3": "*i32"}
+    operands = ("x", "weight", "order_P", "tiles_M3", "out")
+    cases = []
+    for gated, size_in, size_out in ((True, size, features), (False, features, size)):
+        constants: dict[str, Any] = {
+            "K": 8,
+            "SIZE_IN": size_in,
+            "SIZE_OUT": size_out,
+            "GATED": gated,
+            "ROWS": tiles.rows,
+            "FEATURES": tiles.features,
+            "STEP": tiles.step,
+        }
+        name = "gate_up" if gated else "down"
+        cases.append(
+            CompileCase(
+                name=f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
+                kernel=experts._multiply_tile,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+                signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
+                | dict.fromkeys(constants, "constexpr"),
+                constexprs=constants,
+            )
         )
-
-    of_down = {name: value for name, value in constants.items() if name != "K"}
-    gate_up = ("x_TE", "gate_up_X2FE", "order_P", "tiles_M3", "hidden_PF")
-    down = ("hidden_PF", "down_XEF", "order_P", "tiles_M3", "product_PE")
-    return [
-        case(experts._gate_up, "gate_up", gate_up, constants),
-        case(experts._down, "down", down, of_down),
-    ]
+    return cases
 
 
 def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
