@@ -13,11 +13,13 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numba
 from llvmlite import binding as llvm
+from numba.core import caching
 
 _KERNELS_DIR = Path(__file__).resolve().parent
 _CHECKOUT = _KERNELS_DIR.parent.parent
@@ -98,7 +100,31 @@ def source_hash(path: Path) -> str:
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
 
 
+class FilePerSignature(caching.IndexDataCacheFile):
+    """A file per signature, named by it. numba numbers the files and keeps an index, so of two
+    processes that save the first signatures of a function at once, one would later run the code
+    that the other has compiled for other types.
+    """
+
+    def load(self, key: object) -> object | None:
+        """What was saved with `key`, the signature and all that its code depends on."""
+        with suppress(FileNotFoundError):
+            return self._load_data(self._name(key))  # type: ignore[no-any-return]
+        return None
+
+    def save(self, key: object, data: object) -> None:
+        """Replaces, at once, what was saved with `key`."""
+        self._save_data(self._name(key), data)
+
+    def _name(self, key: object) -> str:
+        identity = repr((key, self._source_stamp, self._version)).encode()
+        return str(self._data_name(int(hashlib.sha256(identity).hexdigest()[:16], 16)))
+
+
 def use_content_cache() -> None:
-    """Make numba ask `ContentCacheLocator` first. Call before any function is compiled."""
+    """Make numba ask `ContentCacheLocator` first, and save each signature for itself. Call before
+    any function is compiled.
+    """
+    caching.IndexDataCacheFile = FilePerSignature
     locator_name = f"{__name__}.{ContentCacheLocator.__name__}"
     numba.config.CACHE_LOCATOR_CLASSES = ",".join((locator_name, *_NUMBA_LOCATORS))

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,20 @@ from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+_CGROUPS = Path("/sys/fs/cgroup")  # in a container, its own
+# Folder, files of the limit and of what is used, and pages of files that the kernel may take back,
+# in version 2 and 1 of control groups.
+_CONTAINER_FILES = (
+    ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,10 +134,24 @@ class LastingMemory:
 
 
 def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return 1024 * int(line.split()[1])
-    raise OSError("/proc/meminfo does not say how much memory is available")
+    """What the machine has, and the container that this process is in, if that has a limit."""
+    available_bytes = [1024 * _number_of("MemAvailable:", Path("/proc/meminfo"))]
+    for folder, limit, used, reclaimable in _CONTAINER_FILES:
+        with suppress(OSError, ValueError):  # there is no limit, which some systems call "max"
+            limit_bytes, used_bytes = (
+                int((_CGROUPS / folder / name).read_text()) for name in (limit, used)
+            )
+            statistics = _CGROUPS / folder / "memory.stat"
+            reclaimable_bytes = sum(_number_of(name, statistics) for name in reclaimable)
+            available_bytes.append(limit_bytes - used_bytes + reclaimable_bytes)
+    return min(available_bytes)
+
+
+def _number_of(name: str, path: Path) -> int:
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{name} "):
+            return int(line.split()[1])
+    raise OSError(f"{path} does not say {name}")
 
 
 def is_supported() -> bool:

@@ -66,6 +66,30 @@ def test_a_lack_of_memory_is_an_error_when_it_is_made() -> None:
         LastingMemory.create("eagleray-test", 2**62)
 
 
+@pytest.mark.parametrize(
+    ("limit", "used", "prefix"),
+    [
+        ("memory.max", "memory.current", ""),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),
+    ],
+)
+def test_the_limit_of_a_container_counts(
+    limit: str, used: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond it, the kernel would end the process."""
+    monkeypatch.setattr("workers.memory.lasting._CGROUPS", tmp_path)
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    (tmp_path / limit).write_text("10000\n")
+    (tmp_path / used).write_text("7000\n")
+    statistics = f"cache 1\n{prefix}inactive_file 500\n{prefix}active_file 400\n"
+    (tmp_path / used).with_name("memory.stat").write_text(statistics)
+    with pytest.raises(OSError, match="only 3900 bytes of memory are available"):
+        LastingMemory.create("eagleray-test", 4000)
+    assert LastingMemory.create("eagleray-test", 3000).num_bytes == 3000
+    (tmp_path / limit).write_text("max\n" if not prefix else str(2**63 - 4096))
+    assert LastingMemory.create("eagleray-test", 4000).num_bytes == 4000
+
+
 def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCaptureFixture) -> None:
     weights, cache = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
     gone = dataclasses.replace(cache.card, path="/proc/1/fd/999")

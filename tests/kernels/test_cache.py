@@ -1,0 +1,81 @@
+"""The cache of compiled kernels: processes that compile at the same time leave it whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core import caching
+
+from kernels.cpu.jit import exact_entry_jit
+
+STAMP = "version"
+# When a process of the two writes its first and its second file: the second process writes the
+# index last and the data first, as happens when something else has the core of the first.
+WRITES_AT_S = {"first": (0.0, 0.3), "second": (0.1, 0.2)}
+
+
+def cache_file(folder: Path, stamp: str = STAMP) -> Any:
+    """What a process has of the cache of a function."""
+    return caching.IndexDataCacheFile(str(folder), "function", stamp)
+
+
+def test_two_processes_that_save_different_signatures_at_once_keep_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With numba's index, both call their code the first, and one finds that of the other."""
+    is_about_to_write = threading.Barrier(2, timeout=20)
+    num_writes = dict.fromkeys(WRITES_AT_S, 0)
+    write = caching.IndexDataCacheFile._open_for_write
+
+    def write_in_turn(self: Any, path: str) -> Any:
+        name = threading.current_thread().name
+        is_first = num_writes[name] == 0
+        if is_first:
+            is_about_to_write.wait()
+        at_s = WRITES_AT_S[name]
+        time.sleep(at_s[0] if is_first else at_s[1] - at_s[0])
+        num_writes[name] += 1
+        return write(self, path)
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", write_in_turn)
+    threads = [
+        threading.Thread(
+            target=cache_file(tmp_path).save, args=(name, f"code of {name}"), name=name
+        )
+        for name in WRITES_AT_S
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    found = {name: cache_file(tmp_path).load(name) for name in WRITES_AT_S}
+    assert found == {name: f"code of {name}" for name in WRITES_AT_S}
+
+
+def test_code_of_another_version_is_not_found(tmp_path: Path) -> None:
+    cache_file(tmp_path).save("signature", "code")
+    assert cache_file(tmp_path).load("signature") == "code"
+    assert cache_file(tmp_path, "another").load("signature") is None
+    assert cache_file(tmp_path).load("another") is None
+
+
+def size_of_elements(x: Any) -> int:
+    return x.itemsize  # type: ignore[no-any-return]
+
+
+def test_every_signature_is_compiled_once_and_then_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("kernels.cpu.cache._CHECKOUT", Path(__file__).resolve().parent)
+    arrays = {4: np.zeros(1, np.float32), 8: np.zeros((2, 3))}
+    for count in ("cache_misses", "cache_hits"):
+        compiled = exact_entry_jit(size_of_elements)
+        for size, array in arrays.items():
+            assert compiled(array) == size
+        assert sum(getattr(compiled.stats, count).values()) == len(arrays)
