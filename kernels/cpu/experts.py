@@ -109,7 +109,6 @@ class CpuExperts:
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)
         num_pairs, num_features = ids_TK.numel(), experts.num_features
         out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-        # Large, so torch allocates: it keeps the memory of the last step.
         rows_PE, product_PE = (
             torch.empty(num_pairs, x_TE.shape[1], dtype=x_TE.dtype) for _ in "ab"
         )

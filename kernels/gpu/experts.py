@@ -28,7 +28,7 @@ from torch import Tensor
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import ReferenceExperts
 
-_MAX_CHUNK = 4096  # pairs that a program sorts at once
+_CHUNKS = 1024, 4096  # pairs that a program sorts at once: of few pairs, of many
 _FEATURES_PER_SUM = 1024  # features that a program of four warps adds up
 _TILE_WORDS = tl.constexpr(3)  # of a tile: its expert, its first place, its number of rows
 _NO_EXPERT = tl.constexpr(1 << 30)
@@ -49,13 +49,13 @@ class Tiles:
 
 
 def tiles_of(rows_per_expert: float, itemsize: int) -> Tiles:
-    """Tiles for products of about so many rows with each expert."""
+    """Tiles for products of about so many rows with each expert. There are two kinds, so that the
+    smallest and the largest step compile all that others use.
+    """
     if itemsize == 4:  # float32 has no matrix instructions that are exact
         return Tiles(rows=16, features=32, step=32, num_warps=4, num_stages=2)
     if rows_per_expert <= 16:
         return Tiles(rows=16, features=32, step=128, num_warps=4, num_stages=4)
-    if rows_per_expert <= 64:
-        return Tiles(rows=64, features=64, step=64, num_warps=4, num_stages=3)
     return Tiles(rows=128, features=64, step=64, num_warps=8, num_stages=3)
 
 
@@ -135,10 +135,10 @@ def _sorted_pairs(ids_TK: Tensor, num_experts: int, tile_rows: int) -> tuple[Ten
         tiles_M3,
         num_pairs,
         num_tiles,
+        tile_rows,
         X=num_experts,
-        ROWS=tile_rows,
         BINS=triton.next_power_of_2(num_experts),
-        CHUNK=min(_MAX_CHUNK, max(128, triton.next_power_of_2(num_pairs))),
+        CHUNK=_CHUNKS[num_pairs > _CHUNKS[0]],
     )
     return order_P, tiles_M3
 
@@ -175,15 +175,15 @@ def _route(  # type: ignore[no-untyped-def]
     tl.store(ids_TK + token * K + chosen, ids, mask=chosen < K)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles", "tile_rows"])
 def _sort_pairs(  # type: ignore[no-untyped-def]
     ids_P,
     order_P,
     tiles_M3,
     num_pairs,
     num_tiles,
+    tile_rows,
     X: tl.constexpr,
-    ROWS: tl.constexpr,
     BINS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -195,17 +195,17 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
         is_pair = first + i < num_pairs
         ids = tl.load(ids_P + first + i, mask=is_pair, other=0)
         counts += tl.histogram(ids, BINS, mask=is_pair)
-    num_tiles_of = (counts + ROWS - 1) // ROWS
+    num_tiles_of = (counts + tile_rows - 1) // tile_rows
     start = tl.sum(tl.where(bins < expert, counts, 0))
     num_rows = tl.sum(tl.where(bins == expert, counts, 0))
     tile = tl.sum(tl.where(bins < expert, num_tiles_of, 0))
-    for row in range(0, num_rows, ROWS):
-        words = tiles_M3 + (tile + row // ROWS) * _TILE_WORDS
+    for row in range(0, num_rows, tile_rows):
+        words = tiles_M3 + (tile + row // tile_rows) * _TILE_WORDS
         tl.store(words, expert)
         tl.store(words + 1, start + row)
-        tl.store(words + 2, min(ROWS, num_rows - row))
+        tl.store(words + 2, min(tile_rows, num_rows - row))
     if expert == X - 1:
-        for empty in range(tile + (num_rows + ROWS - 1) // ROWS, num_tiles):
+        for empty in range(tile + (num_rows + tile_rows - 1) // tile_rows, num_tiles):
             tl.store(tiles_M3 + empty * _TILE_WORDS + 2, 0)
     for first in range(0, num_pairs, CHUNK):
         is_pair = first + i < num_pairs

@@ -47,7 +47,7 @@ def test_sums_are_those_of_the_reference(
     torch.testing.assert_close(got, want, atol=2 * TOLERANCE[dtype] * largest, rtol=0)
 
 
-@pytest.mark.parametrize("rows_per_expert", [1, 30, 100])
+@pytest.mark.parametrize("rows_per_expert", [1, 100])
 def test_every_kind_of_tile_computes_the_same(
     rows_per_expert: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,8 +29,8 @@ def _route(num_experts: int, num_chosen: int, dtype: str = "bf16") -> CompileCas
 
 
 def _sort_pairs(num_experts: int, chunk: int) -> CompileCase:
-    constants = {"X": num_experts, "ROWS": 16, "BINS": num_experts, "CHUNK": chunk}
-    integers = {"num_pairs": "i32", "num_tiles": "i32"}
+    constants = {"X": num_experts, "BINS": num_experts, "CHUNK": chunk}
+    integers = {"num_pairs": "i32", "num_tiles": "i32", "tile_rows": "i32"}
     return CompileCase(
         name=f"sort_pairs-{num_experts}-{chunk}",
         kernel=experts._sort_pairs,
@@ -88,11 +88,10 @@ def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
 CASES = [
     _route(128, 8),
     _route(1024, 16, "fp32"),
-    _sort_pairs(128, 128),
-    _sort_pairs(128, experts._MAX_CHUNK),
-    _sort_pairs(1024, experts._MAX_CHUNK),
+    _sort_pairs(128, experts._CHUNKS[0]),
+    _sort_pairs(128, experts._CHUNKS[1]),
+    _sort_pairs(1024, experts._CHUNKS[1]),
     *_products(1, 2048, 768),
-    *_products(64, 2048, 768),
     *_products(512, 2048, 768),
     *_products(1, 2048, 96),
     *_products(512, 4096, 1536, "fp16"),
