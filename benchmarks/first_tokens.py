@@ -216,7 +216,7 @@ class Simulation:
     def _wait_for_requests(self) -> None:
         """As `StepLoop` does."""
         began_s = self.ranks.now_s
-        self.engine.start()
+        self.engine.ensure_submitted()
         spare_s = self.engine.spare_s
         plan_at_s = began_s + spare_s - max(self.plan_lead_s, PLAN_LEAD_SHARE * spare_s)
         if (wait_s := plan_at_s - self.ranks.now_s) > 0:

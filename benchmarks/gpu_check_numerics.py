@@ -287,7 +287,7 @@ def _same_picks(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     rows = [equal((running_RV[:, -1], total_R))]
     middle_R = (torch.rand_like(gap_rows.max_R).double() * total_R).to(torch.int64)
     edge_R = running_RV[:, running_RV.shape[1] // 2].contiguous()
-    for index_R in (
+    for target_weight_R in (
         torch.zeros_like(total_R),
         middle_R,
         edge_R,
@@ -295,10 +295,10 @@ def _same_picks(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
         total_R,
         torch.full_like(total_R, -1),
     ):
-        place_R = (running_RV <= index_R[:, None]).sum(dim=1)
-        want_R = torch.where((index_R >= 0) & (index_R < total_R), place_R, -1)
+        place_R = (running_RV <= target_weight_R[:, None]).sum(dim=1)
+        want_R = torch.where((target_weight_R >= 0) & (target_weight_R < total_R), place_R, -1)
         with poisoned():
-            got_R = kernels.pick_column(gap_rows, limit_R, sums_RX, index_R)
+            got_R = kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
         rows.append(equal((got_R, want_R)))
     return worst_of(*rows)
 

@@ -59,7 +59,7 @@ class WorkerPool:
 
     def call_all(self, ranks: int, name: str, *args: Any) -> list[Any]:
         """Call on the first `ranks` processes at once. Every one answers before anything is
-        raised.
+        raised: the first error, with the others as notes.
         """
         for rank in range(ranks):
             self.send(rank, name, *args)
@@ -69,9 +69,11 @@ class WorkerPool:
                 answers.append(self.receive(rank))
             except Exception as error:
                 answers.append(error)
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        for later_error in errors[1:]:
+            errors[0].add_note("".join(traceback.format_exception(later_error)))
+        if errors:
+            raise errors[0]
         return answers
 
     def close(self) -> None:

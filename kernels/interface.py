@@ -189,10 +189,10 @@ class SamplingKernels(Protocol):
         gap_rows: GapRows,
         limit_R: Tensor,
         sums_RX: Tensor,
-        index_R: Tensor,
+        target_weight_R: Tensor,
         /,
     ) -> Tensor:
-        """The column at that place in the running sum; -1 where another rank has it."""
+        """The column that the target weight lies in; -1 where another rank has it."""
 
     def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""

@@ -87,9 +87,9 @@ class BlockManager:
         self._hash_function = hash_function
         self._index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
-        # Published blocks, each after the last step that was submitted or planned by then; those
-        # of steps whose result was read are dropped now and then.
-        self._published_after: deque[tuple[int, Block]] = deque()
+        # Published blocks whose last filling step is unread, each after the id of that step or of a
+        # later one.
+        self._unconfirmed_blocks: deque[tuple[int, Block]] = deque()
 
     @property
     def num_free_blocks(self) -> int:
@@ -162,25 +162,25 @@ class BlockManager:
             return
         for index in range(seq.num_published_blocks, num_tokens // self.block_size):
             self._publish_block(seq, index)
-            self._published_after.append((step_id, self.blocks[seq.block_table[index]]))
+            self._unconfirmed_blocks.append((step_id, self.blocks[seq.block_table[index]]))
             seq.num_published_blocks = index + 1
 
     def confirm(self, step_id: int) -> None:
         """The result of a step was read: everything up to it is in the cache."""
-        published_after = self._published_after
-        while published_after and published_after[0][0] <= step_id:
-            published_after.popleft()
+        unconfirmed_blocks = self._unconfirmed_blocks
+        while unconfirmed_blocks and unconfirmed_blocks[0][0] <= step_id:
+            unconfirmed_blocks.popleft()
 
     def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
         """Withdraw what was published after the step with this id, the last whose result was read;
         the steps of the next epoch are counted anew. `users`: of all blocks.
         """
-        for published_after, block in self._published_after:
-            if published_after > step_id and block.hash != NO_HASH:
+        for filling_step_id, block in self._unconfirmed_blocks:
+            if filling_step_id > step_id and block.hash != NO_HASH:
                 if self._index.get(block.hash) is block:
                     del self._index[block.hash]
                 _forget(block)
-        self._published_after.clear()
+        self._unconfirmed_blocks.clear()
         for user in users:
             while (last := user.num_published_blocks - 1) >= 0 and self.blocks[
                 user.block_table[last]
@@ -191,7 +191,7 @@ class BlockManager:
         """Forget all content: the caches of a new epoch are empty. No sequence may hold blocks."""
         assert self.num_free_blocks == len(self.blocks), "a new epoch starts with every block free"
         self._index.clear()
-        self._published_after.clear()
+        self._unconfirmed_blocks.clear()
         for block in self.blocks:
             _forget(block)
 

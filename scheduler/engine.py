@@ -126,7 +126,7 @@ class Engine:
         """Whether `step` has anything to submit or to read."""
         return self.scheduler.has_unfinished or bool(self.scheduler.submitted)
 
-    def start(self) -> None:
+    def ensure_submitted(self) -> None:
         """Submit a step if there is none, and its mask. Errors pass through as those of `step`."""
         self._resume_held()
         submitted = self.scheduler.submitted
@@ -156,7 +156,7 @@ class Engine:
 
         Errors of the executor pass through; they end the epoch.
         """
-        self.start()
+        self.ensure_submitted()
         submitted = self.scheduler.submitted
         while submitted and len(submitted) <= self.num_steps_ahead:
             plan = self._schedule()

@@ -218,13 +218,16 @@ class EngineStats:
     """Current numbers of sequences and blocks; steps, preemptions and tokens since the start.
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
-    that were found in the prefix cache, num_recomputed_tokens those that are computed again because
-    they were lost with ranks. queue_s adds up the time from arrival to first admission of
+    that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
     num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
     the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
     the last result while steps are under way. recovery_waits_for names the missing resources while
     ranks cannot be placed, or says why the last start failed while another one follows.
+
+    num_recomputed_tokens counts what running sequences lost with ranks and compute again. Not
+    counted are steps in flight, cached prefixes of waiting sequences, and what an earlier driver
+    had computed: the counters of each driver begin at 0.
 
     Several engines are shown as one: fields whose names begin with `num_` are added up, and so are
     the times of steps and in the queue; the others are those of one engine that is ready.

@@ -44,12 +44,13 @@ from workers.sampling.prompt_logprobs import (
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 from workers.sampling.shard import TokenColumns
+from workers.sampling.state import PARAMETERS
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
-_BYTES_PER_ROW = 288
+_BYTES_PER_ROW = 128 + 2 * PARAMETERS.itemsize
 _Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
 

@@ -34,7 +34,7 @@ from configs.quantization import Quantization
 from workers.batch.kv_cache import torch_dtype
 
 PROBE_BYTES = 256 * 2**20
-PROBE_SIZE = 2048
+PROBE_MATRIX_DIM = 2048
 PROBE_SECONDS = 0.4
 
 
@@ -65,7 +65,7 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     data = torch.ones(PROBE_BYTES // 4)
     read_s = _best(data.sum)
     del data
-    square = torch.randn(PROBE_SIZE, PROBE_SIZE)
+    square = torch.randn(PROBE_MATRIX_DIM, PROBE_MATRIX_DIM)
     if quantization is None:
         square = square.to(torch_dtype(dtype))
         product_s = _best(lambda: square @ square)
@@ -73,7 +73,7 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
         square = square.to(torch.int8)
         product_s = _best(lambda: torch._int_mm(square, square))
     return Machine(
-        memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_SIZE**3 / product_s
+        memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_MATRIX_DIM**3 / product_s
     )
 
 

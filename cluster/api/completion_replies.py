@@ -49,16 +49,16 @@ class CompletionWriter(Envelope):
         self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
         self._text_events: dict[int, TextEvent] = {}  # of choices of which only text is sent
 
-    def events(self, place: int, chunk: Chunk) -> bytes:
-        index = self._index(place, chunk.index)
+    def events(self, prompt_index: int, chunk: Chunk) -> bytes:
+        index = self._index(prompt_index, chunk.index)
         if chunk.prompt_logprobs is not None:
-            return self._echo_events(place, index, chunk.prompt_logprobs)
+            return self._echo_events(prompt_index, index, chunk.prompt_logprobs)
         text = chunk.text
         is_bare = chunk.finish_reason is None and chunk.logprobs is None
         if is_bare and index in self._text_events:
             return self._text_events[index](text) if text else b""
         if index not in self._offsets:
-            start = self._start(place)
+            start = self._start(prompt_index)
             if index not in self._echoes:
                 text = start + text
             self._offsets[index] = self._new_offsets(start)
@@ -72,26 +72,26 @@ class CompletionWriter(Envelope):
             choices.append(_choice(index, text, logprobs, None))
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
-        self._add_ids(place, index, choices)
+        self._add_ids(prompt_index, index, choices)
         if logprobs is None and not self._with_ids and index not in self._text_events:
             self._text_events[index] = TextEvent(
                 lambda text: self._events(self.CHUNK, [_choice(index, text, None, None)])
             )
         return self._events(self.CHUNK, choices)
 
-    def _echo_events(self, place: int, index: int, entries: Entries) -> bytes:
+    def _echo_events(self, prompt_index: int, index: int, entries: Entries) -> bytes:
         """The events for a part of the prompt that is repeated with log probabilities."""
         if self._echo_top is None:
             return b""
         if index not in self._echoes:
-            self._echoes[index] = self._new_echo(place, self._echo_top)
+            self._echoes[index] = self._new_echo(prompt_index, self._echo_top)
         text, logprobs = self._echoes[index].take(entries)
         logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
         choices = [_choice(index, text, logprobs, None)]
-        self._add_ids(place, index, choices)
+        self._add_ids(prompt_index, index, choices)
         return self._events(self.CHUNK, choices)
 
-    def _add_ids(self, place: int, index: int, choices: list[dict[str, Any]]) -> None:
+    def _add_ids(self, prompt_index: int, index: int, choices: list[dict[str, Any]]) -> None:
         """Add the token ids that are due to the first of the choices of an event, if there is
         any.
         """
@@ -99,50 +99,50 @@ class CompletionWriter(Envelope):
             return
         if index not in self._with_prompt:
             self._with_prompt.add(index)
-            choices[0] |= self._prompt_ids(place)
+            choices[0] |= self._prompt_ids(prompt_index)
         choices[0]["token_ids"] = self._unsent.pop(index, [])
 
     def body(self) -> dict[str, Any]:
         choices = []
-        for place, generation in enumerate(self._generations):
-            start = self._start(place)
+        for prompt_index, generation in enumerate(self._generations):
+            start = self._start(prompt_index)
             for done in generation.completions:
                 offsets = self._new_offsets(start)
                 logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
                 entries = generation.outputs[done.index].prompt_logprobs
                 if self._echo_top is not None and entries is not None:
-                    _, of_prompt = self._new_echo(place, self._echo_top).take(entries)
+                    _, of_prompt = self._new_echo(prompt_index, self._echo_top).take(entries)
                     logprobs = _joined(of_prompt, logprobs)
-                index = self._index(place, done.index)
+                index = self._index(prompt_index, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
                 choices[-1] |= scores_of(self._tokenizer, generation, done.index, self._prompt_top)
                 if self._with_ids:
-                    choices[-1] |= self._prompt_ids(place) | {"token_ids": done.token_ids}
+                    choices[-1] |= self._prompt_ids(prompt_index) | {"token_ids": done.token_ids}
         return self._body(choices)
 
-    def _prompt_ids(self, place: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self._generations[place].prompt_token_ids}
+    def _prompt_ids(self, prompt_index: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._generations[prompt_index].prompt_token_ids}
 
-    def _index(self, place: int, output: int) -> int:
-        return place * len(self._generations[place].outputs) + output
+    def _index(self, prompt_index: int, output: int) -> int:
+        return prompt_index * len(self._generations[prompt_index].outputs) + output
 
-    def _start(self, place: int) -> str:
+    def _start(self, prompt_index: int) -> str:
         """The prompt, if the request asks to repeat it."""
-        generation = self._generations[place]
+        generation = self._generations[prompt_index]
         if not self._echo or self._tokenizer is None:
             return ""
         if generation.prompt is not None:
             return generation.prompt
-        if place not in self._starts:
-            self._starts[place] = self._tokenizer.decode(generation.prompt_token_ids)
-        return self._starts[place]
+        if prompt_index not in self._starts:
+            self._starts[prompt_index] = self._tokenizer.decode(generation.prompt_token_ids)
+        return self._starts[prompt_index]
 
-    def _new_echo(self, place: int, num_top: int) -> Echo:
-        generation = self._generations[place]
+    def _new_echo(self, prompt_index: int, num_top: int) -> Echo:
+        generation = self._generations[prompt_index]
         assert self._tokenizer is not None
         return Echo(
             self._tokenizer,
-            self._start(place),
+            self._start(prompt_index),
             generation.prompt_token_ids,
             num_top,
             is_text=generation.prompt is not None,
@@ -157,16 +157,16 @@ class CompletionWriter(Envelope):
     ) -> dict[str, Any] | None:
         if logprobs is None or offsets is None:
             return None
-        tokens, values, places = [], [], []
+        tokens, values, text_offsets = [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
             tokens.append(self._text(token_id))
-            places.append(offsets.next(token_id))
+            text_offsets.append(offsets.next(token_id))
             values.append(at_least_lowest(entry.logprob) if entry else None)
         return {
             "tokens": tokens,
             "token_logprobs": values,
             "top_logprobs": self._tops(logprobs[: len(tokens)]),
-            "text_offset": places,
+            "text_offset": text_offsets,
         }
 
     def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:

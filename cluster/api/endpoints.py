@@ -175,8 +175,8 @@ def make_job(
         repeats_prompt=echo or bool(request.return_token_ids),
         num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
     )
-    place = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-    check("alternatives", job.num_alternatives, place, "logprobs")
+    asked = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+    check("alternatives", job.num_alternatives, asked, "logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:

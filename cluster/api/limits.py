@@ -43,17 +43,17 @@ class OpenOutputs:
     at the same time both see too many, and never one too few.
     """
 
-    def __init__(self, counts: memoryview | None = None, place: int = 0) -> None:
-        """`counts`: 64-bit numbers in memory that the processes share; this one's is at `place`.
+    def __init__(self, counts: memoryview | None = None, index: int = 0) -> None:
+        """`counts`: 64-bit numbers in memory that the processes share; this one's is at `index`.
         Without it, this is the only process.
         """
         self._counts = counts if counts is not None else memoryview(bytearray(8)).cast("q")
-        self._place = place
+        self._index = index
 
     @property
     def here(self) -> int:
         """Those of this process."""
-        return self._counts[self._place]
+        return self._counts[self._index]
 
     @property
     def everywhere(self) -> int:
@@ -62,7 +62,7 @@ class OpenOutputs:
 
     def add(self, num_outputs: int) -> None:
         """Count outputs of this process; a negative number for those that have ended."""
-        self._counts[self._place] += num_outputs
+        self._counts[self._index] += num_outputs
 
 
 class Admission:

@@ -37,11 +37,11 @@ class Omissions:
         if len(self._names) < MAX_NAMES:
             self._names[name] = None
 
-    def line(self, place: str, kind: str) -> str:
-        """Note that a part of this kind is left out of `place`. Returns the line of text that
+    def leave_out(self, path: str, kind: str) -> str:
+        """Note that a part of this kind is left out of `path`. Returns the line of text that
         stands for it. Raises as `add`.
         """
-        self.add(f"{place}.{kind}")
+        self.add(f"{path}.{kind}")
         return f"[{kind[:MAX_NAME_LENGTH]} omitted: this model reads text only]"
 
     @property

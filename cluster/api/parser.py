@@ -66,7 +66,7 @@ class Parts:
 class AnswerParser:
     """Parses one answer.
 
-    `_text[_place:]` has not been scanned yet. `_withheld_pieces` are scanned but not reported:
+    `_text[_offset:]` has not been scanned yet. `_withheld_pieces` are scanned but not reported:
     space before the first text, line ends that may be next to a marker, or the beginning of a call.
     """
 
@@ -74,7 +74,7 @@ class AnswerParser:
         """Without `looks_for_calls`, calls are left in the content."""
         self._state = state
         self._looks_for_calls = looks_for_calls
-        self._text, self._place = "", 0
+        self._text, self._offset = "", 0
         self._withheld_pieces: list[str] = []
         self._opening = ""  # the last marker, with the line ends before it
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
@@ -101,7 +101,7 @@ class AnswerParser:
         if (plain := self._plain(text)) is not None:
             yield plain
             return
-        self._text, self._place = self._text[self._place :] + text, 0
+        self._text, self._offset = self._text[self._offset :] + text, 0
         goes_on = True
         while goes_on:
             parts = Parts()
@@ -111,7 +111,7 @@ class AnswerParser:
 
     def _plain(self, text: str) -> Parts | None:
         """What a text adds that can be next to no marker, as most. None for any other."""
-        is_waiting = self._withheld_pieces or self._place < len(self._text)
+        is_waiting = self._withheld_pieces or self._offset < len(self._text)
         if not text or is_waiting or self._skips_line_ends:
             return None
         if self._state is State.CONTENT and not self._looks_for_calls:
@@ -139,8 +139,8 @@ class AnswerParser:
         if self._state is State.CALL:
             return self._take_call(parts)
         if self._skips_line_ends:
-            self._place = _end_of(_LEADING_LINE_ENDS, self._text, self._place)
-            self._skips_line_ends = self._place == len(self._text)
+            self._offset = _end_of(_LEADING_LINE_ENDS, self._text, self._offset)
+            self._skips_line_ends = self._offset == len(self._text)
         if self._state is State.REASONING:
             parts.reasoning, is_passed = self._until(END_THINK, State.CONTENT)
             return is_passed
@@ -151,16 +151,16 @@ class AnswerParser:
         return is_passed
 
     def _decide(self) -> bool:
-        start = _end_of(_LEADING_SPACE, self._text, self._place)
+        start = _end_of(_LEADING_SPACE, self._text, self._offset)
         beginning = self._text[start : start + len(THINK)]
         if beginning == THINK:
             self._withheld_pieces.clear()
-            self._place, self._state = start + len(THINK), State.REASONING
+            self._offset, self._state = start + len(THINK), State.REASONING
             return True
         if THINK.startswith(beginning):
             self._withhold(start)
             return False
-        self._text, self._place = self._take_withheld(len(self._text)), 0
+        self._text, self._offset = self._take_withheld(len(self._text)), 0
         self._state, self._skips_line_ends = State.CONTENT, False
         return True
 
@@ -168,22 +168,22 @@ class AnswerParser:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """
-        marker_start = self._text.find(marker, self._place)
+        marker_start = self._text.find(marker, self._offset)
         if marker_start < 0:
-            end = len(self._text) - _partial_marker_length(self._text, marker, self._place)
+            end = len(self._text) - _partial_marker_length(self._text, marker, self._offset)
             certain_text = self._take_text(end)
             self._withhold(end)
             return certain_text, False
         certain_text = self._take_text(marker_start)
         self._opening = self._take_withheld(marker_start) + marker
-        self._place = marker_start + len(marker)
+        self._offset = marker_start + len(marker)
         self._state, self._skips_line_ends = next_state, True
         return certain_text, True
 
     def _take_text(self, end: int) -> str:
         """What is held and the text up to `end`, without the line ends before `end`."""
-        size = len(self._text[self._place : end].rstrip(LINE_ENDS))
-        return self._take_withheld(self._place + size) if size else ""
+        size = len(self._text[self._offset : end].rstrip(LINE_ENDS))
+        return self._take_withheld(self._offset + size) if size else ""
 
     def _take_withheld(self, end: int) -> str:
         """What is held and the text up to `end`."""
@@ -194,9 +194,9 @@ class AnswerParser:
 
     def _withhold(self, end: int) -> None:
         """Hold the text up to `end` back."""
-        if end > self._place:
-            self._withheld_pieces.append(self._text[self._place : end])
-            self._place = end
+        if end > self._offset:
+            self._withheld_pieces.append(self._text[self._offset : end])
+            self._offset = end
 
     def _take_call(self, parts: Parts) -> bool:
         end, is_complete = self._scan_call()
@@ -204,7 +204,7 @@ class AnswerParser:
             self._withhold(end)
             return False
         body = self._take_withheld(end)
-        self._place += len(END_CALL)
+        self._offset += len(END_CALL)
         self._state, self._skips_line_ends = State.CONTENT, True
         call = _read_call(body)
         if call is not None:
@@ -218,26 +218,26 @@ class AnswerParser:
         """(the position of the end marker of a call, ignoring those inside JSON strings, or of what
         cannot be scanned yet; whether it is the end marker).
         """
-        text, place = self._text, self._place
+        text, offset = self._text, self._offset
         while True:
             if self._is_in_string:
-                place = _end_of(_REST_OF_STRING, text, place)
-                if text[place : place + 1] != '"':
-                    return place, False  # the end, or a backslash before it
-                place += 1
+                offset = _end_of(_REST_OF_STRING, text, offset)
+                if text[offset : offset + 1] != '"':
+                    return offset, False  # the end, or a backslash before it
+                offset += 1
                 self._is_in_string = False
-            match = _QUOTE_OR_END.search(text, place)
+            match = _QUOTE_OR_END.search(text, offset)
             if match is None:
-                return len(text) - _partial_marker_length(text, END_CALL, place), False
+                return len(text) - _partial_marker_length(text, END_CALL, offset), False
             if match[0] == END_CALL:
                 return match.start(), True
-            place = match.end()
+            offset = match.end()
             self._is_in_string = True
 
 
-def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
+def _end_of(pattern: re.Pattern[str], text: str, offset: int) -> int:
     """Where the match of a pattern that matches anywhere ends."""
-    match = pattern.match(text, place)
+    match = pattern.match(text, offset)
     assert match is not None
     return match.end()
 
@@ -318,22 +318,22 @@ _DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
 def _source_of(key: str, text: str) -> str | None:
     """The value of a key exactly as it is written in a JSON object, which must be valid."""
     source = None
-    place = text.index("{") + 1
+    offset = text.index("{") + 1
     while True:
-        place = _skip_space(text, place)
-        if text[place] == "}":
+        offset = _skip_space(text, offset)
+        if text[offset] == "}":
             return source
-        name, place = _DECODER.raw_decode(text, place)
-        place = _skip_space(text, place) + 1  # the colon
-        start = _skip_space(text, place)
-        _, place = _DECODER.raw_decode(text, start)
+        name, offset = _DECODER.raw_decode(text, offset)
+        offset = _skip_space(text, offset) + 1  # the colon
+        start = _skip_space(text, offset)
+        _, offset = _DECODER.raw_decode(text, start)
         if name == key:
-            source = text[start:place]
-        place = _skip_space(text, place)
-        place += text[place] == ","
+            source = text[start:offset]
+        offset = _skip_space(text, offset)
+        offset += text[offset] == ","
 
 
-def _skip_space(text: str, place: int) -> int:
-    while text[place] in " \t\n\r":
-        place += 1
-    return place
+def _skip_space(text: str, offset: int) -> int:
+    while text[offset] in " \t\n\r":
+        offset += 1
+    return offset

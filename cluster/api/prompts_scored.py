@@ -43,8 +43,8 @@ def prompt_logprobs(
             continue
         by_id = {str(token_id): described(token_id, entry.logprob, entry.rank)}
         best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        for place, (other, logprob) in enumerate(best):
-            by_id[str(other)] = described(other, logprob, place + 1)
+        for rank, (other, logprob) in enumerate(best, 1):
+            by_id[str(other)] = described(other, logprob, rank)
         yield by_id
 
 
@@ -82,9 +82,9 @@ class Echo:
     def take(self, entries: Entries) -> tuple[str, dict[str, Any]]:
         """The text and the log probabilities of the next tokens, to which these entries belong."""
         token_ids = list(islice(self._token_ids, len(entries)))
-        places = [self._next_offset, *islice(self._offsets, len(entries))]
-        is_last = len(places) == len(entries)
-        self._next_offset = len(self._text) if is_last else places.pop()
+        offsets = [self._next_offset, *islice(self._offsets, len(entries))]
+        is_last = len(offsets) == len(entries)
+        self._next_offset = len(self._text) if is_last else offsets.pop()
         text = self._text[self._sent : self._next_offset]
         self._sent = self._next_offset
         return text, {
@@ -93,7 +93,7 @@ class Echo:
                 None if entry is None else at_least_lowest(entry.logprob) for entry in entries
             ],
             "top_logprobs": (self._top(entry) for entry in entries),
-            "text_offset": places,
+            "text_offset": offsets,
         }
 
     def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:

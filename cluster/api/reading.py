@@ -113,13 +113,13 @@ def count_json(text: bytes) -> dict[str, int]:
     }
 
 
-def check_counts(counts: Mapping[str, int], place: str = "the body") -> None:
+def check_counts(counts: Mapping[str, int], path: str = "the body") -> None:
     """Raise `RequestError` for more than the bounds allow."""
     for name, count in counts.items():
         bound = JSON[name]
         if count > bound.most:
             raise RequestError(
-                f"{place}: {count} {bound.unit} are too many; at most {bound.most} are possible"
+                f"{path}: {count} {bound.unit} are too many; at most {bound.most} are possible"
             )
 
 
@@ -136,16 +136,16 @@ def check_bounds(values: dict[str, Any], max_messages: int) -> None:
         check("prompt", len(prompt), "prompt")
     _check_metadata(values.get("metadata"))
     if isinstance(tools := values.get("tools"), list):
-        for place, tool in enumerate(tools):
-            _check_tool(tool, f"tools.{place}")
+        for index, tool in enumerate(tools):
+            _check_tool(tool, f"tools.{index}")
     for name, limit in (
         ("messages", max_messages),
         ("input", max(most("input"), 4 * max_messages)),
     ):
         if isinstance(turns := values.get(name), list):
             check(name, len(turns), name, most=limit)
-            for place, turn in enumerate(turns):
-                _check_turn(turn, f"{name}.{place}", name)
+            for index, turn in enumerate(turns):
+                _check_turn(turn, f"{name}.{index}", name)
     _check_nesting(values)
 
 
@@ -156,32 +156,32 @@ def _check_metadata(metadata: object) -> None:
                 check("metadata text", len(text), "metadata")
 
 
-def _check_tool(tool: object, place: str) -> None:
+def _check_tool(tool: object, path: str) -> None:
     """Check the schema of a tool in the form of any of the APIs, and those of a namespace."""
     inner = tool.get("function", tool) if isinstance(tool, dict) else None
     for name in ("parameters", "input_schema"):
         if isinstance(inner, dict) and inner.get(name) is not None:
-            check_schema(inner[name], f"{place}.{name}", "tools")
+            check_schema(inner[name], f"{path}.{name}", "tools")
     if isinstance(tool, dict) and isinstance(tools := tool.get("tools"), list):
-        check("tools", len(tools), f"{place}.tools", "tools")
+        check("tools", len(tools), f"{path}.tools", "tools")
         for number, member in enumerate(tools):
             if isinstance(member, dict) and member.get("parameters") is not None:
-                check_schema(member["parameters"], f"{place}.tools.{number}.parameters", "tools")
+                check_schema(member["parameters"], f"{path}.tools.{number}.parameters", "tools")
 
 
-def _check_turn(turn: object, place: str, field: str) -> None:
+def _check_turn(turn: object, path: str, field: str) -> None:
     """Check a message, or an item of a response's input."""
     if not isinstance(turn, dict):
         return
     for name in ("content", "output", "summary"):
         if isinstance(parts := turn.get(name), list):
-            check("parts", len(parts), f"{place}.{name}", field)
+            check("parts", len(parts), f"{path}.{name}", field)
             for part in parts:
                 inner = part.get("content") if isinstance(part, dict) else None
                 if isinstance(inner, list):
-                    check("parts", len(inner), f"{place}.{name}", field)
+                    check("parts", len(inner), f"{path}.{name}", field)
     if isinstance(calls := turn.get("tool_calls"), list):
-        check("tool_calls", len(calls), f"{place}.tool_calls", field)
+        check("tool_calls", len(calls), f"{path}.tool_calls", field)
 
 
 def _check_nesting(values: dict[str, Any]) -> None:
@@ -214,9 +214,9 @@ def _refused(error: pydantic.ValidationError) -> RequestError:
     # For a union, pydantic lists the errors of every alternative. The one that was meant is most
     # likely the one whose error lies deepest.
     deepest = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
-    # Names of kinds, "str" or "list[...]", are no part of the place.
-    place = [str(part) for part in deepest["loc"] if part != "str" and "[" not in str(part)]
+    # Names of kinds, "str" or "list[...]", are no part of the path.
+    path = [str(part) for part in deepest["loc"] if part != "str" and "[" not in str(part)]
     return RequestError(
-        f"{'.'.join(place)[:500]}: {deepest['msg']}; got {shown(deepest['input'])}",
-        place[0] if place else None,
+        f"{'.'.join(path)[:500]}: {deepest['msg']}; got {shown(deepest['input'])}",
+        path[0] if path else None,
     )

@@ -134,8 +134,8 @@ def usage_of(generations: list[Generation]) -> dict[str, Any]:
 class Writer(Protocol):
     """Answers one request."""
 
-    def events(self, place: int, chunk: Chunk) -> bytes:
-        """The events for a chunk of the prompt at `place`."""
+    def events(self, prompt_index: int, chunk: Chunk) -> bytes:
+        """The events for a chunk of the prompt at `prompt_index`."""
 
     def end(self, *, includes_usage: bool) -> bytes:
         """What follows the last event."""
@@ -219,7 +219,7 @@ class ChatWriter(Envelope):
         self._choices: dict[int, _ChatChoice] = {}
         self._is_bare = not token_ids  # as long as no chunk has log probabilities
 
-    def events(self, place: int, chunk: Chunk) -> bytes:
+    def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         choice = self._choices.get(chunk.index)
         start = b""
         if choice is None:

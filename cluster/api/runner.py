@@ -159,11 +159,11 @@ class Runner:
             num_outputs = len(generations[0].outputs)
 
             def note_tokens(items: list[Item]) -> None:
-                for place, chunk in items:
-                    timing.tokens(place * num_outputs + chunk.index, len(chunk.token_ids))
+                for prompt_index, chunk in items:
+                    timing.tokens(prompt_index * num_outputs + chunk.index, len(chunk.token_ids))
 
-            def begins_output(place: int, chunk: Chunk) -> bool:
-                return not timing.has_begun(place * num_outputs + chunk.index)
+            def begins_output(prompt_index: int, chunk: Chunk) -> bool:
+                return not timing.has_begun(prompt_index * num_outputs + chunk.index)
 
             def take_now(items: list[Item]) -> bool:
                 """What streams bring most often, without a turn of this task. Not how outputs
@@ -172,10 +172,12 @@ class Runner:
                 num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
                 if num_tokens > MAX_NOW or not exchange.can_write_now:
                     return False
-                if any(begins_output(place, chunk) for place, chunk in items):
+                if any(begins_output(prompt_index, chunk) for prompt_index, chunk in items):
                     return False
                 note_tokens(items)
-                if data := b"".join(writer.events(place, chunk) for place, chunk in items):
+                if data := b"".join(
+                    writer.events(prompt_index, chunk) for prompt_index, chunk in items
+                ):
                     exchange.event_now(data)
                 return True
 
@@ -195,8 +197,10 @@ class Runner:
 async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
     """The events of these chunks. Others get a turn while many are made."""
     events, began_s = [], time.monotonic()
-    for place, piece in ((place, piece) for place, chunk in items for piece in chunk.pieces()):
-        events.append(writer.events(place, piece))
+    for prompt_index, piece in (
+        (prompt_index, piece) for prompt_index, chunk in items for piece in chunk.pieces()
+    ):
+        events.append(writer.events(prompt_index, piece))
         if time.monotonic() - began_s > STREAM_TURN_S:
             await asyncio.sleep(0)
             began_s = time.monotonic()

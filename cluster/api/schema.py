@@ -77,11 +77,11 @@ class Model(BaseModel):
 
 class Options(Model):
     """Base of what says how to answer. Its unknown fields are treated as those of the request, if
-    an `Unknown` is the context of the validation. `PLACE`: its place in the request.
+    an `Unknown` is the context of the validation. `PATH`: where it is in the request.
     `MISPLACED`: fields that are refused because they have another place, with that.
     """
 
-    PLACE: ClassVar[str]
+    PATH: ClassVar[str]
     MISPLACED: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
@@ -90,12 +90,12 @@ class Options(Model):
         if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
             return values
         values = dict(values)
-        info.context.sort_out(values, cls.names(), place=cls.PLACE, refused=cls.MISPLACED)
+        info.context.sort_out(values, cls.names(), path=cls.PATH, refused=cls.MISPLACED)
         return values
 
 
 class StreamOptions(Options):
-    PLACE: ClassVar[str] = "stream_options"
+    PATH: ClassVar[str] = "stream_options"
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding, of which there is none
 
@@ -249,7 +249,7 @@ class ChatMessage(Model):
 
 
 class Function(Options):
-    PLACE: ClassVar[str] = "tools.function"
+    PATH: ClassVar[str] = "tools.function"
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -257,27 +257,27 @@ class Function(Options):
 
 
 class Tool(Options):
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     MISPLACED: ClassVar[dict[str, str]] = {"strict": "it has its place in the tool's function"}
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(Options):
-    PLACE: ClassVar[str] = "tool_choice.function"
+    PATH: ClassVar[str] = "tool_choice.function"
     name: str
 
 
 class NamedTool(Options):
     """The one tool that must be called."""
 
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedNames(Options):
-    PLACE: ClassVar[str] = "tool_choice.allowed_tools"
+    PATH: ClassVar[str] = "tool_choice.allowed_tools"
     mode: Literal["auto", "required"]
     tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
 
@@ -285,26 +285,26 @@ class AllowedNames(Options):
 class AllowedTools(Options):
     """Some of the tools, of which none or one must be called."""
 
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames
 
 
 class TextFormat(Options):
-    PLACE: ClassVar[str] = "response_format"
+    PATH: ClassVar[str] = "response_format"
     type: Literal["text"]
 
 
 class JsonObjectFormat(Options):
     """Clients of other servers add a schema, which is honored."""
 
-    PLACE: ClassVar[str] = "response_format"
+    PATH: ClassVar[str] = "response_format"
     type: Literal["json_object"]
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
 class JsonSchema(Options):
-    PLACE: ClassVar[str] = "response_format.json_schema"
+    PATH: ClassVar[str] = "response_format.json_schema"
     name: Annotated[str, Field(max_length=most("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
@@ -312,7 +312,7 @@ class JsonSchema(Options):
 
 
 class JsonSchemaFormat(Options):
-    PLACE: ClassVar[str] = "response_format"
+    PATH: ClassVar[str] = "response_format"
     type: Literal["json_schema"]
     json_schema: JsonSchema
 

@@ -35,53 +35,51 @@ logger = logging.getLogger("eagleray.api")
 
 class Unknown:
     """The unknown fields of one request. `names`: those that are ignored, each once, in the order
-    of the body; a field of an object within the request has the name of its place before it.
+    of the body; a field of an object within the request has the path of that object before it.
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
         """`refuse`: no unknown field is ignored."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
-        self._ignored: set[tuple[str, str]] = (
-            set()
-        )  # places and names, of which many tools have one
+        self._ignored: set[tuple[str, str]] = set()  # paths and names, of which many tools have one
 
     def sort_out(
         self,
         values: dict[str, Any],
         field_names: frozenset[str],
         *,
-        place: str = "",
+        path: str = "",
         without_effect: Mapping[str, tuple[Asks, str]] = MappingProxyType({}),
         refused: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Remove from an object at `place` what is not in `field_names`. Raises `RequestError` for
+        """Remove from an object at `path` what is not in `field_names`. Raises `RequestError` for
         what cannot be ignored, and `HttpError`.
         """
         for name in [name for name in values if name not in field_names]:
             value = values.pop(name)
-            if (place, name) in self._ignored:
+            if (path, name) in self._ignored:
                 continue
             if name in without_effect:
                 _check_effect(name, value, *without_effect[name])
             elif name in refused:
                 _check_refused(name, value, refused[name])
             else:
-                self._sort_out_one(name, value, values, field_names, place)
+                self._sort_out_one(name, value, values, field_names, path)
 
     def _sort_out_one(
-        self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], place: str
+        self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], path: str
     ) -> None:
-        full_name = f"{place}.{name}" if place else name
-        parameter = (place.split(".")[0] or name)[:MAX_NAME]
+        full_name = f"{path}.{name}" if path else name
+        parameter = (path.split(".")[0] or name)[:MAX_NAME]
         if self._refuse:
             listed = ", ".join(sorted(field_names))
             raise RequestError(f"unknown field {full_name[:100]!r}; known are {listed}", parameter)
         if value is None:
             return
         count = len(self._ignored) + 1
-        check("unknown fields", count, place or "the body", place.split(".")[0])
-        meant = [field for field in OTHER_NAMES.get(name, ()) if field in field_names and not place]
+        check("unknown fields", count, path or "the body", path.split(".")[0])
+        meant = [field for field in OTHER_NAMES.get(name, ()) if field in field_names and not path]
         if meant:
             if all(values.get(field) is None for field in meant):
                 raise RequestError(f"unknown field {name!r}; did you mean {meant[0]!r}?", parameter)
@@ -89,7 +87,7 @@ class Unknown:
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
             )
-        self._ignored.add((place, name))
+        self._ignored.add((path, name))
         self.names[full_name[:MAX_NAME]] = None
 
 
@@ -136,7 +134,7 @@ def lookalike(name: str, field_names: frozenset[str]) -> str | None:
     plain = _plain(name)
     candidates = [plain]
     if len(plain) >= MIN_LENGTH_ONE_FAULT:
-        candidates += [plain[:place] + plain[place + 1 :] for place in range(len(plain))]
+        candidates += [plain[:index] + plain[index + 1 :] for index in range(len(plain))]
     return next((forms[form] for form in candidates if form in forms), None)
 
 

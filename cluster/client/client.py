@@ -160,7 +160,9 @@ class Client:
         """
         prompts = as_list(prompts)
         chunks = ChunkStream(self._relay())
-        sinks = [functools.partial(chunks.put, place) for place in range(len(prompts))]
+        sinks = [
+            functools.partial(chunks.put, prompt_index) for prompt_index in range(len(prompts))
+        ]
         generations = await self.submit_async(prompts, params, sinks)
         try:
             chunks.follow(generations)

@@ -21,26 +21,26 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
         return self._logprobs.end
 
     @overload
-    def __getitem__(self, place: int) -> TokenLogprobs | None: ...
+    def __getitem__(self, index: int) -> TokenLogprobs | None: ...
     @overload
-    def __getitem__(self, place: slice) -> list[TokenLogprobs | None]: ...
-    def __getitem__(self, place: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
-        if isinstance(place, slice):
-            return [self._entry(index) for index in range(*place.indices(len(self)))]
-        if not -len(self) <= place < len(self):
-            raise IndexError(f"the prompt has {len(self)} tokens, there is none at {place}")
-        return self._entry(place % len(self))
+    def __getitem__(self, index: slice) -> list[TokenLogprobs | None]: ...
+    def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs | None] | None:
+        if isinstance(index, slice):
+            return [self._entry(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"the prompt has {len(self)} tokens, there is none at {index}")
+        return self._entry(index % len(self))
 
-    def _entry(self, place: int) -> TokenLogprobs | None:
+    def _entry(self, index: int) -> TokenLogprobs | None:
         logprobs = self._logprobs
-        if place == 0:
+        if index == 0:
             return None
-        index = place - logprobs.first
-        start = index * logprobs.num_top
+        row = index - logprobs.first
+        start = row * logprobs.num_top
         end = start + logprobs.num_top
         return TokenLogprobs(
-            logprob=logprobs.logprobs[index],
+            logprob=logprobs.logprobs[row],
             top_token_ids=tuple(logprobs.top_token_ids[start:end]),
             top_logprobs=tuple(logprobs.top_logprobs[start:end]),
-            rank=logprobs.ranks[index],
+            rank=logprobs.ranks[row],
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Items delivered before the event loop gets to run its other tasks again.
 AT_A_TIME = 64
 
-Item = tuple[int, "Chunk"]  # place of the prompt among those submitted together, and its chunk
+Item = tuple[int, "Chunk"]  # index of the prompt among those submitted together, and its chunk
 TakeNow = Callable[[list[Item]], bool]  # whether it has taken them
 
 
@@ -81,9 +81,9 @@ class ChunkStream:
         self._take_now: TakeNow | None = None  # while the reader waits
         self._failure: Exception | None = None  # of `_take_now`
 
-    def put(self, place: int, chunk: Chunk) -> None:
-        """The sink of the prompt at `place`. Any thread."""
-        self._relay.put(self, (place, chunk))
+    def put(self, prompt_index: int, chunk: Chunk) -> None:
+        """The sink of the prompt at `prompt_index`. Any thread."""
+        self._relay.put(self, (prompt_index, chunk))
 
     def follow(self, generations: list[Generation]) -> None:
         """The stream ends when these have. On the loop, once."""

@@ -78,8 +78,8 @@ class TextStream:
         ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
-            place, self.stopped_by = min(matches)
-            self.text = self._decoded[:place]
+            offset, self.stopped_by = min(matches)
+            self.text = self._decoded[:offset]
             return True
         num_matched = max(matcher.num_matched for matcher in self._matchers)
         first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
@@ -95,7 +95,7 @@ class _Reasoning:
     def __init__(self, state: State) -> None:
         self.num_undecided = 0  # characters at the end that may be the answer
         self._state = state
-        self._beginning = ""  # of what decides
+        self._undecided_prefix = ""  # until it decides
         self._end = _Matcher(END_THINK)
         self._skips_line_ends = False
 
@@ -104,12 +104,12 @@ class _Reasoning:
         answer.
         """
         if self._state is State.UNDECIDED:
-            self._beginning = (self._beginning + text).lstrip()
+            self._undecided_prefix = (self._undecided_prefix + text).lstrip()
             self.num_undecided += len(text)
-            if self._beginning.startswith(THINK):
-                self._state, text = State.REASONING, self._beginning[len(THINK) :]
+            if self._undecided_prefix.startswith(THINK):
+                self._state, text = State.REASONING, self._undecided_prefix[len(THINK) :]
                 self.num_undecided = 0
-            elif is_last or not THINK.startswith(self._beginning):
+            elif is_last or not THINK.startswith(self._undecided_prefix):
                 self._state, num_new = State.CONTENT, self.num_undecided
                 self.num_undecided = 0
                 return num_new
@@ -144,18 +144,18 @@ class _Matcher:
         not complete. Not to be called again afterwards.
         """
         stop, borders, matched = self.stop, self._borders, self.num_matched
-        first_character, stop_length, place = stop[0], len(stop), 0
-        while place < len(text):
+        first_character, stop_length, offset = stop[0], len(stop), 0
+        while offset < len(text):
             if matched == 0:  # on to where the stop string may begin
-                place = text.find(first_character, place)
-                if place < 0:
+                offset = text.find(first_character, offset)
+                if offset < 0:
                     break
-            while matched and text[place] != stop[matched]:
+            while matched and text[offset] != stop[matched]:
                 matched = borders[matched - 1]
-            matched += text[place] == stop[matched]
-            place += 1
+            matched += text[offset] == stop[matched]
+            offset += 1
             if matched == stop_length:
-                return place
+                return offset
         self.num_matched = matched
         return None
 

@@ -168,7 +168,7 @@ class StepLoop:
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
         try:
-            self.engine.start()
+            self.engine.ensure_submitted()
             self._report_failed()
             self._wait_for_requests()
             step_output = self.engine.step()

@@ -56,7 +56,7 @@ class Standby:
                 self._spares.prepare([handle.memory for handle in present.ranks])
                 if self._forms_groups and self._spares.are_warm:
                     self._stand_by(first_report)
-            elif self._has_failed():
+            elif not self._is_starting and not self._await_start(0.0):
                 self._drop_group()
         except Exception as error:
             self._log(error)
@@ -76,7 +76,7 @@ class Standby:
         """
         group = self._group
         if group is not None and (
-            self._has_failed(START_LIMIT_S) or not group.answers(ANSWER_LIMIT_S)
+            not self._await_start(START_LIMIT_S) or not group.answers(ANSWER_LIMIT_S)
         ):
             self._drop_group()
             group = None
@@ -103,20 +103,26 @@ class Standby:
         if group is self._group:
             self._has_lost_process = True
 
-    def _has_failed(self, limit_s: float = 0.0) -> bool:
-        """Whether the group cannot take over, after at most `limit_s`."""
+    @property
+    def _is_starting(self) -> bool:
+        """Whether the group may yet be able to take over."""
+        assert self._start is not None
+        return not self._has_lost_process and not self._start.done()
+
+    def _await_start(self, limit_s: float) -> bool:
+        """Wait until the group can take over, for at most `limit_s`. False if it cannot by then,
+        which is logged, or has lost a process. If it can, later delays begin with the shortest.
+        """
         assert self._start is not None
         if self._has_lost_process:
-            return True
-        if not limit_s and not self._start.done():
             return False
         try:
             self._start.result(limit_s)
         except Exception as error:
             self._log(error)
-            return True
+            return False
         self._delay_s = FIRST_DELAY_S
-        return False
+        return True
 
     def _drop_group(self) -> None:
         """End the group, or the spares; the next ones are made later."""

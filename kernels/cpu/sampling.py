@@ -47,10 +47,12 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     return sums_RX, total_R
 
 
-def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
+def pick_column(
+    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
-    column_R = torch.empty_like(index_R)
-    arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, index_R, column_R))
+    column_R = torch.empty_like(target_weight_R)
+    arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, target_weight_R, column_R))
     sampling_weights.pick_column(_arrays(gap_rows), *arrays)
     return column_R
 

@@ -203,13 +203,13 @@ def pick_column(
     gap_rows: GapArrays,
     limit_R: Array,
     sums_RX: Array,
-    index_R: Array,
+    target_weight_R: Array,
     column_R: Array,
 ) -> None:
     logits_BV, _, rows_R, max_R, temperature_R = gap_rows
     for r in range(len(rows_R)):
         column_R[r] = -1
-        weight_left = index_R[r]
+        weight_left = target_weight_R[r]
         block = 0
         while weight_left >= 0 and block < sums_RX.shape[1] and weight_left >= sums_RX[r, block]:
             weight_left -= sums_RX[r, block]

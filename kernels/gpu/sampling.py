@@ -96,33 +96,35 @@ def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int)
     """See `kernels.reference.sampling.draw_index`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
-    index_R = torch.empty_like(positions_R)
+    target_weight_R = torch.empty_like(positions_R)
     _draw_index[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         seeds_R,
         positions_R,
         kept_NR,
-        index_R,
+        target_weight_R,
         num_rows,
         num_ranks,
         rank,
         ROWS=_ROWS_PER_PROGRAM,
         num_warps=1,
     )
-    return index_R
+    return target_weight_R
 
 
-def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
+def pick_column(
+    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+) -> Tensor:
     """See `kernels.reference.sampling.pick_column`."""
-    assert limit_R.is_contiguous() and sums_RX.is_contiguous() and index_R.is_contiguous()
-    column_R = torch.empty_like(index_R)
-    _pick_column[(len(index_R),)](
+    assert limit_R.is_contiguous() and sums_RX.is_contiguous() and target_weight_R.is_contiguous()
+    column_R = torch.empty_like(target_weight_R)
+    _pick_column[(len(target_weight_R),)](
         gap_rows.logits_BV,
         gap_rows.rows_R,
         gap_rows.max_R,
         gap_rows.temperature_R,
         limit_R,
         sums_RX,
-        index_R,
+        target_weight_R,
         column_R,
         gap_rows.logits_BV.shape[1],
         WIDTH=_width(sums_RX.shape[1]),
@@ -439,7 +441,7 @@ def _mix(z):  # type: ignore[no-untyped-def]
     do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"]
 )
 def _draw_index(  # type: ignore[no-untyped-def]
-    seeds_R, positions_R, kept_NR, index_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
+    seeds_R, positions_R, kept_NR, target_weight_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
 ):
     """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -455,10 +457,12 @@ def _draw_index(  # type: ignore[no-untyped-def]
     bits_high, bits_low = bits >> 31, bits & 0x7FFFFFFF
     total_high, total_low = total >> 31, total & 0x7FFFFFFF
     middle = total_high * bits_low + total_low * bits_high + ((total_low * bits_low) >> 31)
-    tl.store(index_R + rows, total_high * bits_high + (middle >> 31) - weight_before, mask=mask)
+    tl.store(
+        target_weight_R + rows, total_high * bits_high + (middle >> 31) - weight_before, mask=mask
+    )
 
 
-@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "index_R"])
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "target_weight_R"])
 def _pick_column(  # type: ignore[no-untyped-def]
     logits_BV,
     rows_R,
@@ -466,27 +470,27 @@ def _pick_column(  # type: ignore[no-untyped-def]
     temperature_R,
     limit_R,
     sums_RX,
-    index_R,
+    target_weight_R,
     column_R,
     num_columns,
     WIDTH: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
-    index = tl.load(index_R + r)
+    target_weight = tl.load(target_weight_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
     sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
-    passed_X = tl.cumsum(sums_X, 0) <= index
+    passed_X = tl.cumsum(sums_X, 0) <= target_weight
     block = tl.sum(passed_X.to(tl.int32), 0)
-    weight_left = index - tl.sum(tl.where(passed_X, sums_X, 0), 0)
+    weight_left = target_weight - tl.sum(tl.where(passed_X, sums_X, 0), 0)
     columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
     weights_C = _weights(_gaps(logits_C, largest, temperature), tl.load(limit_R + r))
     place_in_block = tl.sum((tl.cumsum(weights_C, 0) <= weight_left).to(tl.int32), 0)
-    in_shard = (index >= 0) & (index < tl.sum(sums_X, 0))
+    in_shard = (target_weight >= 0) & (target_weight < tl.sum(sums_X, 0))
     tl.store(
         column_R + r, tl.where(in_shard, block * _BLOCK_COLUMNS + place_in_block, -1).to(tl.int64)
     )
@@ -507,17 +511,17 @@ def _near_gaps(  # type: ignore[no-untyped-def]
     """Gaps of the tokens of some blocks per row; infinite for NaN."""
     r = tl.program_id(0).to(tl.int64)
     row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
-    places_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask_X = places_X < num_near
-    blocks_X = tl.load(near_RX + r * num_near + places_X, mask=mask_X, other=0)
+    offsets_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask_X = offsets_X < num_near
+    blocks_X = tl.load(near_RX + r * num_near + offsets_X, mask=mask_X, other=0)
     gaps_XC = _tile_gaps(
         logits_BV + row * num_columns, blocks_X, mask_X, num_columns, largest, temperature
     )
     gaps_XC = tl.where(gaps_XC == gaps_XC, gaps_XC, _INFINITY)
-    places_XC = (r * num_near + places_X)[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[
-        None, :
-    ]
-    tl.store(gaps_RC + places_XC, gaps_XC, mask=mask_X[:, None])
+    offsets_XC = (r * num_near + offsets_X)[:, None] * _BLOCK_COLUMNS + tl.arange(
+        0, _BLOCK_COLUMNS
+    )[None, :]
+    tl.store(gaps_RC + offsets_XC, gaps_XC, mask=mask_X[:, None])
 
 
 @triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])

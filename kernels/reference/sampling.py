@@ -284,8 +284,8 @@ def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int)
 
     `seeds_R`, `positions_R`: int64, see `uniform_bits`.
     """
-    index_R = pick_index(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
-    return index_R - kept_NR[:rank].sum(dim=0)
+    target_weight_R = pick_index(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
+    return target_weight_R - kept_NR[:rank].sum(dim=0)
 
 
 def pick_index(bits_R: Tensor, total_R: Tensor) -> Tensor:
@@ -298,14 +298,18 @@ def pick_index(bits_R: Tensor, total_R: Tensor) -> Tensor:
     return total_high * bits_high + (middle >> 31)
 
 
-def pick_column(gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, index_R: Tensor) -> Tensor:
-    """The column where the running sum of the weights within the limit first exceeds `index_R`,
-    int64 [R]; -1 where the index is not in this shard: below 0, or not below the sum of the row.
+def pick_column(
+    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+) -> Tensor:
+    """The column where the running sum of the weights within the limit first exceeds
+    `target_weight_R`, int64 [R]; -1 where that weight is not in this shard: below 0, or not below
+    the sum of the row.
+
     `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
     reached_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
-    column_R = (reached_RV <= index_R[:, None]).sum(dim=1)
-    in_shard_R = (index_R >= 0) & (column_R < reached_RV.shape[1])
+    column_R = (reached_RV <= target_weight_R[:, None]).sum(dim=1)
+    in_shard_R = (target_weight_R >= 0) & (column_R < reached_RV.shape[1])
     return torch.where(in_shard_R, column_R, -1)
 
 

@@ -98,7 +98,7 @@ def _fate(name: str, model: type[Model]) -> str:
 def _rows_of_options() -> Iterator[list[str]]:
     fields: dict[str, set[str]] = {}
     for options in Options.__subclasses__():
-        fields.setdefault(options.PLACE, set()).update(options.names())
+        fields.setdefault(options.PATH, set()).update(options.names())
     for place in sorted(fields):
         yield [f"`{place}`", _names(fields[place])]
 

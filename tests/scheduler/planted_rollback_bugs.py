@@ -15,15 +15,15 @@ class LostPublicationsAreKept(BlockManager):
     """What was published for steps that are lost can still be found."""
 
     def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
-        self._published_after.clear()
+        self._unconfirmed_blocks.clear()
 
 
 class LostBlockIsKept(BlockManager):
     """One of the blocks that were published for lost steps can still be found."""
 
     def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
-        if self._published_after:
-            self._published_after.pop()
+        if self._unconfirmed_blocks:
+            self._unconfirmed_blocks.pop()
         super().roll_back(step_id, users)
 
 

@@ -17,8 +17,8 @@ delivered once, in order, until the expected end, with the expected reason; so a
 prompts, all of them before the first token; nothing is delivered after an end from outside;
 whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
 is computed again that was computed in a step whose result was read; poison fails after at most four
-crashes, or six if it gets tokens between them, and no other request fails unless steps were lost
-while it ran alone.
+crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, and no other
+request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ class Client:
     expected_reason: str
     ended: bool = False
     num_cached_tokens: int | None = None  # from the first admission
-    num_crashes: int = 0  # that it caused
+    num_crashes: int = 0  # that it caused without `CLEARING_TOKENS` tokens in between
+    num_tokens_at_crash: int = 0
     num_losses: int = 0  # steps lost without its fault since it got a few tokens without any
     num_tokens_at_loss: int = 0
     scores: list[int] = field(default_factory=list)  # of the prompt, from its second token on
@@ -276,7 +277,9 @@ class Simulation:
         poison = self.scenario.poison_in(plan, self.scheduler.running)
         for request_id in poison:
             client = self.clients[request_id]
-            client.num_crashes += 1
+            is_cleared = len(client.tokens) - client.num_tokens_at_crash >= CLEARING_TOKENS
+            client.num_crashes = 1 if is_cleared else client.num_crashes + 1
+            client.num_tokens_at_crash = len(client.tokens)
             most = CONVICTED_STRIKES
             if request_id in self.scenario.decode_poison:
                 most = CONVICTED_WITH_TOKENS

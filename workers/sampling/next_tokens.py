@@ -29,7 +29,7 @@ from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Graph, Put, StepUploads
 from workers.models.qwen3 import Qwen3
 from workers.sampling.sampler import SampledTokens, Sampler
-from workers.sampling.state import USUAL_KINDS, SamplingBatch, StaticSamplingRows
+from workers.sampling.state import GRAPH_KINDS, SamplingBatch, StaticSamplingRows
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class NextTokens:
         began_s = time.perf_counter()
         self._hidden_SE = hidden_SE
         for size in reversed(self.sizes):
-            for kind in USUAL_KINDS:
+            for kind in GRAPH_KINDS:
                 run = partial(self._run, size, kind)
                 self.graphs[size, kind] = self._device.capture(run, largest)
                 largest = largest or self.graphs[size, kind]

@@ -210,10 +210,10 @@ class Sampler:
         sums_RX, mine_R = self._kernels.block_weights(gap_rows, limit_R)
         if kept_NR is None:
             kept_NR = self._group.all_gather(mine_R)
-        index_R = self._kernels.draw_index(
+        target_weight_R = self._kernels.draw_index(
             rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
         )
-        column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, index_R)
+        column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
         return self._group.all_reduce_max(
             torch.where(column_R >= 0, column_R + self.shard.start, -1)
         )

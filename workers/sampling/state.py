@@ -181,7 +181,7 @@ class SamplingState:
         self._stop_columns: dict[int, Ints] = {}
         self.penalized: set[int] = set()
         self._reporting: set[int] = set()
-        self._table = np.zeros(max_num_seqs, _PARAMETERS)
+        self._table = np.zeros(max_num_seqs, PARAMETERS)
 
     def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
         """Give `slot` the parameters of a new row, whatever it held before."""
@@ -191,15 +191,23 @@ class SamplingState:
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
         max_logit_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
         kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_logit_gap)
-        counts = sampling.min_tokens, num_prompt_tokens, sampling.logprobs
-        penalties = (
-            sampling.repetition_penalty,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        floats = sampling.temperature, max_logit_gap, self._bound(top_p)
-        self._table[slot] = sampling.seed, top_k, top_p, kind, *counts, *floats, *penalties
-        if penalties != (1, 0, 0):
+        row = {
+            "seed": sampling.seed,
+            "top_k": top_k,
+            "top_p": top_p,
+            "kind": kind,
+            "min_tokens": sampling.min_tokens,
+            "num_prompt_tokens": num_prompt_tokens,
+            "logprobs": sampling.logprobs,
+            "temperature": sampling.temperature,
+            "max_logit_gap": max_logit_gap,
+            "bound": self._bound(top_p),
+            "repetition": sampling.repetition_penalty,
+            "presence": sampling.presence_penalty,
+            "frequency": sampling.frequency_penalty,
+        }
+        self._table[slot] = tuple(row[name] for name in _INTS + _FLOATS)
+        if (row["repetition"], row["presence"], row["frequency"]) != (1, 0, 0):
             self.penalized.add(slot)
         if sampling.logprobs >= 0:
             self._reporting.add(slot)
@@ -250,7 +258,7 @@ class SamplingState:
         kind_B = self._table["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
         has_kind_B = kind_B == kind
-        is_usual = kind in USUAL_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
+        is_usual = kind in GRAPH_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
         if kind == LISTED and is_usual:
             is_usual = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
         return kind if is_usual else None
@@ -419,11 +427,11 @@ def _kind(temperature: float, top_k: int, top_p: int, max_logit_gap: float) -> i
 # tokens; any other filters.
 GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 # Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
-USUAL_KINDS = (GREEDY, PLAIN, LISTED)
+GRAPH_KINDS = (GREEDY, PLAIN, LISTED)
 MAX_KEPT_TOP_K = 32
 _INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
 _FLOATS = ("temperature", "max_logit_gap", "bound", "repetition", "presence", "frequency")
 # What is kept of each slot.
-_PARAMETERS = np.dtype(
+PARAMETERS = np.dtype(
     [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]
 )

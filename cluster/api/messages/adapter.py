@@ -13,6 +13,7 @@ from cluster.api.endpoints import Job, Served
 from cluster.api.messages.blocks import text_of, turns_of
 from cluster.api.messages.schema import (
     AnyTool,
+    Conversation,
     CountTokensRequest,
     CustomTool,
     MessagesRequest,
@@ -63,7 +64,7 @@ def count_tokens(request: CountTokensRequest, served: Served) -> dict[str, Any]:
     return {"input_tokens": len(served.builder.encode(chat.prompt))}
 
 
-def _chat(request: CountTokensRequest, served: Served, omissions: Omissions) -> Chat:
+def _chat(request: Conversation, served: Served, omissions: Omissions) -> Chat:
     served.check_name(request.model)
     if request.messages[-1].role == "assistant":
         raise RequestError(
@@ -97,7 +98,7 @@ def _system(content: str | Sequence[TextBlock], keep_billing_header: bool) -> st
     return text.partition("\n")[2]
 
 
-def _rules(request: CountTokensRequest, omissions: Omissions) -> CallRules:
+def _rules(request: Conversation, omissions: Omissions) -> CallRules:
     tools, choice = _functions(request.tools or (), omissions), request.tool_choice
     if choice is None:
         return call_rules(tools, None)
@@ -131,7 +132,7 @@ def _functions(tools: Sequence[AnyTool], omissions: Omissions) -> list[Function]
     return functions
 
 
-def _structure(request: CountTokensRequest) -> StructuredOutputs | None:
+def _structure(request: Conversation) -> StructuredOutputs | None:
     form = request.output_format
     if request.output_config is not None and request.output_config.format is not None:
         if form is not None:
@@ -140,7 +141,7 @@ def _structure(request: CountTokensRequest) -> StructuredOutputs | None:
     return None if form is None else StructuredOutputs(json=form.schema_)
 
 
-def _variables(request: CountTokensRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def _variables(request: Conversation, tokenizer: Tokenizer) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """

@@ -105,7 +105,7 @@ def _result(block: ToolResultBlock, omissions: Omissions) -> Turn:
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def _part(part: ResultPart, place: str, omissions: Omissions) -> str:
+def _part(part: ResultPart, path: str, omissions: Omissions) -> str:
     """The text of a part, or the line that stands for it."""
     if isinstance(part, TextBlock):
         return part.text
@@ -115,7 +115,7 @@ def _part(part: ResultPart, place: str, omissions: Omissions) -> str:
         return "\n".join(filter(None, [part.title, part.context, text]))
     if not isinstance(part, OtherBlock | DocumentBlock):
         return part.tool_name
-    return omissions.line(place, part.type)
+    return omissions.leave_out(path, part.type)
 
 
 def _document_text(document: DocumentBlock, omissions: Omissions) -> str | None:

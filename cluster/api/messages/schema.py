@@ -126,7 +126,7 @@ class Message(Model):
 class CustomTool(Options):
     """A tool that the client runs."""
 
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     type: str | None = None
     name: Name
     description: str | None = None
@@ -156,7 +156,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(Options):
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -165,20 +165,20 @@ class ToolChoice(Options):
 class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
-    PLACE: ClassVar[str] = "thinking"
+    PATH: ClassVar[str] = "thinking"
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
 class OutputFormat(Options):
-    PLACE: ClassVar[str] = "output_config.format"
+    PATH: ClassVar[str] = "output_config.format"
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
 class OutputConfig(Options):
-    PLACE: ClassVar[str] = "output_config"
+    PATH: ClassVar[str] = "output_config"
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
@@ -187,12 +187,13 @@ def _anything(_: Any) -> bool:
     return True
 
 
-class CountTokensRequest(Model):
+class Conversation(Model):
+    """What both requests have in common: all that becomes tokens."""
+
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT | dict.fromkeys(
         (
             *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
             *("speed", "user_profile_id"),
-            *("max_tokens", "stream", "stop_sequences", "temperature", "top_p", "top_k"),
         ),
         (_anything, ""),
     )
@@ -210,10 +211,19 @@ class CountTokensRequest(Model):
     output_format: OutputFormat | None = None  # of older betas, for `output_config.format`
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(Conversation):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: ListOf[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+
+
+class CountTokensRequest(Conversation):
+    """What else a `MessagesRequest` may have changes no number of tokens."""
+
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = (
+        Conversation.WITHOUT_EFFECT
+        | dict.fromkeys(sorted(MessagesRequest.names() - Conversation.names()), (_anything, ""))
+    )

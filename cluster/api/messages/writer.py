@@ -48,7 +48,7 @@ class MessageWriter:
         self._open_text_event: TextEvent | None = None
         self._has_calls = self._has_started = False
 
-    def events(self, place: int, chunk: Chunk) -> bytes:
+    def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         """What a chunk adds."""
         events: list[bytes] = []
         if not self._has_started:

@@ -116,14 +116,14 @@ def _decoded(content: str) -> str | None:
         return None
 
 
-def _text(content: str | Sequence[Part], place: str, omissions: Omissions) -> str:
+def _text(content: str | Sequence[Part], path: str, omissions: Omissions) -> str:
     """The text of the parts, with a line for each that is not text."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
         if isinstance(part, OtherPart):
-            texts.append(omissions.line(place, part.type))
+            texts.append(omissions.leave_out(path, part.type))
         else:
             texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
     return "\n".join(texts)

@@ -34,10 +34,10 @@ class MessageLogprobs:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._decoder = _UTF8(errors="replace")
-        # Characters that are not reported yet, each with the places of its tokens in the output.
+        # Characters that are not reported yet, each with the indices of its tokens in the output.
         self._pending: list[tuple[str, list[int]]] = []
-        self._places_of_partial: list[int] = []  # places of tokens whose character is not complete
-        self._entries: dict[int, dict[str, Any]] = {}  # by place, of tokens that may be needed
+        self._indices_of_partial: list[int] = []  # of tokens whose character is not complete
+        self._entries: dict[int, dict[str, Any]] = {}  # by index, of tokens that may be needed
         self._num_tokens = 0
         self._is_in_message = False
 
@@ -46,22 +46,22 @@ class MessageLogprobs:
         for token_id, entry in zip(token_ids, logprobs or (), strict=False):
             if not self._tokenizer.decode([token_id]):
                 continue  # a special token is no part of the text
-            place, self._num_tokens = self._num_tokens, self._num_tokens + 1
+            index, self._num_tokens = self._num_tokens, self._num_tokens + 1
             if entry is not None:
-                self._entries[place] = token_entry(self._tokenizer, token_id, entry)
-            self._places_of_partial.append(place)
+                self._entries[index] = token_entry(self._tokenizer, token_id, entry)
+            self._indices_of_partial.append(index)
             for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
                 self._push_character(character)
-                self._places_of_partial = [place]
+                self._indices_of_partial = [index]
             if not self._decoder.getstate()[0]:
-                self._places_of_partial = []
+                self._indices_of_partial = []
 
     def finish(self, *, is_cut_off: bool) -> None:
         """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
         self._take(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
-        self._pending.append((character, self._places_of_partial))
+        self._pending.append((character, self._indices_of_partial))
         earlier_state = self._parser.state
         self._take(self._parser.push(character))
         new_state = self._parser.state
@@ -84,8 +84,10 @@ class MessageLogprobs:
         if not self._is_in_message:
             self.messages.append([])
             self._is_in_message = True
-        places = [place for _, token_places in self._pending[: len(text)] for place in token_places]
+        indices = [
+            index for _, token_indices in self._pending[: len(text)] for index in token_indices
+        ]
         del self._pending[: len(text)]
-        for place, _ in groupby(places):
-            if (entry := self._entries.pop(place, None)) is not None:
+        for index, _ in groupby(indices):
+            if (entry := self._entries.pop(index, None)) is not None:
                 self.messages[-1].append(entry)

@@ -120,7 +120,7 @@ Item = Annotated[
 
 
 class FunctionTool(Options):
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     type: Literal["function"]
     name: Name
     description: str | None = None
@@ -139,7 +139,7 @@ class CustomFormat(Model):
 class CustomTool(Options):
     """A tool that takes text."""
 
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     type: Literal["custom"]
     name: Name
     description: str | None = None
@@ -155,7 +155,7 @@ class OtherTool(Model):
 class NamespaceTool(Options):
     """Tools under a common name."""
 
-    PLACE: ClassVar[str] = "tools"
+    PATH: ClassVar[str] = "tools"
     type: Literal["namespace"]
     name: Name
     description: str | None = None
@@ -181,7 +181,7 @@ Tool = Annotated[
 class NamedTool(Options):
     """The one tool that must be called."""
 
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["function", "custom"]
     name: str
 
@@ -189,14 +189,14 @@ class NamedTool(Options):
 class AllowedTools(Options):
     """Some of the tools, of which none or one must be called."""
 
-    PLACE: ClassVar[str] = "tool_choice"
+    PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
     tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
 
 
 class SchemaFormat(Options):
-    PLACE: ClassVar[str] = "text.format"
+    PATH: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
     name: Annotated[str, Field(max_length=most("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -210,7 +210,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | SchemaFormat
 class TextOptions(Options):
     """`verbosity` changes nothing here."""
 
-    PLACE: ClassVar[str] = "text"
+    PATH: ClassVar[str] = "text"
     format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     verbosity: str | None = None
 
@@ -218,7 +218,7 @@ class TextOptions(Options):
 class Reasoning(Options):
     """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
-    PLACE: ClassVar[str] = "reasoning"
+    PATH: ClassVar[str] = "reasoning"
     effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -229,7 +229,7 @@ class Reasoning(Options):
 
 
 class ResponsesStreamOptions(Options):
-    PLACE: ClassVar[str] = "stream_options"
+    PATH: ClassVar[str] = "stream_options"
     include_obfuscation: bool | None = None  # padding, of which there is none
 
 

@@ -28,12 +28,12 @@ AT_A_TIME = 4096  # characters of reasoning that are encoded together, in a few 
 
 class _Form(NamedTuple):
     """How the text of an item is written: events of its part and its text, the name of the part's
-    place in them, and the field of the item that has the part.
+    index in them, and the field of the item that has the part.
     """
 
     part: str
     text: str
-    place: str
+    index_field: str
     field: str
     type: str
 
@@ -84,7 +84,7 @@ class ResponseWriter:
         self._num_reasoning_tokens = 0
         self._num_events = 0
 
-    def events(self, place: int, chunk: Chunk) -> bytes:
+    def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         """What a chunk adds."""
         events: list[bytes] = []
         if not self._num_events:
@@ -187,7 +187,7 @@ class ResponseWriter:
                 events += self._switch_item_events(kind)
                 self._texts.append(text)
                 form = self._forms[kind]
-                delta: dict[str, Any] = {form.place: 0, "delta": text}
+                delta: dict[str, Any] = {form.index_field: 0, "delta": text}
                 if kind == "message":
                     delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
                     self._num_logprobs_sent += len(delta["logprobs"])
@@ -206,7 +206,7 @@ class ResponseWriter:
         if kind == "message":
             self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
         shown = self._items[-1] | {form.field: []}
-        part = {form.place: 0, "part": dict(self._items[-1][form.field][0])}
+        part = {form.index_field: 0, "part": dict(self._items[-1][form.field][0])}
         return [
             *events,
             self._item_event("output_item.added", {"item": shown}),
@@ -225,12 +225,12 @@ class ResponseWriter:
         self._texts.clear()
         if item["type"] == "reasoning" and self._encrypts:
             item["encrypted_content"] = encrypted(part["text"])
-        text = {form.place: 0, "text": part["text"]}
+        text = {form.index_field: 0, "text": part["text"]}
         if item["type"] == "message":
             part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
             self._item_event(f"{form.text}.done", text),
-            self._item_event(f"{form.part}.done", {form.place: 0, "part": part}),
+            self._item_event(f"{form.part}.done", {form.index_field: 0, "part": part}),
             self._item_event("output_item.done", {"item": item}),
         ]
 
@@ -259,10 +259,10 @@ class ResponseWriter:
 
     def _item_event(self, name: str, fields: dict[str, Any]) -> bytes:
         """An event about the last item."""
-        place: dict[str, Any] = {"output_index": len(self._items) - 1}
+        location: dict[str, Any] = {"output_index": len(self._items) - 1}
         if "item" not in fields:
-            place["item_id"] = self._items[-1]["id"]
-        return self._event(name, place | fields)
+            location["item_id"] = self._items[-1]["id"]
+        return self._event(name, location | fields)
 
     def _event(self, name: str, fields: dict[str, Any], prefix: str = "response.") -> bytes:
         self._num_events += 1

@@ -71,14 +71,14 @@ def test_waiting_for_a_step_ends_with_the_step_or_the_limit(
         )
         began = time.monotonic()
         group.wait(0, 10.0)  # of no step
-        engine.start()
+        engine.ensure_submitted()
         engine.wait(10.0)
         assert time.monotonic() - began < 5, "it waited for the limit"
         engine.step()
         stopped = [rank.process.pid for rank in group.ranks if rank.process]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        engine.start()
+        engine.ensure_submitted()
         began = time.monotonic()
         engine.wait(0.5)
         assert 0.4 < time.monotonic() - began < 5

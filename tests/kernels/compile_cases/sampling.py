@@ -50,7 +50,7 @@ def _cases_over(logits: str) -> list[CompileCase]:
             kernel=sampling._pick_column,
             signature=logits_BV
             | _ROWS
-            | {"limit_R": "*fp32", "sums_RX": "*i64", "index_R": "*i64", "column_R": "*i64"}
+            | {"limit_R": "*fp32", "sums_RX": "*i64", "target_weight_R": "*i64", "column_R": "*i64"}
             | {"num_columns": "i32:16", "WIDTH": "constexpr"},
             constexprs=_WIDTH,
         ),
@@ -109,7 +109,12 @@ _LISTED_LIMITS = CompileCase(
 _DRAW_INDEX = CompileCase(
     name="draw_index",
     kernel=sampling._draw_index,
-    signature={"seeds_R": "*i64", "positions_R": "*i64", "kept_NR": "*i64", "index_R": "*i64"}
+    signature={
+        "seeds_R": "*i64",
+        "positions_R": "*i64",
+        "kept_NR": "*i64",
+        "target_weight_R": "*i64",
+    }
     | {"num_rows": "i32", "num_ranks": "i32", "rank": "i32", "ROWS": "constexpr"},
     constexprs={"ROWS": sampling._ROWS_PER_PROGRAM},
     num_warps=1,
