@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.experts import MODEL_TYPE as MODEL_TYPE_WITH_EXPERTS
+from configs.experts import Experts, read_experts
 from configs.gptq import Gptq, read_gptq
 from configs.quantization import Quantization, read_quantization
 from scheduler.errors import ConfigError, UnreadableError
@@ -43,8 +45,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A dense Qwen3 model: sizes in elements; `dtype`, `quantization` and `gptq` those of the
-    checkpoint.
+    """A Qwen3 model: sizes in elements; `dtype`, `quantization` and `gptq` those of the checkpoint.
+    Without `experts` it is dense; `intermediate_size` is that of the layers without experts.
     """
 
     vocab_size: int
@@ -63,6 +65,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
     gptq: Gptq | None = None
+    experts: Experts | None = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
@@ -91,6 +94,7 @@ class ModelConfig:
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
                 quantization=read_quantization(raw, where),
                 gptq=read_gptq(raw, where),
+                experts=read_experts(raw, where),
             )
         except KeyError as error:
             raise ConfigError(
@@ -122,7 +126,7 @@ class ModelConfig:
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
         """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
-        and the MLP divide.
+        and every MLP divide.
         """
         sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
         return [size for size in sizes if self._splits_into(size)]
@@ -130,17 +134,30 @@ class ModelConfig:
     def check_tensor_parallel_size(self, size: int) -> None:
         if not self._splits_into(size):
             possible_sizes = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
+            mlps = ", ".join(f"{name} {width}" for name, width in self._mlp_sizes().items())
             raise ConfigError(
                 f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads}"
-                f" query heads, {self.num_key_value_heads} KV heads, intermediate size"
-                f" {self.intermediate_size}); possible are {possible_sizes}"
+                f" query heads, {self.num_key_value_heads} KV heads, {mlps}); possible are"
+                f" {possible_sizes}"
             )
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer with this index, from 0, has experts."""
+        return self.experts is not None and self.experts.has_layer(layer)
+
+    def _mlp_sizes(self) -> dict[str, int]:
+        """The features of the MLPs that the layers have."""
+        kinds = {self.has_experts(layer) for layer in range(self.num_hidden_layers)}
+        sizes = {"intermediate size": self.intermediate_size} if False in kinds else {}
+        if self.experts is not None and True in kinds:
+            sizes["intermediate size of an expert"] = self.experts.intermediate_size
+        return sizes
 
     def _splits_into(self, size: int) -> bool:
         num_kv_heads = self.num_key_value_heads
         return (
             self.num_attention_heads % size == 0
-            and self.intermediate_size % size == 0
+            and all(width % size == 0 for width in self._mlp_sizes().values())
             and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
         )
 
@@ -187,9 +204,10 @@ def read_generation_config(model_dir: Path) -> dict[str, Any]:
 
 def _check_supported(raw: Mapping[str, Any], where: str) -> None:
     model_type = raw.get("model_type")
-    if model_type != "qwen3":
+    if model_type not in ("qwen3", MODEL_TYPE_WITH_EXPERTS):
         raise ConfigError(
-            f"{where} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3)"
+            f"{where} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3) and"
+            f" {MODEL_TYPE_WITH_EXPERTS!r} (Qwen3 with experts)"
         )
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(

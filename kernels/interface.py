@@ -8,7 +8,8 @@ nor a backend, so a client can ask what would run without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
-the token table; S slots, W blocks in a row's table. In sampling, letters mean other things: R the
+the token table; S slots, W blocks in a row's table. Of experts: X experts, K experts of a token, F
+features of one expert. In sampling, letters mean other things: R the
 rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
 top-k, N ranks.
 """
@@ -84,6 +85,18 @@ class Int8Weight:
     scale_Y: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """The MLPs of X experts, of each the F features of this rank. Once packed, both are in the
+    layout of the backend, the experts still along the first dimension.
+
+    gate_up: [X, 2F, E], of each expert the gate, then up. down: [X, E, F].
+    """
+
+    gate_up: Tensor
+    down: Tensor
+
+
 class Int8Kernels(Protocol):
     """Products of 8-bit codes; `kernels/reference/int8.py` defines their results, to the bit."""
 
@@ -122,6 +135,30 @@ class MixedKernels(Protocol):
         /,
     ) -> Tensor:
         """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
+
+
+class ExpertKernels(Protocol):
+    """Mixtures of experts; `kernels/reference/experts.py` defines shapes and results."""
+
+    def first_step(
+        self, dtype: torch.dtype, weight_dtype: torch.dtype, /
+    ) -> list[Callable[[], object]]:
+        """As `Kernels.first_step`, for these kernels."""
+
+    def route(
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+    ) -> tuple[Tensor, Tensor]:
+        """(weights [T, K], experts [T, K]) of each token."""
+
+    def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
+        """The weights in the layout that `mlp` needs for inputs of `dtype`, perhaps in the memory
+        of the argument, which is overwritten then.
+        """
+
+    def mlp(
+        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
+    ) -> Tensor:
+        """[T, E]: each token's weighted sum of the MLPs of its experts."""
 
 
 class SamplingKernels(Protocol):
@@ -204,6 +241,7 @@ class Kernels(Protocol):
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
+    experts: ExpertKernels
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /

@@ -19,7 +19,7 @@ import torch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """Sizes of a test model. The weights are stored in `dtype` and split into at least `num_shards`
-    files; `extra` is passed to Qwen3Config.
+    files; `extra` is passed to Qwen3Config, or to Qwen3MoeConfig if it says the number of experts.
     """
 
     name: str
@@ -41,9 +41,10 @@ def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
     """Write a checkpoint. Returns the transformers model with the stored values, in float32 and
     eval mode.
     """
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    config: Any = Qwen3Config(
+    kind = "Qwen3Moe" if "num_experts" in shape.extra else "Qwen3"
+    config: Any = getattr(transformers, f"{kind}Config")(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -55,7 +56,7 @@ def make_checkpoint(model_dir: Path, shape: Shape, seed: int = 0) -> Any:
         tie_word_embeddings=shape.tied,
         **{"attn_implementation": "eager", **shape.extra},
     )
-    model: Any = Qwen3ForCausalLM(config)
+    model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     model = model.to(torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -76,7 +77,7 @@ def _draw(name: str, parameter: torch.Tensor, generator: torch.Generator) -> tor
         return 1 + 0.3 * noise
     if name.endswith("bias") or "embed_tokens" in name or "lm_head" in name:
         return 0.5 * noise
-    return 2.0 * noise / math.sqrt(parameter.shape[1])
+    return 2.0 * noise / math.sqrt(parameter.shape[-1])
 
 
 def quantize_checkpoint(model_dir: Path) -> None:

@@ -13,7 +13,8 @@ T counts the tokens that must run: per request, the prompt (a prefix that it sha
 prompt counts once) and all output tokens but the last. S counts the tokens sampled, D the steps
 that cannot be avoided: the longest output. A token at position p has context p + 1. `weight_bytes`
 counts each parameter once and leaves out the embedding: looking up a row is neither a product nor a
-significant read. A tied embedding is counted as the head.
+significant read. A tied embedding is counted as the head. Of the experts of a layer, those of one
+token are counted: each token is multiplied by as many, and no step reads fewer.
 
 Weights that fit into the processor's caches are not read from memory in each step: for such models
 this is not a lower bound.
@@ -129,12 +130,24 @@ def floor_s(
 
 
 def layer_parameters(model: ModelConfig) -> int:
-    """Parameters of all layers and the last norm, without embedding and head."""
+    """Parameters of all layers and the last norm that one token uses, without embedding and
+    head.
+    """
     hidden, q = model.hidden_size, model.num_attention_heads * model.head_dim
     kv = model.num_key_value_heads * model.head_dim
     bias = q + 2 * kv + hidden if model.attention_bias else 0
-    matrices = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * model.intermediate_size
-    return model.num_hidden_layers * (matrices + bias + 2 * hidden + 2 * model.head_dim) + hidden
+    attention = hidden * (q + 2 * kv) + q * hidden + bias + 2 * hidden + 2 * model.head_dim
+    mlps = sum(_mlp_parameters(model, layer) for layer in range(model.num_hidden_layers))
+    return model.num_hidden_layers * attention + mlps + hidden
+
+
+def _mlp_parameters(model: ModelConfig, layer: int) -> int:
+    """Those of the dense MLP, or of the router and of the experts of one token."""
+    experts = model.experts
+    if experts is None or not experts.has_layer(layer):
+        return 3 * model.hidden_size * model.intermediate_size
+    features = 3 * experts.num_per_token * experts.intermediate_size
+    return model.hidden_size * (experts.num_experts + features)
 
 
 def report(

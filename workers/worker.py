@@ -96,7 +96,8 @@ class Worker:
         kernels.set_num_threads(1)
         size = config.engine.tensor_parallel_size
         quantized = config.quantization is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized)
+        experts = config.model.experts is not None
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, experts)
         if self._weights is not None:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
@@ -133,8 +134,9 @@ class Worker:
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
             quantized = self.config.quantization is not None
+            experts = self.config.model.experts is not None
             compile_first_step(
-                kernels, group, self.config.dtype, self.config.weight_dtype, quantized
+                kernels, group, self.config.dtype, self.config.weight_dtype, quantized, experts
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)

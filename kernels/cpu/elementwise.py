@@ -239,7 +239,8 @@ def _qk_norm_rope_store(
 
 
 @fast_jit
-def _silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
+def silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
+    """A task: one row of `silu_and_mul`."""
     gate_up_2F, out_F = gate_up_T2F[t], out_TF[t]
     num_features = len(out_F)
     for f in range(num_features):
@@ -253,4 +254,4 @@ def _silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
 
 @fast_entry_jit
 def _silu_and_mul(gate_up_T2F: Array, out_TF: Array) -> None:
-    parallel_for(len(out_TF), _silu_and_mul_token, (gate_up_T2F, out_TF))
+    parallel_for(len(out_TF), silu_and_mul_token, (gate_up_T2F, out_TF))

@@ -41,7 +41,7 @@ class CpuMixed:
         """See `MixedKernels`."""
         size_out, size_in = weight_YX.shape
         panels_NXP = weight_YX.view(size_out // PANEL, size_in, PANEL)
-        _transpose_panels(as_array(panels_NXP))
+        transpose_panels(as_array(panels_NXP))
         return panels_NXP
 
     def rows(self, panels_NXP: Tensor, ids_T: Tensor, /) -> Tensor:
@@ -77,8 +77,8 @@ def _transpose_panel(panel: int, panels_NXP: Array) -> None:
 
 
 @exact_entry_jit
-def _transpose_panels(panels_NXP: Array) -> None:
-    """Transpose the rows of each panel, in place."""
+def transpose_panels(panels_NXP: Array) -> None:
+    """Turn the rows of each panel, [P, X], into its columns, [X, P], in place."""
     parallel_for(len(panels_NXP), _transpose_panel, (panels_NXP,))
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from kernels.gpu import attention, elementwise, sampling, tables
 from kernels.gpu.capabilities import TRITON
+from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
-from kernels.interface import Capabilities, Int8Kernels, Kernels, SamplingKernels
+from kernels.interface import Capabilities, ExpertKernels, Int8Kernels, Kernels, SamplingKernels
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 
@@ -20,6 +21,7 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
+    experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)
     rms_norm = staticmethod(elementwise.rms_norm)

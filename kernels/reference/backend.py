@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.interface import Int8Kernels, Kernels, MixedKernels, SamplingKernels, Shape
+from kernels.interface import (
+    ExpertKernels,
+    Int8Kernels,
+    Kernels,
+    MixedKernels,
+    SamplingKernels,
+    Shape,
+)
 from kernels.reference import sampling
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.capabilities import REFERENCE
+from kernels.reference.experts import ReferenceExperts
 from kernels.reference.int8 import ReferenceInt8
 from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
@@ -41,6 +49,7 @@ class ReferenceKernels:
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
     mixed: MixedKernels | None = None
+    experts: ExpertKernels = ReferenceExperts()
     kv_cache_shapes = staticmethod(token_major_shapes)
     set_num_threads = staticmethod(torch.set_num_threads)
     linear = staticmethod(functional.linear)

@@ -179,7 +179,7 @@ def test_a_missing_key_is_named_with_the_file(name: str) -> None:
         ModelConfig.from_dict(without(name), "some/config.json")
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", None])
+@pytest.mark.parametrize("kind", ["llama", "qwen2_moe", None])
 def test_another_model_type_is_refused_by_name(kind: str | None) -> None:
     with pytest.raises(ConfigError, match=rf"is of model_type {kind!r}; this engine runs 'qwen3'"):
         read(model_type=kind)

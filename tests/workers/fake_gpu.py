@@ -36,6 +36,7 @@ WAITING = {
     "aten::is_nonzero",
     "aten::equal",
     "aten::masked_select",
+    "aten::bincount",
 }
 _SPOILED = 0x7F  # large integers, and floats near the largest or NaN
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
@@ -184,6 +185,10 @@ class FakeGpu(Device):
             for name in functions_of(SamplingKernels)
         }
         recorded["sampling"] = Replaced(kernels.sampling, **sampling)
+        experts = {
+            name: self._recordable(getattr(kernels.experts, name)) for name in ("route", "mlp")
+        }
+        recorded["experts"] = Replaced(kernels.experts, **experts)
         return cast(Kernels, Replaced(kernels, **recorded))
 
     def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:

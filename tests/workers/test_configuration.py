@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from configs.engine import EngineConfig
+from configs.experts import Experts
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError
 from tests.kernels.test_flash_attn import WHEEL, install
@@ -65,3 +66,29 @@ def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
     engine = EngineConfig(max_model_len=100000, attention_backend=backend)
     with pytest.raises(ConfigError, match="max_model_len 100000 is beyond"):
         foresee_config(engine, ModelConfig.from_dir(small_checkpoint), small_checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "message"),
+    [
+        ("cuda", {"attention_backend": "reference"}, "only without graphs: set enforce_eager"),
+        ("cpu", {"quantization": "int8"}, "'int8' is not possible for a model with experts"),
+    ],
+)
+def test_what_models_with_experts_cannot_have_is_refused(
+    small_checkpoint: Path, device: str, options: dict[str, Any], message: str
+) -> None:
+    dense = ModelConfig.from_dir(small_checkpoint)
+    experts = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
+    engine = EngineConfig(device=device, **options)
+    if options != {"quantization": "int8"}:
+        assert resolve_config(engine, dense, small_checkpoint, device).device == device
+    with pytest.raises(ConfigError, match=message):
+        resolve_config(engine, replace(dense, experts=experts), small_checkpoint, device)
+
+
+def test_the_reference_runs_experts_on_a_gpu_without_graphs(small_checkpoint: Path) -> None:
+    experts = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
+    model = replace(ModelConfig.from_dir(small_checkpoint), experts=experts)
+    engine = EngineConfig(device="cuda", attention_backend="reference", enforce_eager=True)
+    assert resolve_config(engine, model, small_checkpoint, "cuda").device == "cuda"

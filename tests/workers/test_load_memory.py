@@ -35,6 +35,14 @@ CONFIG = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 1000,
+    "num_hidden_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+}
 # Threads of gloo and torch, and the rotary table, take less than 2 MiB. The smallest fault, what
 # packing leaves in the heap, takes 8 to 21 MiB.
 SLACK_BYTES = 6 * MIB
@@ -90,6 +98,22 @@ def test_rank_holds_its_share_and_no_more(
         assert sizes["added"] > 0.5 * sizes["weights"], (
             "the weights must be memory of the rank, not a mapped file"
         )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_rank_of_a_model_with_experts_holds_its_share_and_no_more(
+    pool: WorkerPool, tmp_path: Path, size: int, dtype: str
+) -> None:
+    """A layer's experts are 24 MiB, which packing must not hold twice."""
+    raw = CONFIG | EXPERTS | {"dtype": "bfloat16"}
+    write_fast_checkpoint(tmp_path, raw, torch.bfloat16)
+    config = config_of(tmp_path, tensor_parallel_size=size, spares="off", dtype=dtype)
+    load(pool, config)
+    for sizes in load(pool, config):
+        print({name: f"{value / MIB:.1f} MiB" for name, value in sizes.items()}, f"tp {size}")
+        assert sizes["weights"] > 2 * 24 * MIB / size
+        assert sizes["peak_added"] < sizes["weights"] + SLACK_BYTES
 
 
 def load(pool: WorkerPool, config: ResolvedConfig) -> list[dict[str, int]]:

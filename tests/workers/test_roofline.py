@@ -41,6 +41,14 @@ def test_attention_biases_are_parameters_of_a_layer() -> None:
     assert roofline.layer_parameters(biased) == IN_LAYERS + 2 * (32 + 16 + 16 + 16)
 
 
+def test_of_experts_those_of_one_token_are_counted() -> None:
+    experts = {"num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 8}
+    raw = RAW | {"model_type": "qwen3_moe", "mlp_only_layers": [0], **experts}
+    instead_of_dense = 16 * 12 + 3 * 3 * 16 * 8 - 1536
+    model = ModelConfig.from_dict(raw)
+    assert roofline.layer_parameters(model) == IN_LAYERS + instead_of_dense
+
+
 def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_decodes() -> None:
     # 3 sampled tokens: the prompt's step and two decodes with contexts 5 and 6; K and V of 2 heads
     # of 8, 2 layers.

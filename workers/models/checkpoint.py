@@ -13,6 +13,7 @@ decide which tensor is where.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,10 @@ _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I32": 4}
 _CODES = ("I8", "I32")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The experts of a layer: a tensor for each matrix of each, or, as transformers holds them, all in
+# two tensors, of which the first one has of each expert the gate, then up.
+_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_MERGED_GATE_UP, _MERGED_DOWN = "gate_up_proj", "down_proj"
 # Computed from config.json; old versions of transformers stored them.
 _COMPUTED = ".rotary_emb.inv_freq"
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
@@ -49,8 +54,12 @@ class StoredTensor:
     num_bytes: int
 
 
-def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor a checkpoint of this model must hold."""
+def expected_tensors(
+    model: ModelConfig, *, merged_experts: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
+    of storing experts.
+    """
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_heads = model.num_key_value_heads * model.head_dim
     tensors: dict[str, tuple[int, ...]] = {
@@ -64,12 +73,13 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv_heads, hidden),
         "self_attn.v_proj": (kv_heads, hidden),
         "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (model.intermediate_size, hidden),
-        "mlp.up_proj": (model.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, model.intermediate_size),
     }
-    for layer in (f"model.layers.{index}" for index in range(model.num_hidden_layers)):
-        for name, shape in matrices.items():
+    for index in range(model.num_hidden_layers):
+        layer = f"model.layers.{index}"
+        mlp = {} if model.has_experts(index) else _mlp("mlp", hidden, model.intermediate_size)
+        if model.has_experts(index):
+            tensors |= _experts(model, f"{layer}.mlp", merged_experts)
+        for name, shape in (matrices | mlp).items():
             tensors |= _matrix(model, f"{layer}.{name}.weight", shape)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
@@ -78,6 +88,39 @@ def expected_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{layer}.{name}.weight"] = (hidden,)
     return tensors
+
+
+def _mlp(name: str, hidden: int, features: int) -> dict[str, tuple[int, int]]:
+    """The matrices of an MLP."""
+    gate, up, down = (f"{name}.{matrix}_proj" for matrix in ("gate", "up", "down"))
+    return {gate: (features, hidden), up: (features, hidden), down: (hidden, features)}
+
+
+def _experts(model: ModelConfig, mlp: str, merged: bool) -> dict[str, tuple[int, ...]]:
+    """The router of a layer, and its experts."""
+    experts, hidden = model.experts, model.hidden_size
+    assert experts is not None
+    count, features = experts.num_experts, experts.intermediate_size
+    tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (count, hidden)}
+    if merged:
+        tensors[f"{mlp}.experts.{_MERGED_GATE_UP}"] = (count, 2 * features, hidden)
+        tensors[f"{mlp}.experts.{_MERGED_DOWN}"] = (count, hidden, features)
+        return tensors
+    for expert in range(count):
+        for name, shape in _mlp(f"{mlp}.experts.{expert}", hidden, features).items():
+            tensors[f"{name}.weight"] = shape
+    return tensors
+
+
+def merged_place(name: str) -> tuple[str, int, bool] | None:
+    """Where the matrix `name` of an expert is in a checkpoint of merged experts: (name of the
+    tensor, expert, whether it follows another matrix of that expert); None if it is of no expert.
+    """
+    if not (match := _OF_EXPERT.fullmatch(name)):
+        return None
+    experts, expert, matrix = match.groups()
+    merged = _MERGED_DOWN if matrix == "down" else _MERGED_GATE_UP
+    return f"{experts}.{merged}", int(expert), matrix == "up"
 
 
 def gptq_part(name: str, part: str) -> str:
@@ -116,7 +159,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     Of tied embeddings either one may be stored, or both if they are equal.
     """
     stored = read_headers(model_dir)
-    expected = expected_tensors(model)
+    merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
+    expected = expected_tensors(model, merged_experts=merged)
     ignored = {name for name in stored if name.endswith(_COMPUTED)}
     if model.tie_word_embeddings and _HEAD in stored:
         ignored.add(_HEAD)

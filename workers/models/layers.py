@@ -11,12 +11,20 @@ shard, X features in, Y features out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 from torch import Tensor
 
 from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
+
+
+class Packable(Protocol):
+    """What a product needs in a layout of its own."""
+
+    def pack(self) -> None:
+        """Call once, after every slice is filled."""
 
 
 class Replicated:
@@ -43,6 +51,22 @@ class _Matrix:
         weight.
         """
         self.weight = self.weight.packed()
+
+
+class ReplicatedLinear(_Matrix):
+    """A matrix every rank holds whole: a router."""
+
+    def __init__(self, name: str, size_in: int, size_out: int, form: WeightFormat) -> None:
+        self.name = name
+        super().__init__(size_out, size_in, False, form)
+
+    def __call__(self, x_TX: Tensor) -> Tensor:
+        """[T, Y], the same on every rank if the input is."""
+        return self.weight.product(x_TX, None)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        num_rows = self.weight.num_rows
+        yield from self.weight.slices(self.name, (num_rows, self.size_in), 0, num_rows, 0, 0)
 
 
 class _ColumnParallel(_Matrix):

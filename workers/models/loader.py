@@ -20,7 +20,7 @@ from torch import Tensor
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
-from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part
+from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part, merged_place
 from workers.models.fingerprint import LoadedHash
 from workers.models.gptq import GptqMatrix
 from workers.models.weights import WeightSlice
@@ -69,14 +69,33 @@ def held_dtype(
     matrices = {
         tensor.dtype
         for name, tensor in check_checkpoint(model_dir, model).items()
-        if len(tensor.shape) == 2 and not name.endswith("_scale")
+        if len(tensor.shape) > 1 and not name.endswith("_scale")
     }
     return weight_dtype if matrices <= {"BF16", "I8"} else dtype
 
 
+class _MergedMatrix:
+    """The matrix of one expert, `num_rows` rows from `first_row` on in the tensor of all of them,
+    indexed as a slice of safetensors is.
+    """
+
+    def __init__(self, values: Any, expert: int, num_rows: int, first_row: int) -> None:
+        self._values, self._expert = values, expert
+        self._num_rows, self._first_row = num_rows, first_row
+
+    def __getitem__(self, window: tuple[slice, slice]) -> Tensor:
+        rows, columns = window
+        start, stop, _ = rows.indices(self._num_rows)
+        rows = slice(self._first_row + start, self._first_row + stop)
+        return self._values[self._expert, rows, columns]  # type: ignore[no-any-return]
+
+
 def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
-    return name if name in stored else gptq_part(name, "qweight")
+    if name in stored:
+        return name
+    merged = merged_place(name)
+    return gptq_part(name, "qweight") if merged is None else merged[0]
 
 
 def _values(
@@ -85,6 +104,9 @@ def _values(
     """The whole tensor, to be indexed like a slice of safetensors."""
     name = _stored_name(piece.name, stored)
     values = file.get_slice(stored[name].name)
+    if name != piece.name and (merged := merged_place(piece.name)) is not None:
+        _, expert, follows = merged
+        return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
     if name != piece.name:
         assert model.gptq is not None, f"{name} is not a tensor of this checkpoint"
         return GptqMatrix(model.gptq, piece.name, piece.shape[1], stored, values)

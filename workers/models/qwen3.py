@@ -1,10 +1,10 @@
-"""Dense Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with
-QK-norm and SwiGLU.
+"""Qwen3 on one tensor-parallel rank: pre-norm decoder layers of grouped-query attention with
+QK-norm, and SwiGLU, dense or of experts (`moe.py`).
 
 Owns this rank's weights. Keeps nothing of a step: positions, attention metadata and KV cache are
-arguments. Numerics follow transformers' `modeling_qwen3`. Two all-reduces per layer, one for the
-embedding. Legend: T tokens, B rows, E hidden size, H query heads of this rank, K its KV heads, D
-head dim, L positions of the rotary table, V its vocabulary shard.
+arguments. Numerics follow transformers' `modeling_qwen3` and `modeling_qwen3_moe`. Two all-reduces
+per layer, one for the embedding. Legend: T tokens, B rows, E hidden size, H query heads of this
+rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabulary shard.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ from kernels.metadata import AttentionMetadata
 from workers import faults
 from workers.models.layers import (
     MergedColumnParallelLinear,
+    Packable,
     ParallelLMHead,
     QKVParallelLinear,
     Replicated,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from workers.models.moe import MoE
 from workers.models.rope import cos_sin_table
 from workers.models.weights import WeightFormat, WeightSlice, release_freed_memory
 from workers.parallel.group import TensorParallelGroup
@@ -84,6 +86,9 @@ class Attention:
         for layer in (self.qkv, self.q_norm, self.k_norm, self.out):
             yield from layer.slices()
 
+    def matrices(self) -> tuple[Packable, ...]:
+        return self.qkv, self.out
+
 
 class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -116,9 +121,14 @@ class MLP:
         yield from self.gate_up.slices()
         yield from self.down.slices()
 
+    def matrices(self) -> tuple[Packable, ...]:
+        return self.gate_up, self.down
+
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+    """Attention and an MLP of the class `mlp`, each behind a norm and added to the residual
+    stream.
+    """
 
     def __init__(
         self,
@@ -126,15 +136,19 @@ class DecoderLayer:
         model: ModelConfig,
         group: TensorParallelGroup,
         form: WeightFormat,
+        mlp: type[MLP] | type[MoE],
     ) -> None:
         self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, form)
         self.attention = Attention(f"{name}.self_attn", model, group, form)
         self.post_norm = Replicated(f"{name}.post_attention_layernorm", model.hidden_size, form)
-        self.mlp = MLP(f"{name}.mlp", model, group, form)
+        self.mlp = mlp(f"{name}.mlp", model, group, form)
 
     def slices(self) -> Iterator[WeightSlice]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
             yield from part.slices()
+
+    def matrices(self) -> tuple[Packable, ...]:
+        return *self.attention.matrices(), *self.mlp.matrices()
 
 
 class Qwen3:
@@ -168,7 +182,13 @@ class Qwen3:
             "model.embed_tokens", model.vocab_size, model.hidden_size, group, form
         )
         self.layers = [
-            DecoderLayer(f"model.layers.{index}", model, group, form)
+            DecoderLayer(
+                f"model.layers.{index}",
+                model,
+                group,
+                form,
+                MoE if model.has_experts(index) else MLP,
+            )
             for index in range(model.num_hidden_layers)
         ]
         self.norm = Replicated("model.norm", model.hidden_size, form)
@@ -224,12 +244,7 @@ class Qwen3:
         """
         self.weight_bytes = sum(piece.nbytes for piece in self.slices())
         for layer in self.layers:
-            for matrix in (
-                layer.attention.qkv,
-                layer.attention.out,
-                layer.mlp.gate_up,
-                layer.mlp.down,
-            ):
+            for matrix in layer.matrices():
                 matrix.pack()
                 release_freed_memory()
         copied = self.head.pack()

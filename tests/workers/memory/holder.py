@@ -35,6 +35,7 @@ class Form:
     dtype: torch.dtype
     weight_dtype: torch.dtype | None = None
     quantized: bool = False
+    experts: int = 0
     tied: bool = False
     hidden: int = 128
     layers: int = 2
@@ -54,6 +55,14 @@ class Form:
             "tie_word_embeddings": self.tied,
             "attention_bias": True,
         }
+        if self.experts:
+            raw |= {
+                "model_type": "qwen3_moe",
+                "num_experts": self.experts,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": self.hidden,
+                "mlp_only_layers": [0],
+            }
         return ModelConfig.from_dict(raw)
 
 

@@ -35,6 +35,9 @@ FORMS = {
     "bfloat16": BFLOAT16,
     "mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16),
     "int8": Form(dtype=torch.bfloat16, quantized=True),
+    "experts_float32": Form(dtype=torch.float32, experts=8),
+    "experts_bfloat16": Form(dtype=torch.bfloat16, experts=8),
+    "experts_mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16, experts=8),
 }
 LARGE = Form(dtype=torch.float32, hidden=512, layers=4, vocab=8192)  # 71 MiB
 MIB = 2**20

@@ -16,7 +16,7 @@ from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_NAME, expected_tensors
 from workers.models.loader import held_dtype, load_weights
-from workers.models.qwen3 import Qwen3
+from workers.models.qwen3 import MLP, Qwen3
 from workers.models.weights import PlainWeight, Weight
 from workers.parallel.group import TensorParallelGroup
 
@@ -31,6 +31,12 @@ SHAPES = [
 def values(weight: Weight) -> torch.Tensor:
     assert isinstance(weight, PlainWeight)
     return weight.values_YX
+
+
+def mlp_of(model: Qwen3, layer: int) -> MLP:
+    mlp = model.layers[layer].mlp
+    assert isinstance(mlp, MLP)
+    return mlp
 
 
 def build(model: ModelConfig, rank: int, size: int, dtype: torch.dtype = torch.float32) -> Qwen3:
@@ -77,7 +83,7 @@ def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint:
     qkv = torch.cat([stored[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"])
     gate_up = torch.cat([stored[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up")])
     assert torch.equal(values(layer.attention.qkv.weight), qkv)
-    assert torch.equal(values(layer.mlp.gate_up.weight), gate_up)
+    assert torch.equal(values(mlp_of(model, 1).gate_up.weight), gate_up)
 
 
 def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) -> None:
@@ -101,7 +107,7 @@ def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpo
     )
     model = build(config, 1, 2, torch.bfloat16)
     load_weights(model.slices(), small_checkpoint, config)
-    down = values(model.layers[0].mlp.down.weight)
+    down = values(mlp_of(model, 0).down.weight)
     assert down.is_contiguous() and down.dtype == torch.bfloat16
     full = stored["model.layers.0.mlp.down_proj.weight"]
     assert torch.equal(down, full[:, full.shape[1] // 2 :].to(torch.bfloat16))
@@ -112,10 +118,10 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
     config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
     model = build(config, 0, 1)
     load_weights(model.slices(), tmp_path, config)
-    before = values(model.layers[0].mlp.down.weight).clone()
+    before = values(mlp_of(model, 0).down.weight).clone()
     with path.open("r+b") as file:  # a mapping would show the same inode
         file.write(b"\xff" * path.stat().st_size)
-    assert torch.equal(values(model.layers[0].mlp.down.weight), before)
+    assert torch.equal(values(mlp_of(model, 0).down.weight), before)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,0 +1,90 @@
+"""Mixtures of experts: which experts a token goes to, and the weighted sum of their MLPs (Shazeer
+et al. 2017, arXiv:1701.06538; as in transformers' `modeling_qwen3_moe`).
+
+Legend: T tokens, X experts, K experts of a token, P = T * K pairs of a token and one of its
+experts, E features, F features of an expert's MLP on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.interface import ExpertWeights
+from kernels.reference.activation import silu_and_mul_reference
+
+
+def route_reference(logits_TX: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+    """(weights, float32 [T, K]; experts, int32 [T, K]): for each token the experts with the
+    `num_chosen` largest logits, the largest first, of equal ones that with the smaller number.
+
+    A weight is the expert's share in the softmax over all X logits, in float32; with `normalizes`,
+    a token's weights are divided by their sum. On any device.
+    """
+    float_TX = logits_TX.to(torch.float32)
+    ids_TK = float_TX.sort(dim=1, descending=True, stable=True).indices[:, :num_chosen]
+    weights_TK = float_TX.softmax(dim=1).gather(1, ids_TK)
+    if normalizes:
+        weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
+    return weights_TK, ids_TK.to(torch.int32)
+
+
+def expert_mlp_reference(
+    x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights
+) -> Tensor:
+    """[T, E] in the dtype of x: the sum over k of weight * down(silu(gate(x)) * up(x)) of expert
+    `ids_TK[:, k]`.
+
+    Each expert is computed once, for all of its tokens. Products are rounded to the dtype of x, as
+    those of a dense MLP are; the sum is taken in float32, in the order of k, and rounded once: a
+    token's result depends on the other tokens no more than dense products do. `experts` are not
+    packed; the dtype of their weights may be another one. On any device, whose values the host
+    waits for.
+    """
+    num_tokens, num_chosen = ids_TK.shape
+    ids_P = ids_TK.flatten().long()
+    pairs_P = ids_P.sort(stable=True).indices
+    num_pairs_X = ids_P.bincount(minlength=len(experts.gate_up)).tolist()
+    product_PE = torch.empty(len(ids_P), x_TE.shape[1], dtype=x_TE.dtype, device=x_TE.device)
+    for expert, pairs in enumerate(pairs_P.split(num_pairs_X)):
+        if not len(pairs):
+            continue
+        gate_up, down = (
+            weight[expert].to(x_TE.dtype) for weight in (experts.gate_up, experts.down)
+        )
+        hidden = silu_and_mul_reference(functional.linear(x_TE[pairs // num_chosen], gate_up))
+        product_PE[pairs] = functional.linear(hidden, down)
+    total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
+    product_TKE = product_PE.view(num_tokens, num_chosen, -1)
+    for k in range(num_chosen):
+        total_TE += weights_TK[:, k, None] * product_TKE[:, k].to(torch.float32)
+    return total_TE.to(x_TE.dtype)
+
+
+class ReferenceExperts:
+    """`ExpertKernels` in plain PyTorch."""
+
+    def first_step(
+        self, dtype: torch.dtype, weight_dtype: torch.dtype, /
+    ) -> list[Callable[[], object]]:
+        """Nothing to compile."""
+        return []
+
+    def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
+        """The weights, unchanged."""
+        return weights
+
+    def route(
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+    ) -> tuple[Tensor, Tensor]:
+        """See `route_reference`."""
+        return route_reference(logits_TX, num_chosen, normalizes)
+
+    def mlp(
+        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
+    ) -> Tensor:
+        """See `expert_mlp_reference`."""
+        return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

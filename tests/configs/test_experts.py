@@ -1,0 +1,124 @@
+"""What `config.json` says of experts: both spellings of keys, which layers have them, and what is
+refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from configs.experts import Experts
+from configs.model import ModelConfig
+from scheduler.errors import ConfigError
+
+RAW: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+
+
+def read(**changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict(RAW | changes)
+
+
+def layers_with_experts(**changes: Any) -> list[int]:
+    config = read(**changes)
+    return [index for index in range(config.num_hidden_layers) if config.has_experts(index)]
+
+
+def test_every_field_is_read() -> None:
+    assert read(decoder_sparse_step=2, mlp_only_layers=[3, 1]).experts == Experts(
+        num_experts=16,
+        num_per_token=4,
+        intermediate_size=24,
+        normalizes=True,
+        sparse_step=2,
+        dense_layers=(1, 3),
+    )
+
+
+def test_a_config_that_transformers_has_written_reads_the_same() -> None:
+    from transformers import Qwen3MoeConfig
+
+    given = {name: value for name, value in RAW.items() if name != "model_type"}
+    theirs: Any = Qwen3MoeConfig(**given, mlp_only_layers=[0])
+    assert ModelConfig.from_dict(theirs.to_dict()).experts == read(mlp_only_layers=[0]).experts
+
+
+def test_what_may_be_absent_gets_the_value_transformers_gives_it() -> None:
+    from transformers import Qwen3MoeConfig
+
+    experts = ModelConfig.from_dict(
+        {name: value for name, value in RAW.items() if name != "norm_topk_prob"}
+    ).experts
+    theirs: Any = Qwen3MoeConfig()
+    assert experts is not None
+    assert experts.normalizes == theirs.norm_topk_prob
+    assert experts.sparse_step == theirs.decoder_sparse_step
+    assert list(experts.dense_layers) == theirs.mlp_only_layers
+
+
+def test_a_dense_model_has_no_experts() -> None:
+    config = read(model_type="qwen3")
+    assert config.experts is None and not config.has_experts(0)
+
+
+def test_layers_have_experts_as_in_transformers() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    given = {name: value for name, value in RAW.items() if name != "model_type"}
+    for options in ({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 3]}):
+        theirs: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(**given, **options))
+        expected = [i for i, layer in enumerate(theirs.model.layers) if hasattr(layer.mlp, "gate")]
+        assert layers_with_experts(**options) == expected
+
+
+def test_possible_sizes_split_the_mlps_that_there_are() -> None:
+    assert read().possible_tensor_parallel_sizes() == [1, 2, 4, 8]
+    assert read(mlp_only_layers=[0]).possible_tensor_parallel_sizes() == [1, 2, 4]
+    assert read(moe_intermediate_size=18).possible_tensor_parallel_sizes() == [1, 2]
+
+
+def test_a_size_that_does_not_split_the_experts_is_refused_with_what_is_possible() -> None:
+    expected = "intermediate size of an expert 18.; possible are 1, 2$"
+    with pytest.raises(ConfigError, match=expected):
+        read(moe_intermediate_size=18).check_tensor_parallel_size(4)
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"])
+def test_a_missing_key_is_named(name: str) -> None:
+    raw = {key: value for key, value in RAW.items() if key != name}
+    with pytest.raises(ConfigError, match=f"has no '{name}'"):
+        ModelConfig.from_dict(raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "possible"),
+    [
+        ("num_experts", 0, "between 1 and 1024"),
+        ("num_experts", 1025, "between 1 and 1024"),
+        ("num_experts_per_tok", 17, "between 1 and 16"),
+        ("moe_intermediate_size", 0, "at least 1"),
+        ("decoder_sparse_step", 0, "at least 1"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(name: str, value: int, possible: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {possible}, got {value}"):
+        read(**{name: value})
+
+
+def test_a_quantized_checkpoint_is_refused() -> None:
+    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    with pytest.raises(ConfigError, match=r"not supported for a model with experts.*bfloat16"):
+        read(**quantized)

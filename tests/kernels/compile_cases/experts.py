@@ -1,0 +1,101 @@
+"""Experts of Qwen3-30B-A3B (2,048 wide, 128 experts of 768 features) and of 235B-A22B (4,096 and
+1,536), whole and split over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.gpu import experts
+from tests.kernels.compile_cases import CompileCase
+
+
+def _route(num_experts: int, num_chosen: int, dtype: str = "bf16") -> CompileCase:
+    constants: dict[str, Any] = {
+        "X": num_experts,
+        "K": num_chosen,
+        "NORMALIZES": True,
+        "WIDTH": num_experts,
+        "CHOSEN": num_chosen,
+    }
+    return CompileCase(
+        name=f"route-{num_experts}-{num_chosen}-{dtype}",
+        kernel=experts._route,
+        num_warps=1,
+        signature={"logits_TX": f"*{dtype}", "weights_TK": "*fp32", "ids_TK": "*i32"}
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+def _sort_pairs(num_experts: int, chunk: int) -> CompileCase:
+    constants = {"X": num_experts, "BINS": num_experts, "CHUNK": chunk}
+    integers = {"num_pairs": "i32", "num_tiles": "i32", "tile_rows": "i32"}
+    return CompileCase(
+        name=f"sort_pairs-{num_experts}-{chunk}",
+        kernel=experts._sort_pairs,
+        signature=dict.fromkeys(("ids_P", "order_P", "tiles_M3"), "*i32")
+        | integers
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+def _products(
+    rows_per_expert: int, size: int, features: int, dtype: str = "bf16"
+) -> list[CompileCase]:
+    """Gate and up, then down."""
+    tiles = experts.tiles_of(rows_per_expert, 4 if dtype == "fp32" else 2)
+    types = {"order_P": "*i32", "tiles_M3": "*i32"}
+    operands = ("x", "weight", "order_P", "tiles_M3", "out")
+    cases = []
+    for gated, size_in, size_out in ((True, size, features), (False, features, size)):
+        constants: dict[str, Any] = {
+            "K": 8,
+            "SIZE_IN": size_in,
+            "SIZE_OUT": size_out,
+            "GATED": gated,
+            "ROWS": tiles.rows,
+            "FEATURES": tiles.features,
+            "STEP": tiles.step,
+        }
+        name = "gate_up" if gated else "down"
+        cases.append(
+            CompileCase(
+                name=f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
+                kernel=experts._multiply_tile,
+                num_warps=tiles.num_warps,
+                num_stages=tiles.num_stages,
+                signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
+                | dict.fromkeys(constants, "constexpr"),
+                constexprs=constants,
+            )
+        )
+    return cases
+
+
+def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
+    constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_SUM}
+    return CompileCase(
+        name=f"add_up-{size}-{dtype}",
+        kernel=experts._add_up,
+        signature={"product_PE": f"*{dtype}", "weights_TK": "*fp32", "out_TE": f"*{dtype}"}
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+CASES = [
+    _route(128, 8),
+    _route(1024, 16, "fp32"),
+    _sort_pairs(128, experts._CHUNKS[0]),
+    _sort_pairs(128, experts._CHUNKS[1]),
+    _sort_pairs(1024, experts._CHUNKS[1]),
+    *_products(1, 2048, 768),
+    *_products(512, 2048, 768),
+    *_products(1, 2048, 96),
+    *_products(512, 4096, 1536, "fp16"),
+    *_products(1, 2048, 768, "fp32"),
+    _add_up(2048),
+    _add_up(4096, "fp32"),
+]

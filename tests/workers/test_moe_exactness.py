@@ -1,0 +1,91 @@
+"""Models with experts: greedy float32 tokens and logits equal those of transformers at every
+tensor-parallel size, however requests are batched. See `test_exactness.py`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.rank_pool import WorkerPool, executor_of
+from tests.checkpoints import Shape, make_checkpoint
+from tests.workers.conftest import config_of
+from tests.workers.test_exactness import (
+    LOGIT_TOLERANCE,
+    Reference,
+    Scenario,
+    compare,
+    generate,
+    make_prompts,
+    run_logits,
+)
+
+
+def experts(count: int, chosen: int, features: int = 32, **extra: Any) -> dict[str, Any]:
+    sizes = {"num_experts": count, "num_experts_per_tok": chosen, "moe_intermediate_size": features}
+    return {**sizes, "norm_topk_prob": True, "experts_implementation": "eager", **extra}
+
+
+SHAPES = [
+    Shape(name="8_top_1", extra=experts(8, 1)),
+    Shape(name="8_top_2_raw_weights", tied=True, extra=experts(8, 2, norm_topk_prob=False)),
+    Shape(name="16_top_4_odd", hidden=48, head_dim=32, extra=experts(16, 4, features=20)),
+    Shape(name="128_top_8", extra=experts(128, 8, features=16)),
+    Shape(name="some_dense", layers=3, extra=experts(8, 2, mlp_only_layers=[1])),
+    Shape(name="every_second", layers=4, tied=True, extra=experts(8, 2, decoder_sparse_step=2)),
+    Shape(name="all_experts", kv_heads=1, num_shards=3, extra=experts(8, 8)),
+    Shape(name="bfloat16", dtype=torch.bfloat16, extra=experts(16, 4)),
+]
+NAMES = [shape.name for shape in SHAPES]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def make(name: str) -> Reference:
+        shape = next(shape for shape in SHAPES if shape.name == name)
+        model_dir = tmp_path_factory.mktemp(name)
+        model = make_checkpoint(model_dir, shape)
+        prompts = make_prompts(shape.vocab)
+        outputs = {key: generate(model, prompt) for key, prompt in prompts.items()}
+        tokens, gaps = ({key: output[part] for key, output in outputs.items()} for part in (0, 1))
+        return Reference(model_dir, model, shape.vocab, prompts, tokens, gaps)
+
+    return make
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_tokens_equal_transformers(
+    pool: WorkerPool, reference: Any, name: str, size: int
+) -> None:
+    expected: Reference = reference(name)
+    config = config_of(expected.model_dir, tensor_parallel_size=size, dtype="float32")
+    with executor_of(pool, config) as executor:
+        outputs = Scenario(executor, expected.prompts).run()
+    wrong, near = compare(expected, outputs)
+    print(f"exactness {name} tp {size}: {len(wrong)} differences, near ties {near}")
+    assert not wrong
+    distinct = {token for tokens in outputs.values() for token in tokens}
+    assert len(distinct) >= 30, "the outputs collapsed: the comparison says little"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_teacher_forced_logits_equal_transformers(
+    pool: WorkerPool, reference: Any, name: str, size: int
+) -> None:
+    expected: Reference = reference(name)
+    tokens = [t for prompt in expected.prompts.values() for t in prompt][:40]
+    config = config_of(expected.model_dir, tensor_parallel_size=size, dtype="float32")
+    with executor_of(pool, config) as executor:
+        ours = run_logits(executor, tokens)
+    with torch.inference_mode():
+        theirs = expected.model(torch.tensor([tokens])).logits[0].numpy()
+    difference = float(np.abs(ours - theirs).max())
+    print(f"logits {name} tp {size}: largest difference {difference:.2e}")
+    assert difference < LOGIT_TOLERANCE

@@ -1,0 +1,104 @@
+"""The MLP of a layer with experts, on one tensor-parallel rank.
+
+The router is whole on every rank. Its input has the same bits everywhere, because it is the result
+of an all-reduce, and so all ranks choose the same experts without asking each other. Of every
+expert a rank holds a part of the features, as of a dense MLP: columns of gate and up, and what they
+multiply of down. A token's partial sums over its experts are added up over the ranks in one
+all-reduce (docs/decisions/0035-experts.md).
+
+Legend: T tokens, X experts, E hidden size, F features of one expert on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from configs.model import ModelConfig
+from kernels.interface import ExpertWeights
+from workers.models.layers import Packable, ReplicatedLinear
+from workers.models.weights import WeightFormat, WeightSlice
+from workers.parallel.group import TensorParallelGroup
+
+
+class MoE:
+    """A router and its experts: for each token the weighted sum of the MLPs of some experts."""
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        form: WeightFormat,
+    ) -> None:
+        assert model.experts is not None
+        self.kernels = form.kernels
+        self.group = group
+        self.num_per_token = model.experts.num_per_token
+        self.normalizes = model.experts.normalizes
+        self.router = ReplicatedLinear(
+            f"{name}.gate", model.hidden_size, model.experts.num_experts, form
+        )
+        self.experts = ExpertColumns(f"{name}.experts", model, group, form)
+
+    def __call__(self, x_TE: Tensor) -> Tensor:
+        """[T, E], the same on every rank."""
+        kernels = self.kernels.experts
+        weights_TK, ids_TK = kernels.route(self.router(x_TE), self.num_per_token, self.normalizes)
+        out_TE = kernels.mlp(x_TE, weights_TK, ids_TK, self.experts.weights)
+        return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
+
+    def slices(self) -> Iterator[WeightSlice]:
+        yield from self.router.slices()
+        yield from self.experts.slices()
+
+    def matrices(self) -> tuple[Packable, ...]:
+        return self.router, self.experts
+
+
+class ExpertColumns:
+    """This rank's features of every expert of a layer. Slices are those of checkpoints that hold
+    each expert's matrices as tensors of their own.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        group: TensorParallelGroup,
+        form: WeightFormat,
+    ) -> None:
+        experts = model.experts
+        assert experts is not None and form.quantization is None, "the configuration was checked"
+        self.name = name
+        self.full = experts.intermediate_size
+        self.shard = self.full // group.size
+        self.start = group.rank * self.shard
+        self.kernels, self.dtype = form.kernels, form.dtype
+
+        def empty(num_rows: int, size_in: int) -> Tensor:
+            shape = (experts.num_experts, num_rows, size_in)
+            return torch.empty(shape, dtype=form.weight_dtype, device=form.device)
+
+        self.weights = ExpertWeights(
+            gate_up=empty(2 * self.shard, model.hidden_size),
+            down=empty(model.hidden_size, self.shard),
+        )
+
+    def slices(self) -> Iterator[WeightSlice]:
+        size = self.weights.down.shape[1]
+        for expert, (gate_up, down) in enumerate(
+            zip(self.weights.gate_up, self.weights.down, strict=True)
+        ):
+            gate, up = gate_up.split(self.shard)
+            for matrix, target in (("gate", gate), ("up", up)):
+                name = f"{self.name}.{expert}.{matrix}_proj.weight"
+                yield WeightSlice(name, (self.full, size), target, 0, self.start)
+            name = f"{self.name}.{expert}.down_proj.weight"
+            yield WeightSlice(name, (size, self.full), down, 1, self.start)
+
+    def pack(self) -> None:
+        """Call once, after every slice is filled."""
+        self.weights = self.kernels.experts.pack_weights(self.weights, self.dtype)
