@@ -190,6 +190,7 @@ class Simulation:
         )
         self.lane = Lane(self.rank)
         self.is_poisoned = False  # a rank has died in a step that was launched
+        self.guilty: frozenset[str] = frozenset()  # of the next loss
         # Plans whose results are unread, each with the request ids by slot.
         self.unread_plans: deque[tuple[StepPlan, dict[int, str]]] = deque()
         self.num_read: dict[str, int] = {}  # by request: tokens that are stored for certain
@@ -275,15 +276,7 @@ class Simulation:
 
     def _lose_to_poison(self, plan: StepPlan) -> None:
         poison = self.scenario.poison_in(plan, self.scheduler.running)
-        for request_id in poison:
-            client = self.clients[request_id]
-            is_cleared = len(client.tokens) - client.num_tokens_at_crash >= CLEARING_TOKENS
-            client.num_crashes = 1 if is_cleared else client.num_crashes + 1
-            client.num_tokens_at_crash = len(client.tokens)
-            most = CONVICTED_STRIKES
-            if request_id in self.scenario.decode_poison:
-                most = CONVICTED_WITH_TOKENS
-            assert client.num_crashes <= most, f"crashed too often: {client}"
+        self.guilty |= poison
         if poison and self.rng.random() < 0.3:
             raise PoisonError
         self.is_poisoned = bool(poison)  # the results of the steps before can still be read
@@ -327,6 +320,7 @@ class Simulation:
         self._interfere()
         running = list(self.scheduler.running)
         convicted = self.engine.start_epoch(cache_survives=survives)
+        self._count_crashes({sequence.request_id for sequence in convicted})
         if survives and not self.scheduler.suspects.sequences:
             self._check_rollback(running)
         self.unread_plans.clear()
@@ -337,6 +331,19 @@ class Simulation:
             assert sequence.finish_reason == "error"
             client.ended = True
             self.report.convicted += 1
+
+    def _count_crashes(self, convicted: set[str]) -> None:
+        """Poison must be convicted in time."""
+        for request_id in self.guilty:
+            client = self.clients[request_id]
+            is_cleared = len(client.tokens) - client.num_tokens_at_crash >= CLEARING_TOKENS
+            client.num_crashes = 1 if is_cleared else client.num_crashes + 1
+            client.num_tokens_at_crash = len(client.tokens)
+            is_decode_poison = request_id in self.scenario.decode_poison
+            most = CONVICTED_WITH_TOKENS if is_decode_poison else CONVICTED_STRIKES
+            is_in_time = client.num_crashes < most or client.ended or request_id in convicted
+            assert is_in_time, f"crashed too often: {client}"
+        self.guilty = frozenset()
 
     def _check_rollback(self, running: list[Sequence]) -> None:
         """Sequences that ran go on where the last step that was read has left them, unless they
