@@ -4,7 +4,9 @@ import faulthandler
 import gc
 import os
 import signal
+import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_handlecrashitem(report: Any) -> None:
     """Say how the process ended, which pytest-xdist does not."""
     path = _crash_path(report.node.workerinput["testrunuid"], report.node.gateway.id)
-    exit_code = report.node.gateway._io.popen.wait(10)
-    stacks = path.read_text() or "It wrote no stacks: it was killed, or ended itself."
-    report.longrepr = f"{report.longrepr}\nexit code {exit_code}\n{stacks}"
-    path.unlink()
+    with suppress(OSError, subprocess.TimeoutExpired):  # an error here would end the whole run
+        exit_code = report.node.gateway._io.popen.wait(10)
+        stacks = path.read_text() or "It wrote no stacks: it was killed, or ended itself."
+        report.longrepr = f"{report.longrepr}\nexit code {exit_code}\n{stacks}"
+        path.unlink()

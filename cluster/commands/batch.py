@@ -145,4 +145,4 @@ def _naming_source(source: str) -> Iterator[None]:
         yield
     except RequestError as error:
         message = f"{source}: {error}" if source else str(error)
-        raise RequestError(message, error.parameter) from None
+        raise type(error)(message, error.parameter) from None

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,9 @@ import numba
 from llvmlite import binding as llvm
 from numba.core import caching
 
+logger = logging.getLogger(__name__)
+
+_IndexedFile = caching.IndexDataCacheFile
 _KERNELS_DIR = Path(__file__).resolve().parent
 _CHECKOUT = _KERNELS_DIR.parent.parent
 # Functions of these files are inlined into compiled functions of other files.
@@ -107,24 +112,40 @@ class FilePerSignature(caching.IndexDataCacheFile):
     """
 
     def load(self, key: object) -> object | None:
-        """What was saved with `key`, the signature and all that its code depends on."""
-        with suppress(FileNotFoundError):
-            return self._load_data(self._name(key))  # type: ignore[no-any-return]
+        """What was saved with `key`, the signature and all that its code depends on. None also if
+        the file is damaged or belongs to somebody else.
+        """
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
+            saved_key, data = self._load_data(self._name(key))
+            return data if saved_key == key else None  # types may look alike
         return None
 
     def save(self, key: object, data: object) -> None:
-        """Replaces, at once, what was saved with `key`."""
-        self._save_data(self._name(key), data)
+        """Replaces, at once, what was saved with `key`. If that is not possible, the code is
+        compiled again next time.
+        """
+        try:
+            self._save_data(self._name(key), (key, data))
+        except OSError as error:
+            logger.warning("compiled kernels cannot be kept: %s", error)
 
     def _name(self, key: object) -> str:
         identity = repr((key, self._source_stamp, self._version)).encode()
         return str(self._data_name(int(hashlib.sha256(identity).hexdigest()[:16], 16)))
 
 
+def _cache_file(
+    cache_path: str, filename_base: str, source_stamp: str
+) -> caching.IndexDataCacheFile:
+    """Replaces numba's class for the functions of this checkout; those of others keep it."""
+    is_ours = Path(cache_path).is_relative_to(cache_dir() / "numba")
+    return (FilePerSignature if is_ours else _IndexedFile)(cache_path, filename_base, source_stamp)
+
+
 def use_content_cache() -> None:
-    """Make numba ask `ContentCacheLocator` first, and save each signature for itself. Call before
-    any function is compiled.
+    """Make numba ask `ContentCacheLocator` first, and save our signatures each for itself. Call
+    before any function is compiled.
     """
-    caching.IndexDataCacheFile = FilePerSignature
+    caching.IndexDataCacheFile = _cache_file
     locator_name = f"{__name__}.{ContentCacheLocator.__name__}"
     numba.config.CACHE_LOCATOR_CLASSES = ",".join((locator_name, *_NUMBA_LOCATORS))

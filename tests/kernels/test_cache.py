@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from numba.core import caching
 
+from kernels.cpu.cache import FilePerSignature
 from kernels.cpu.jit import exact_entry_jit
 
 STAMP = "version"
@@ -21,7 +22,7 @@ WRITES_AT_S = {"first": (0.0, 0.3), "second": (0.1, 0.2)}
 
 def cache_file(folder: Path, stamp: str = STAMP) -> Any:
     """What a process has of the cache of a function."""
-    return caching.IndexDataCacheFile(str(folder), "function", stamp)
+    return FilePerSignature(str(folder), "function", stamp)
 
 
 def test_two_processes_that_save_different_signatures_at_once_keep_both(
@@ -30,7 +31,7 @@ def test_two_processes_that_save_different_signatures_at_once_keep_both(
     """With numba's index, both call their code the first, and one finds that of the other."""
     is_about_to_write = threading.Barrier(2, timeout=20)
     num_writes = dict.fromkeys(WRITES_AT_S, 0)
-    write = caching.IndexDataCacheFile._open_for_write
+    write = FilePerSignature._open_for_write
 
     def write_in_turn(self: Any, path: str) -> Any:
         name = threading.current_thread().name
@@ -42,7 +43,7 @@ def test_two_processes_that_save_different_signatures_at_once_keep_both(
         num_writes[name] += 1
         return write(self, path)
 
-    monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", write_in_turn)
+    monkeypatch.setattr(FilePerSignature, "_open_for_write", write_in_turn)
     threads = [
         threading.Thread(
             target=cache_file(tmp_path).save, args=(name, f"code of {name}"), name=name
@@ -62,6 +63,54 @@ def test_code_of_another_version_is_not_found(tmp_path: Path) -> None:
     assert cache_file(tmp_path).load("signature") == "code"
     assert cache_file(tmp_path, "another").load("signature") is None
     assert cache_file(tmp_path).load("another") is None
+
+
+class LooksAlike:
+    """A type whose name does not tell it from another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LooksAlike) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "a type"
+
+
+def test_code_for_a_type_of_the_same_name_is_not_found(tmp_path: Path) -> None:
+    cache_file(tmp_path).save(LooksAlike(1), "code")
+    assert cache_file(tmp_path).load(LooksAlike(1)) == "code"
+    assert cache_file(tmp_path).load(LooksAlike(2)) is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04"], ids=["empty", "cut off"])
+def test_a_damaged_file_is_replaced(content: bytes, tmp_path: Path) -> None:
+    cache_file(tmp_path).save("signature", "code")
+    [path] = tmp_path.iterdir()
+    path.write_bytes(content)
+    assert cache_file(tmp_path).load("signature") is None
+    cache_file(tmp_path).save("signature", "code")
+    assert cache_file(tmp_path).load("signature") == "code"
+
+
+def test_a_folder_that_is_gone_is_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = cache_file(tmp_path / "gone")
+    file.save("signature", "code")
+    assert file.load("signature") is None
+    assert "compiled kernels cannot be kept" in caplog.text
+
+
+def test_functions_of_others_are_cached_as_numba_does_it(tmp_path: Path) -> None:
+    file = caching.IndexDataCacheFile(
+        cache_path=str(tmp_path), filename_base="function", source_stamp=STAMP
+    )
+    assert not isinstance(file, FilePerSignature)
 
 
 def size_of_elements(x: Any) -> int:

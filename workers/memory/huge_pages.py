@@ -20,6 +20,7 @@ import numpy as np
 
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
 _PIECE_BYTES = 8 * HUGE_PAGE_BYTES  # of one call, in the middle of which no process ends
+_ATTEMPTS = 3
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
 
@@ -30,7 +31,7 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     tensor or an array of it, is in use. Raises `OSError`.
     """
     # Room for the mapping at an aligned address; the mapping takes its place, and ends with it.
-    room = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE, mmap.PROT_READ)
+    room = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE, 0)
     address = np.frombuffer(room, np.uint8).ctypes.data
     address += -address % HUGE_PAGE_BYTES
     libc = _libc()
@@ -46,7 +47,7 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
 def use_huge_pages(descriptor: int, num_bytes: int) -> Iterator[int]:
     """Make the pages of a memory file huge, for every process that has it mapped. The contents stay
     the same, and may be used meanwhile. Yields after every piece of the file, which takes about
-    50 ms, how many of its bytes are in huge pages now: 0 if the system has none left. Raises
+    50 ms, how many of its bytes are in huge pages now: 0 if the system could not. Raises
     `OSError` if it does not do this at all.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
@@ -55,10 +56,14 @@ def use_huge_pages(descriptor: int, num_bytes: int) -> Iterator[int]:
     whole_pages_bytes = num_bytes - num_bytes % HUGE_PAGE_BYTES
     for start in range(0, whole_pages_bytes, _PIECE_BYTES):
         piece_bytes = min(_PIECE_BYTES, whole_pages_bytes - start)
-        has_failed = libc.madvise(first_address + start, piece_bytes, _MADV_COLLAPSE) != 0
-        if has_failed and ctypes.get_errno() == errno.EINVAL:
-            raise OSError(errno.EINVAL, "this kernel has no MADV_COLLAPSE")
-        yield 0 if has_failed else piece_bytes
+        error_number = errno.EAGAIN  # while others use the pages
+        for _ in range(_ATTEMPTS):
+            if error_number == errno.EAGAIN:
+                failed = libc.madvise(first_address + start, piece_bytes, _MADV_COLLAPSE)
+                error_number = ctypes.get_errno() if failed else 0
+        if error_number == errno.EINVAL and start == 0:
+            raise OSError(errno.EINVAL, "huge pages are not made here")
+        yield 0 if error_number else piece_bytes
 
 
 def _libc() -> ctypes.CDLL:

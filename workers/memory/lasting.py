@@ -141,9 +141,9 @@ def _available_bytes() -> int:
             limit_bytes, used_bytes = (
                 int((_CGROUPS / folder / name).read_text()) for name in (limit, used)
             )
+            available_bytes.append(limit_bytes - used_bytes)
             statistics = _CGROUPS / folder / "memory.stat"
-            reclaimable_bytes = sum(_number_of(name, statistics) for name in reclaimable)
-            available_bytes.append(limit_bytes - used_bytes + reclaimable_bytes)
+            available_bytes[-1] += sum(_number_of(name, statistics) for name in reclaimable)
     return min(available_bytes)
 
 
