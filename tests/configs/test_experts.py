@@ -168,9 +168,7 @@ def test_values_of_another_type_are_refused(name: str, value: object, possible: 
 
 
 def test_the_layers_without_experts_are_whole_numbers() -> None:
-    with pytest.raises(
-        ConfigError, match=r"each of mlp_only_layers must be a whole number.*1\.5"
-    ):
+    with pytest.raises(ConfigError, match=r"each of mlp_only_layers must be a whole number.*1\.5"):
         read(mlp_only_layers=[0, 1.5])
 
 
