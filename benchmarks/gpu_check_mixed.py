@@ -31,7 +31,7 @@ from benchmarks.gpu_check_steps import (
     spans_on_device,
     start_batch,
 )
-from workers.roofline import layer_parameters
+from workers.roofline import active_layer_parameters
 
 # Rows that decode, and tokens of the prompt beside them: together as many as a graph has, and once
 # more than half as many again.
@@ -112,7 +112,7 @@ def _mixed_step(
         busy = {"busy": rounded(busy_us / total_us, 3)}
     end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
-    layers = layer_parameters(model)
+    layers = active_layer_parameters(model)
     head = model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     floor_ms = (

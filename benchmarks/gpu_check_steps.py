@@ -34,7 +34,7 @@ from benchmarks.gpu_check_engine import (
 )
 from configs.model import ModelConfig
 from scheduler.engine import Engine
-from workers.roofline import floor_s, layer_parameters, works_of
+from workers.roofline import active_layer_parameters, floor_s, works_of
 
 Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
 # Rows that decode, and about how many tokens each has.
@@ -195,7 +195,7 @@ def decode_step(
     launch_ms = 1000 * statistics.median(executor.launch_s)
     end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
-    weights = layer_parameters(model) + model.vocab_size * model.hidden_size
+    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     kv_row *= 1 if config.kv_cache_dtype == FP8 else 2  # bytes
     floor_us = check.floor_us(2 * weights + batch * context * kv_row, 2 * weights * batch)

@@ -28,7 +28,7 @@ from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import resolve_config
-from workers.roofline import Machine, layer_parameters, probe_cpu
+from workers.roofline import Machine, active_layer_parameters, probe_cpu
 
 
 def main() -> None:
@@ -139,7 +139,7 @@ def floors(
     def least_ms(num_bytes: float, flops: float) -> float:
         return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
 
-    layers, head = layer_parameters(model), model.vocab_size * model.hidden_size
+    layers, head = active_layer_parameters(model), model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
         "products": least_ms(layers * (1 if held else of_weights), 2 * layers * batch_size),

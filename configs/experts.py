@@ -38,19 +38,25 @@ class Experts:
 
 
 def read_experts(raw: Mapping[str, Any], where: str) -> Experts | None:
-    """The experts in a decoded `config.json`, None if it is of another model type. Raises
-    `ConfigError` for numbers that cannot be, `KeyError` with the name of what is missing.
+    """The experts in a decoded `config.json`, None if it is of another model type or no layer has
+    them. Raises `ConfigError` for values that cannot be and for quantized experts, `KeyError` with
+    the name of what is missing.
     """
     if raw.get("model_type") != MODEL_TYPE:
         return None
     name = "num_local_experts" if "num_local_experts" in raw else "num_experts"
     experts = Experts(
-        num_experts=int(raw[name]),
-        num_per_token=int(raw["num_experts_per_tok"]),
-        intermediate_size=int(raw["moe_intermediate_size"]),
-        normalizes=bool(raw.get("norm_topk_prob", False)),
-        sparse_step=int(raw.get("decoder_sparse_step", 1)),
-        dense_layers=tuple(sorted(int(index) for index in raw.get("mlp_only_layers") or ())),
+        num_experts=_integer(raw[name], name, where),
+        num_per_token=_integer(raw["num_experts_per_tok"], "num_experts_per_tok", where),
+        intermediate_size=_integer(raw["moe_intermediate_size"], "moe_intermediate_size", where),
+        normalizes=_boolean(raw.get("norm_topk_prob", False), "norm_topk_prob", where),
+        sparse_step=_integer(raw.get("decoder_sparse_step", 1), "decoder_sparse_step", where),
+        dense_layers=tuple(
+            sorted(
+                _integer(index, "each of mlp_only_layers", where)
+                for index in raw.get("mlp_only_layers") or ()
+            )
+        ),
     )
     for key, value, most in (
         (name, experts.num_experts, MAX_EXPERTS),
@@ -61,9 +67,24 @@ def read_experts(raw: Mapping[str, Any], where: str) -> Experts | None:
         if value < 1 or (most is not None and value > most):
             possible = "at least 1" if most is None else f"between 1 and {most}"
             raise ConfigError(f"{where}: {key} must be {possible}, got {value}")
+    num_layers = _integer(raw["num_hidden_layers"], "num_hidden_layers", where)
+    if not any(experts.has_layer(layer) for layer in range(num_layers)):
+        return None
     if raw.get("quantization_config"):
         raise ConfigError(
             f"{where}: the checkpoint is quantized, which is not supported for a model with experts"
             " (model_type 'qwen3_moe'). Use its version in bfloat16"
         )
     return experts
+
+
+def _integer(value: object, name: str, where: str) -> int:
+    if type(value) is not int:
+        raise ConfigError(f"{where}: {name} must be a whole number, got {value!r}")
+    return value
+
+
+def _boolean(value: object, name: str, where: str) -> bool:
+    if type(value) is not bool:
+        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
+    return value

@@ -92,9 +92,10 @@ class ModelConfig:
                 rope=_read_rope(raw, where),
                 dtype=_read_dtype(raw, where),
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
+                # Before the formats of quantization, none of which such a model can have.
+                experts=read_experts(raw, where),
                 quantization=read_quantization(raw, where),
                 gptq=read_gptq(raw, where),
-                experts=read_experts(raw, where),
             )
         except KeyError as error:
             raise ConfigError(

@@ -32,12 +32,12 @@ def compile_first_step(
     dtype: str,
     weight_dtype: str,
     quantized: bool,
-    experts: bool = False,
+    has_experts: bool = False,
 ) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(kernels, group.size, dtype, weight_dtype, quantized, experts)
+    calls = _calls_of_first_step(kernels, group.size, dtype, weight_dtype, quantized, has_experts)
     for call in group.share_out("compile", calls):  # the slowest come first
         call()
         group.progress.num_compiled += 1
@@ -53,10 +53,10 @@ def load_first_step(
     dtype: str,
     weight_dtype: str,
     quantized: bool,
-    experts: bool = False,
+    has_experts: bool = False,
 ) -> None:
     """Load the same kernels, which are cached by now, in a process without a group."""
-    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantized, experts):
+    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantized, has_experts):
         call()
 
 
@@ -66,14 +66,14 @@ def _calls_of_first_step(
     dtype: str,
     weight_dtype: str,
     quantized: bool,
-    experts: bool = False,
+    has_experts: bool = False,
 ) -> list[Callable[[], object]]:
     calls = kernels.first_step(torch_dtype(dtype))
     if weight_dtype != dtype and kernels.mixed is not None:
         calls[1:1] = kernels.mixed.first_step()
     if quantized and kernels.int8 is not None:
         calls[1:1] = kernels.int8.first_step(torch_dtype(dtype))
-    if experts:
+    if has_experts:
         calls[:0] = kernels.experts.first_step(torch_dtype(dtype), torch_dtype(weight_dtype))
     if size > 1 and calls:
         calls.insert(1, compile_all_reduce)

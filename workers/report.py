@@ -16,7 +16,7 @@ class WorkerReport:
     """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name.
 
     checkpoint: changes when the files of the checkpoint do, the same on all ranks. loaded: changes
-    when the weights of this rank do.
+    when the weights of this rank do. processor: see `workers.processor`.
     """
 
     rank: int
@@ -26,3 +26,4 @@ class WorkerReport:
     ledger: KVCacheLedger
     checkpoint: str = ""
     loaded: str = ""
+    processor: str = ""

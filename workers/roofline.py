@@ -3,7 +3,7 @@ with.
 
     floor_s = max(total_flops / flops_per_s, total_bytes / memory_bytes_per_s)
 
-    total_flops = 2 * layer_parameters * T + 2 * head_parameters * S
+    total_flops = 2 * active_layer_parameters * T + 2 * head_parameters * S
                   + 4 * heads * head_dim * layers * (sum of contexts)
     total_bytes = weight_bytes * D
                   + 2 * kv_heads * head_dim * itemsize * layers
@@ -14,7 +14,9 @@ prompt counts once) and all output tokens but the last. S counts the tokens samp
 that cannot be avoided: the longest output. A token at position p has context p + 1. `weight_bytes`
 counts each parameter once and leaves out the embedding: looking up a row is neither a product nor a
 significant read. A tied embedding is counted as the head. Of the experts of a layer, those of one
-token are counted: each token is multiplied by as many, and no step reads fewer.
+token are counted, which are active for it: each token is multiplied by as many, and no step reads
+fewer. Steps of many rows read several times as many, because rows choose different experts, so for
+such models this bound is far below what any engine can reach with many rows.
 
 Weights that fit into the processor's caches are not read from memory in each step: for such models
 this is not a lower bound.
@@ -115,7 +117,7 @@ def floor_s(
     decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
     prefilled = sum(_sum_of_contexts(w.num_shared, w.num_prompt) for w in works)
     attention = model.num_hidden_layers * model.head_dim * (decoded + prefilled)
-    in_layers, in_head = layer_parameters(model), model.vocab_size * model.hidden_size
+    in_layers, in_head = active_layer_parameters(model), model.vocab_size * model.hidden_size
     flops = (
         2 * in_layers * num_run
         + 2 * in_head * num_sampled
@@ -129,9 +131,9 @@ def floor_s(
     return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
 
-def layer_parameters(model: ModelConfig) -> int:
-    """Parameters of all layers and the last norm that one token uses, without embedding and
-    head.
+def active_layer_parameters(model: ModelConfig) -> int:
+    """Parameters of all layers and the last norm that are active for one token, without embedding
+    and head: of the experts of a layer, those that one token chooses.
     """
     hidden, q = model.hidden_size, model.num_attention_heads * model.head_dim
     kv = model.num_key_value_heads * model.head_dim

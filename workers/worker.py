@@ -41,6 +41,7 @@ from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
+from workers.processor import processor_of
 from workers.progress import Progress
 from workers.report import GRACE_S, WorkerReport
 
@@ -96,8 +97,8 @@ class Worker:
         kernels.set_num_threads(1)
         size = config.engine.tensor_parallel_size
         quantized = config.quantization is not None
-        experts = config.model.experts is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, experts)
+        has_experts = config.model.experts is not None
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, has_experts)
         if self._weights is not None:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
@@ -134,9 +135,9 @@ class Worker:
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
             quantized = self.config.quantization is not None
-            experts = self.config.model.experts is not None
+            has_experts = self.config.model.experts is not None
             compile_first_step(
-                kernels, group, self.config.dtype, self.config.weight_dtype, quantized, experts
+                kernels, group, self.config.dtype, self.config.weight_dtype, quantized, has_experts
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
@@ -163,6 +164,7 @@ class Worker:
             ledger=ledger,
             checkpoint=self._checkpoint,
             loaded=self._loaded,
+            processor=processor_of(device.torch),
         )
 
     def set_num_threads(self, num_threads: int) -> None:

@@ -7,7 +7,9 @@ ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
 preemptions, num_steps        of the driver, without the warm-up
 start_s                       seconds of each phase of the start, and of "all" together
 roofline                      lower bound on the time of the workload on this machine, see
-                              `workers.roofline`; does not apply to ranks on other machines
+                              `workers.roofline`; does not apply to ranks on other machines; of a
+                              model with experts it counts those of one token, far fewer than many
+                              rows read
 """
 
 from __future__ import annotations

@@ -228,6 +228,8 @@ class RankGroup:
             ]
             reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
             self._check_checkpoint(first_report, reports, places)
+            if self._config.model.experts is not None:
+                _check_processors(reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
             allocations = [handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks]
             remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
@@ -410,6 +412,20 @@ def end_ranks(ranks: Seq[RankHandle], grace_s: float = END_GRACE_S) -> None:
         )  # so that Ray knows, even of actors whose process has not started yet
     processes = [handle.process for handle in ranks if handle.process is not None]
     end_processes(processes, grace_s)
+
+
+def _check_processors(reports: Seq[WorkerReport], places: Seq[Place]) -> None:
+    """Raise `ConfigError` unless all ranks compute with the same kind of processor. In a model with
+    experts each rank chooses them by itself, and another rounding may choose others.
+    """
+    for report, place in zip(reports[1:], places[1:], strict=True):
+        if report.processor != reports[0].processor:
+            raise ConfigError(
+                f"the ranks of a model with experts need processors of one kind, but rank 0 on"
+                f" {places[0].host} has {reports[0].processor!r} and rank {place.rank} on"
+                f" {place.host} {report.processor!r}: use nodes with the same processors and the"
+                " same torch, or fewer ranks that are all on one node"
+            )
 
 
 def _checkpoint_id(reports: Seq[WorkerReport]) -> str:

@@ -38,6 +38,7 @@ from kernels.cpu.jit import (
 )
 from kernels.cpu.panel import multiply_bfloat16_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.pool import leave_cores
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import expert_mlp_reference
@@ -75,7 +76,9 @@ class CpuExperts:
     def route(
         self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
     ) -> tuple[Tensor, Tensor]:
-        """As `route_reference`."""
+        """As `route_reference`, except that where logits are NaN other experts may be chosen: still
+        `num_chosen` different ones, all of them below X.
+        """
         weights_TK = torch.empty(len(logits_TX), num_chosen)
         ids_TK = torch.empty(len(logits_TX), num_chosen, dtype=torch.int32)
         _route(as_array(logits_TX), normalizes, as_array(weights_TK), as_array(ids_TK))
@@ -106,15 +109,14 @@ class CpuExperts:
     ) -> Tensor:
         """As `expert_mlp_reference`."""
         if not isinstance(experts, PackedExperts):
+            leave_cores()
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)
         num_pairs, num_features = ids_TK.numel(), experts.num_features
         out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
-        rows_PE, product_PE = (
-            torch.empty(num_pairs, x_TE.shape[1], dtype=x_TE.dtype) for _ in "ab"
-        )
+        rows_PE = torch.empty(num_pairs, x_TE.shape[1], dtype=x_TE.dtype)
         gate_up_P2F = torch.empty(num_pairs, 2 * num_features, dtype=x_TE.dtype)
         hidden_PF = torch.empty(num_pairs, num_features, dtype=x_TE.dtype)
-        buffers = rows_PE, gate_up_P2F, hidden_PF, product_PE
+        buffers = rows_PE, gate_up_P2F, hidden_PF
         _mlp(
             as_array(x_TE.contiguous()),
             as_array(weights_TK),
@@ -128,11 +130,14 @@ class CpuExperts:
 
 
 def _pack(weight_XYE: Tensor, panel: int, step: int) -> Tensor:
-    """The panels of `PackedExperts`, in the memory of the weight if there are only whole ones."""
+    """The panels of `PackedExperts`, in the memory of the weight if there are only whole ones.
+    Otherwise in a copy: the weight is held twice until the caller lets go of it.
+    """
     padding = -weight_XYE.shape[1] % panel
     if padding:
         weight_XYE = functional.pad(weight_XYE, (0, 0, 0, padding))
     num_experts, size_out, size_in = weight_XYE.shape
+    # A step is moved whole: two numbers of bfloat16 as one of 32 bits, which a float32 is too.
     steps = weight_XYE.view(torch.int32) if step * weight_XYE.itemsize == 4 else weight_XYE
     mixed.transpose_panels(as_array(steps.view(-1, size_in // step, panel)))
     return weight_XYE.view(num_experts, size_out // panel, size_in // step, panel * step)
@@ -191,6 +196,7 @@ def _choose_multiply_panel(panel, x_PX, weight, no_bias, out_PY):  # type: ignor
         return lambda panel, x_PX, weight, no_bias, out_PY: multiply_widened_panel(
             panel, x_PX, weight, no_bias, (), out_PY
         )
+    # It multiplies rows and weights of one dtype: bfloat16 in pairs, or float32.
     return lambda panel, x_PX, weight, no_bias, out_PY: multiply_bfloat16_panel(
         panel, x_PX, weight, no_bias, (), out_PY
     )
@@ -264,10 +270,11 @@ def _mlp(
     ids_TK: Array,
     gate_up_XNSC: Array,
     down_XNSC: Array,
-    buffers: tuple[Array, Array, Array, Array],
+    buffers: tuple[Array, Array, Array],
     out_TE: Array,
 ) -> None:
-    rows_PE, gate_up_P2F, hidden_PF, product_PE = buffers
+    rows_PE, gate_up_P2F, hidden_PF = buffers
+    product_PE = rows_PE  # in the same memory: after gate and up, nothing reads the rows
     starts_X1 = np.empty(len(gate_up_XNSC) + 1, np.int64)
     places_TK = np.empty(ids_TK.shape, np.int64)
     experts_A = _sort_pairs(ids_TK, starts_X1, places_TK)

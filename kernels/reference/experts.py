@@ -58,7 +58,7 @@ def expert_mlp_reference(
         hidden = silu_and_mul_reference(functional.linear(x_TE[pairs // num_chosen], gate_up))
         product_PE[pairs] = functional.linear(hidden, down)
     total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-    product_TKE = product_PE.view(num_tokens, num_chosen, -1)
+    product_TKE = product_PE.view(num_tokens, num_chosen, x_TE.shape[1])
     for k in range(num_chosen):
         total_TE += weights_TK[:, k, None] * product_TKE[:, k].to(torch.float32)
     return total_TE.to(x_TE.dtype)

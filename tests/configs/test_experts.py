@@ -27,6 +27,31 @@ RAW: dict[str, Any] = {
     "norm_topk_prob": True,
 }
 
+INT8: dict[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "channel",
+                "dynamic": False,
+            },
+            "input_activations": {
+                "num_bits": 8,
+                "type": "int",
+                "symmetric": True,
+                "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}
+
 
 def read(**changes: Any) -> ModelConfig:
     return ModelConfig.from_dict(RAW | changes)
@@ -38,13 +63,13 @@ def layers_with_experts(**changes: Any) -> list[int]:
 
 
 def test_every_field_is_read() -> None:
-    assert read(decoder_sparse_step=2, mlp_only_layers=[3, 1]).experts == Experts(
+    assert read(decoder_sparse_step=2, mlp_only_layers=[2, 1]).experts == Experts(
         num_experts=16,
         num_per_token=4,
         intermediate_size=24,
         normalizes=True,
         sparse_step=2,
-        dense_layers=(1, 3),
+        dense_layers=(1, 2),
     )
 
 
@@ -72,6 +97,13 @@ def test_what_may_be_absent_gets_the_value_transformers_gives_it() -> None:
 def test_a_dense_model_has_no_experts() -> None:
     config = read(model_type="qwen3")
     assert config.experts is None and not config.has_experts(0)
+
+
+@pytest.mark.parametrize("options", [{"mlp_only_layers": [0, 1, 2, 3]}, {"decoder_sparse_step": 5}])
+def test_a_model_none_of_whose_layers_has_experts_is_dense(options: dict[str, Any]) -> None:
+    int8 = {"quantization_config": INT8}
+    assert read(**options).experts is None
+    assert read(**options, **int8).quantization is not None
 
 
 def test_layers_have_experts_as_in_transformers() -> None:
@@ -118,7 +150,40 @@ def test_numbers_that_cannot_be_are_refused(name: str, value: int, possible: str
         read(**{name: value})
 
 
-def test_a_quantized_checkpoint_is_refused() -> None:
-    quantized = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+@pytest.mark.parametrize(
+    ("name", "value", "possible"),
+    [
+        ("norm_topk_prob", "false", "true or false"),
+        ("norm_topk_prob", 1, "true or false"),
+        ("num_experts", "16", "a whole number"),
+        ("num_experts_per_tok", 2.7, "a whole number"),
+        ("moe_intermediate_size", True, "a whole number"),
+        ("decoder_sparse_step", None, "a whole number"),
+        ("num_hidden_layers", 4.0, "a whole number"),
+    ],
+)
+def test_values_of_another_type_are_refused(name: str, value: object, possible: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be {possible}, got {value!r}"):
+        read(**{name: value})
+
+
+def test_the_layers_without_experts_are_whole_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"each of mlp_only_layers must be a whole number.*1\.5"):
+        read(mlp_only_layers=[0, 1.5])
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
+    "compressed-tensors": INT8,
+    "compressed-tensors fp8": INT8 | {"format": "float-quantized"},
+    "gptq": GPTQ,
+    "gptq with dynamic": GPTQ | {"dynamic": {"-:.*mlp.gate$": {}}},
+}
+
+
+@pytest.mark.parametrize("quantization_config", QUANTIZED.values(), ids=QUANTIZED.keys())
+def test_a_quantized_checkpoint_is_refused(quantization_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not supported for a model with experts.*bfloat16"):
-        read(**quantized)
+        read(quantization_config=quantization_config)

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.cpu.experts import CpuExperts, PackedExperts
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import ExpertWeights
-from kernels.reference.experts import expert_mlp_reference, route_reference
+from kernels.reference.experts import ReferenceExperts, expert_mlp_reference, route_reference
 from kernels.select import select_backend
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -121,6 +121,17 @@ def test_of_equal_experts_the_first_is_chosen() -> None:
         shares, ids = route(logits, 3, False)
         assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
         assert torch.equal(shares[1], torch.full((3,), 0.2))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_no_tokens_give_no_rows(form: tuple[torch.dtype, torch.dtype]) -> None:
+    weights, x = weights_of(8, 64, 32, form[1]), torch.empty(0, 64, dtype=form[0])
+    packed = OURS.pack_weights(copy_of(weights), form[0])
+    for kernels, experts in ((ReferenceExperts(), weights), (OURS, packed)):
+        shares, ids = kernels.route(torch.empty(0, 8, dtype=form[0]), 2, True)
+        assert shares.shape == ids.shape == (0, 2)
+        out = kernels.mlp(x, shares, ids, experts)
+        assert out.shape == (0, 64) and out.dtype == form[0]
 
 
 def test_very_unequal_logits_give_finite_weights() -> None:

@@ -94,6 +94,14 @@ def test_choices_and_weights_are_those_of_the_reference(
     torch.testing.assert_close(shares, expected_shares, rtol=3e-6, atol=1e-9)
 
 
+def test_no_tokens_give_no_rows() -> None:
+    weights, x = weights_of(8, 64, 32, BFLOAT16), normal(0, 64, dtype=BFLOAT16)
+    shares, ids = OURS.route(normal(0, 8, dtype=BFLOAT16), 2, True)
+    assert shares.shape == ids.shape == (0, 2)
+    for mlp in (OURS.mlp, expert_mlp_reference):
+        assert mlp(x, shares, ids, weights).shape == (0, 64)
+
+
 def test_logits_without_order_choose_experts_that_there_are() -> None:
     logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [1.0, -torch.inf, 2.0, 0.0, 0.0]])
     _, ids = OURS.route(logits.to(DEVICE), 3, True)

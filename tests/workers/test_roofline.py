@@ -32,13 +32,13 @@ IN_LAYERS = 2 * (1024 + 512 + 1536 + 48) + 16
 IN_HEAD = 64 * 16
 
 
-def test_layer_parameters_are_those_of_the_checkpoint() -> None:
-    assert roofline.layer_parameters(MODEL) == IN_LAYERS
+def test_active_layer_parameters_of_a_dense_model_are_those_of_the_checkpoint() -> None:
+    assert roofline.active_layer_parameters(MODEL) == IN_LAYERS
 
 
 def test_attention_biases_are_parameters_of_a_layer() -> None:
     biased = ModelConfig.from_dict(RAW | {"attention_bias": True})
-    assert roofline.layer_parameters(biased) == IN_LAYERS + 2 * (32 + 16 + 16 + 16)
+    assert roofline.active_layer_parameters(biased) == IN_LAYERS + 2 * (32 + 16 + 16 + 16)
 
 
 def test_of_experts_those_of_one_token_are_counted() -> None:
@@ -46,7 +46,7 @@ def test_of_experts_those_of_one_token_are_counted() -> None:
     raw = RAW | {"model_type": "qwen3_moe", "mlp_only_layers": [0], **experts}
     instead_of_dense = 16 * 12 + 3 * 3 * 16 * 8 - 1536
     model = ModelConfig.from_dict(raw)
-    assert roofline.layer_parameters(model) == IN_LAYERS + instead_of_dense
+    assert roofline.active_layer_parameters(model) == IN_LAYERS + instead_of_dense
 
 
 def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_decodes() -> None:

@@ -28,7 +28,7 @@ from workers.batch.kv_cache import KVCache
 from workers.batch.state import BatchState, StepInputs, StepRows
 from workers.device import Device, Graph, Put, StepUploads
 from workers.models.qwen3 import Qwen3
-from workers.roofline import layer_parameters
+from workers.roofline import active_layer_parameters
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def mixed_sizes(model: ModelConfig, num_ranks: int, max_num_batched_tokens: int)
     a host launches them.
     """
     launching_s = _LAUNCHING_S_PER_LAYER * model.num_hidden_layers
-    s_per_token = 2 * layer_parameters(model) / num_ranks / _FLOPS_PER_S
+    s_per_token = 2 * active_layer_parameters(model) / num_ranks / _FLOPS_PER_S
     max_tokens = min(max_num_batched_tokens, launching_s / s_per_token)
     return tuple(size for size in _SIZES if size <= max_tokens)
 

@@ -67,7 +67,8 @@ class _Contents:
 
 def keep_weights(model: Qwen3, name: str) -> LastingMemory:
     """Move the weights of a packed model to new memory, whose card is for `adopt_weights`. The
-    model itself goes on with it. While a tensor is moved, that one is held twice.
+    model itself goes on with it. All of the new memory is taken from the machine before the first
+    tensor is moved: at that moment it needs twice the weights.
 
     name: at most 249 bytes of the kernel's lists. Raises `OSError` where this is not possible: not
     Linux, a GPU, no memory, a torch without the interface. The model can be used all the same.

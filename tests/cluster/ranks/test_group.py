@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -24,6 +25,7 @@ from cluster.ranks.causes import may_have_spoiled_memory
 from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
+from configs.experts import Experts
 from scheduler.engine import Engine
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
 from scheduler.messages import Request, StepResult, ints
@@ -45,6 +47,7 @@ from workers.report import WorkerReport
 pytestmark = pytest.mark.engine
 
 
+EXPERTS = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -291,6 +294,34 @@ def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it
     assert seen == [(gpu, each) for gpu in each]
     assert host == "127.0.0.1", "on one node, no other machine can reach the place where they meet"
     assert of_spare == each
+
+
+class UnlikeRankActor(SeeingRankActor):
+    """Reports a processor that no other rank has."""
+
+    def _look(self, *args: Any) -> WorkerReport:
+        return dataclasses.replace(super()._look(*args), processor=f"chip {self._rank}")
+
+
+@pytest.mark.parametrize("actor", [SeeingRankActor, UnlikeRankActor])
+@pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
+def test_only_ranks_of_a_model_with_experts_need_processors_of_one_kind(
+    users_ray: None, small_model: SmallModel, experts: Experts | None, actor: type[RankActor]
+) -> None:
+    config = config_of(small_model.path, tensor_parallel_size=2)
+    config = dataclasses.replace(
+        config, device="cuda", model=dataclasses.replace(config.model, experts=experts)
+    )
+    placement = reserved(2, "cuda")
+    group = RankGroup(RankMaker(config, placement, "test", actor))
+    is_refused = experts is not None and actor is UnlikeRankActor
+    refusal = pytest.raises(ConfigError, match=r"rank 0 on .* has 'chip 0' and rank 1 .* 'chip 1'")
+    try:
+        with refusal if is_refused else contextlib.nullcontext():
+            group.start()
+    finally:
+        group.close()
+        placement.remove()
 
 
 def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
