@@ -151,6 +151,7 @@ def spans_on_device(check: Check, calls: Sequence[Callable[[], object]]) -> list
 # What the names of kernels contain, the first that fits.
 _KINDS = {
     "attention": ("decode_kernel", "prefill_kernel", "flash"),
+    "experts": ("_route", "_sort_pairs", "_multiply_tile", "_add_up"),
     "sampling": (
         *("_block_", "_row_best", "_pack", "_unpack", "_near_gaps", "_make_list", "_listed_limits"),
         *("_draw_index", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),

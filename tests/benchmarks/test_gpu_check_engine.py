@@ -77,10 +77,12 @@ def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:
         ("_add_rms_norm", 44.0, 46.0),
         ("_row_best", 43.0, 50.0),  # beside the others
         ("Memcpy HtoD (Pinned -> Device)", 60.0, 61.0),
+        ("_multiply_tile", 61.0, 64.0),
     ]
     row = gpu_check_steps.parts_of([(n, 1000 * b, 1000 * e) for n, b, e in spans], steps=2)
     assert row == {
         "attention_ms": 5.0,
+        "experts_ms": 1.5,
         "sampling_ms": 3.5,
         "elementwise_ms": 1.0,
         "products_ms": 12.0,
@@ -95,7 +97,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
     for module, name in launched_kernels():
         row = gpu_check_steps.parts_of([(name, 0.0, 1000.0)], steps=1)
         kind = next(key for key, ms in row.items() if ms)
-        wanted = {"attention": "attention_ms", "sampling": "sampling_ms"}
+        wanted = {"attention": "attention_ms", "sampling": "sampling_ms", "experts": "experts_ms"}
         wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms"}
         assert kind == wanted[module.rpartition(".")[2]], name
 
