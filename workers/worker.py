@@ -69,7 +69,6 @@ class Worker:
         self._weights = self._inherited.weights  # where they lie, if that outlives this process
         self._checkpoint, self._loaded = self._inherited.checkpoint, self._inherited.loaded
         self._seconds: dict[str, float] = {}
-        self._serves = False  # steps follow
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failed: str | None = None  # why no further step runs
@@ -102,12 +101,6 @@ class Worker:
         if self._weights is not None:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
-
-    def use_huge_pages(self) -> None:
-        """After `warm`, beside everything else, until this spare takes over: make the steps of the
-        rank faster that uses the memory now.
-        """
-        self._inherited.use_huge_pages(lambda: self._serves)
 
     def start(
         self,
@@ -187,7 +180,6 @@ class Worker:
                 self.config, model, group, kernels, device, num_blocks, self._inherited.cache
             )
             if not stands_by:
-                self._serves = True
                 self._runner.cache.allow_writing()
         self.progress.phase = "steps"
 
@@ -205,7 +197,6 @@ class Worker:
     def take_over(self, epoch: int) -> None:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
-        self._serves = True
         self.epoch = epoch
         self._runner.cache.allow_writing()
 

@@ -260,7 +260,6 @@ class RankActor:
             self._worker.warm()
         finally:
             self._is_imported.set()
-        self._worker.use_huge_pages()
 
     def _wait_for_worker(self) -> Worker:
         """The worker, once it is imported."""

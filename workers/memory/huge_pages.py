@@ -2,10 +2,9 @@
 decode step, which reads all weights, takes 8 to 25% longer in small pages.
 
 Systems seldom give huge pages to memory files by themselves, but the kernel makes them of a file's
-small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.6 to 3 s per GiB: weights are
-worth it when they are loaded, the KV cache when a spare has time. The file is the same for all
-processes that map it, each of which then uses its huge pages, if its mapping is aligned as
-`map_aligned` does it.
+small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.6 to 3 s per GiB, during which
+no other thread of the process can map memory. The file is the same for all processes that map it,
+each of which then uses its huge pages, if its mapping is aligned as `map_aligned` does it.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from workers.memory.huge_pages import use_huge_pages
 from workers.memory.lasting import LastingMemory, MemoryCard
 
 logger = logging.getLogger(__name__)
@@ -47,15 +45,3 @@ class InheritedMemory:
             return cls()
         weights, cache = opened
         return cls(weights=weights, cache=cache, checkpoint=memory.checkpoint, loaded=memory.loaded)
-
-    def use_huge_pages(self, serves: Callable[[], bool]) -> None:
-        """Have the rank, and this process, use huge pages: a spare has time for that, until it
-        serves.
-        """
-        try:
-            for part in filter(None, (self.weights, self.cache)):
-                for _ in use_huge_pages(part.descriptor, part.num_bytes):
-                    if serves():
-                        return
-        except OSError as error:
-            logger.info("the memory of a rank stays in small pages: %s", error)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
-from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import LastingMemory
 
 NAME = "eagleray-test-huge"
@@ -50,10 +49,3 @@ def test_sealed_memory_can_be_in_huge_pages_too() -> None:
     fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
     [got] = use_huge_pages(memory.descriptor, memory.num_bytes)
     assert got in (0, 2 * HUGE_PAGE_BYTES)
-
-
-def test_a_spare_stops_when_it_takes_over() -> None:
-    memory = LastingMemory.create(NAME, 40 * HUGE_PAGE_BYTES)
-    answers = iter([False, True])
-    InheritedMemory(weights=memory, cache=memory).use_huge_pages(lambda: next(answers))
-    assert next(answers, None) is None
