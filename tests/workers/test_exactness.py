@@ -73,14 +73,18 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(name: str) -> Reference:
         shape = next(shape for shape in SHAPES if shape.name == name)
-        model_dir = tmp_path_factory.mktemp(name)
-        model = make_checkpoint(model_dir, shape)
-        prompts = make_prompts(shape.vocab)
-        outputs = {key: generate(model, prompt) for key, prompt in prompts.items()}
-        tokens, gaps = ({key: output[part] for key, output in outputs.items()} for part in (0, 1))
-        return Reference(model_dir, model, shape.vocab, prompts, tokens, gaps)
+        return make_reference(shape, tmp_path_factory.mktemp(name))
 
     return make
+
+
+def make_reference(shape: Shape, model_dir: Path) -> Reference:
+    """What transformers makes of a new checkpoint of this shape."""
+    model = make_checkpoint(model_dir, shape)
+    prompts = make_prompts(shape.vocab)
+    outputs = {key: generate(model, prompt) for key, prompt in prompts.items()}
+    tokens, gaps = ({key: output[part] for key, output in outputs.items()} for part in (0, 1))
+    return Reference(model_dir, model, shape.vocab, prompts, tokens, gaps)
 
 
 def make_prompts(vocab: int) -> dict[str, list[int]]:

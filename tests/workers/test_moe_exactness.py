@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import WorkerPool, executor_of
-from tests.checkpoints import Shape, make_checkpoint
+from tests.checkpoints import Shape
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import (
     LOGIT_TOLERANCE,
     Reference,
     Scenario,
     compare,
-    generate,
-    make_prompts,
+    make_reference,
     run_logits,
 )
 
@@ -48,12 +47,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     @cache
     def make(name: str) -> Reference:
         shape = next(shape for shape in SHAPES if shape.name == name)
-        model_dir = tmp_path_factory.mktemp(name)
-        model = make_checkpoint(model_dir, shape)
-        prompts = make_prompts(shape.vocab)
-        outputs = {key: generate(model, prompt) for key, prompt in prompts.items()}
-        tokens, gaps = ({key: output[part] for key, output in outputs.items()} for part in (0, 1))
-        return Reference(model_dir, model, shape.vocab, prompts, tokens, gaps)
+        return make_reference(shape, tmp_path_factory.mktemp(name))
 
     return make
 

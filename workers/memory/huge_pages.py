@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -43,16 +42,15 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     return pages
 
 
-def use_huge_pages(descriptor: int, num_bytes: int) -> Iterator[int]:
+def use_huge_pages(descriptor: int, num_bytes: int) -> int:
     """Make the pages of a memory file huge, for every process that has it mapped. The contents stay
-    the same, and may be used meanwhile. Yields after every piece of the file, which takes about
-    50 ms, how many of its bytes are in huge pages now: 0 if the system could not. Raises
-    `OSError` if it does not do this at all.
+    the same, and may be used meanwhile. Returns how many of its bytes are in huge pages now. Raises
+    `OSError` if the system does not do this at all.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     first_address, libc = ctypes.addressof(pages), _libc()
-    whole_pages_bytes = num_bytes - num_bytes % HUGE_PAGE_BYTES
+    num_huge_bytes, whole_pages_bytes = 0, num_bytes - num_bytes % HUGE_PAGE_BYTES
     for start in range(0, whole_pages_bytes, _PIECE_BYTES):
         piece_bytes = min(_PIECE_BYTES, whole_pages_bytes - start)
         error_number = errno.EAGAIN  # while others use the pages
@@ -62,7 +60,8 @@ def use_huge_pages(descriptor: int, num_bytes: int) -> Iterator[int]:
                 error_number = ctypes.get_errno() if failed else 0
         if error_number == errno.EINVAL and start == 0:
             raise OSError(errno.EINVAL, "huge pages are not made here")
-        yield 0 if error_number else piece_bytes
+        num_huge_bytes += 0 if error_number else piece_bytes
+    return num_huge_bytes
 
 
 def _libc() -> ctypes.CDLL:

@@ -12,7 +12,6 @@ The processes must run the same code with the same libraries, as those of one en
 
 from __future__ import annotations
 
-import collections
 import fcntl
 import io
 import mmap
@@ -87,7 +86,7 @@ def keep_weights(model: Qwen3, name: str) -> LastingMemory:
         seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
         fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
         with suppress(OSError):  # this kernel does not do it
-            collections.deque(use_huge_pages(memory.descriptor, memory.num_bytes), maxlen=0)
+            use_huge_pages(memory.descriptor, memory.num_bytes)
         _touch(memory_B)
     except OSError:
         memory.close()

@@ -34,7 +34,7 @@ def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages
     mine.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(0)))
     expected = mine.clone()
     most = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    got = sum(use_huge_pages(memory.descriptor, num_bytes))
+    got = use_huge_pages(memory.descriptor, num_bytes)
     assert torch.equal(mine, expected) and torch.equal(theirs, expected)
     mine[5], expected[5] = 9, 9
     assert torch.equal(theirs, expected)
@@ -47,5 +47,5 @@ def test_sealed_memory_can_be_in_huge_pages_too() -> None:
     memory = LastingMemory.create(NAME, 2 * HUGE_PAGE_BYTES)
     seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
     fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
-    [got] = use_huge_pages(memory.descriptor, memory.num_bytes)
+    got = use_huge_pages(memory.descriptor, memory.num_bytes)
     assert got in (0, 2 * HUGE_PAGE_BYTES)
