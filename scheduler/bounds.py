@@ -125,6 +125,12 @@ JSON: Mapping[str, Bound] = {
         "the body outside of texts",
         "524,288 token ids of six digits; numbers of thousands of digits are slow to read",
     ),
+    "escapes": Bound(
+        1_572_864,
+        "escapes",
+        "all texts of the body: `\\n` or `\\u4e2d`",
+        "8 MiB of text in which each character is one; the parser takes its time for each",
+    ),
     "depth": Bound(
         160, "levels", "nested lists and objects", "schemas of 64 levels, two for each property"
     ),

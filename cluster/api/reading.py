@@ -87,15 +87,19 @@ def count_json(text: bytes) -> dict[str, int]:
     """How much a JSON text holds, by the names of the bounds; too much rather than too little. Text
     that is not JSON is counted up to where a parser would notice.
     """
-    commas, quotes, containers, pairs, bare = 0, 0, 0, 0, 0
+    commas, quotes, containers, pairs, bare, escapes = 0, 0, 0, 0, 0, 0
     is_in_text, carried = False, b""
     for start in range(0, len(text), SLICE):
         part = carried + text[start : start + SLICE]
         if _BACKSLASH in part:
+            num_bytes = len(part)
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+            escapes += (num_bytes - len(part)) // 2
         # A backslash at the end escapes the first byte of the next slice.
         carried = _BACKSLASH if part.endswith(_BACKSLASH) else b""
-        between_quotes = part.removesuffix(carried).split(b'"')
+        part = part.removesuffix(carried)
+        escapes += part.count(_BACKSLASH)
+        between_quotes = part.split(b'"')
         outside = b"".join(between_quotes[is_in_text::2])
         is_in_text ^= len(between_quotes) % 2 == 0
         quotes += len(between_quotes) - 1
@@ -110,6 +114,7 @@ def count_json(text: bytes) -> dict[str, int]:
         "containers": containers,
         "pairs": pairs,
         "bare": bare,
+        "escapes": escapes,
     }
 
 

@@ -11,7 +11,16 @@ from __future__ import annotations
 import functools
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 from pydantic_core import from_json
 
 from cluster.api.fields import (
@@ -185,6 +194,15 @@ class RefusalPart(Model):
     refusal: str
 
 
+def _part(value: Any, check: ValidatorFunctionWrapHandler) -> TextPart | RefusalPart:
+    """Called for each part, so that other threads may run between two of them."""
+    part: TextPart | RefusalPart = check(value)
+    return part
+
+
+Part = Annotated[TextPart | RefusalPart, Field(discriminator="type"), WrapValidator(_part)]
+
+
 class FunctionCall(Model):
     name: str
     arguments: str
@@ -202,9 +220,7 @@ class ChatMessage(Model):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
-        None
-    )
+    content: str | ListOf[Part] | None = None
     name: str | None = None
     tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None

@@ -14,7 +14,7 @@ import pytest
 from configs.paths import CHECKOUT
 from tests.cluster.api.hostile import ANSWERS, ENCODED, HONEST, REQUESTS
 
-MOST_STALL_MS = 50
+MOST_STALL_MS = 100  # 10 to 35 on a quiet processor
 MOST_ERROR_BYTES = 4096
 MOST_DECODED_MIB = 40  # a body of 8 MiB, and what reading it takes
 MOST_MEMORY_MIB = 300  # a text of 8 characters per token of the context takes 120 while encoded
