@@ -126,9 +126,9 @@ def open_engine(
             fill(piece)
 
     with (
-        mock.patch("workers.worker.local_checkpoint", lambda _: Path(asked.model)),
-        mock.patch("workers.worker.load_weights", fill_all),
-        mock.patch("workers.worker.held_dtype", lambda model_dir, model, dtype, _: dtype),
+        mock.patch("workers.loading.local_checkpoint", lambda _: Path(asked.model)),
+        mock.patch("workers.loading.load_weights", fill_all),
+        mock.patch("workers.loading.held_dtype", lambda model_dir, model, dtype, _: dtype),
     ):
         executor = RecordingExecutor(make_executor(config))
     limits = SchedulerLimits(

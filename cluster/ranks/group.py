@@ -340,7 +340,7 @@ class RankGroup:
         self, first_report: GroupReport | None, reports: Seq[WorkerReport], places: Seq[Place]
     ) -> None:
         """Raise unless all ranks have the same files, and those of the first epoch."""
-        if len({report.checkpoint for report in reports}) > 1:
+        if len({report.checkpoint_hash for report in reports}) > 1:
             raise ConfigError(
                 f"the nodes {sorted({place.host for place in places})} have different files at"
                 f" {self._config.model_dir}: give all of them the same checkpoint"
@@ -430,7 +430,8 @@ def _check_processors(reports: Seq[WorkerReport], places: Seq[Place]) -> None:
 
 def _checkpoint_id(reports: Seq[WorkerReport]) -> str:
     """Identifies the files of the checkpoint and the weights that each rank has loaded."""
-    return ",".join([reports[0].checkpoint, *(report.loaded for report in reports)])
+    hashes = [reports[0].checkpoint_hash, *(report.weights_hash for report in reports)]
+    return ",".join(hashes)
 
 
 def _error_of_ranks(
