@@ -179,10 +179,12 @@ class SamplingKernels(Protocol):
     def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
         """Weights within the limit, summed per block and per row."""
 
-    def draw_index(
+    def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int, /
     ) -> Tensor:
-        """Where each row's drawn token lies in the running sum of this rank's weights."""
+        """Which weight each row draws: where its token lies in the running sum of this rank's
+        weights.
+        """
 
     def pick_column(
         self,
@@ -202,7 +204,7 @@ class SamplingKernels(Protocol):
         list_NRK: Tensor,
         top_k_R: Tensor,
         top_p_R: Tensor,
-        max_logit_gap_R: Tensor,
+        min_p_limit_R: Tensor,
         /,
     ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of

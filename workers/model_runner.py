@@ -43,7 +43,7 @@ from workers.sampling.prompt_logprobs import (
     score_slice,
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
-from workers.sampling.shard import TokenColumns
+from workers.sampling.shard import LogprobTensors
 from workers.sampling.state import PARAMETERS
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
@@ -247,15 +247,15 @@ class ModelRunner:
     ) -> PendingStep:
         logprobs = None if sampled is None else sampled.logprobs
         tensors = [] if sampled is None else [sampled.token_ids_B]
-        tensors += [] if logprobs is None else logprobs.columns
-        tensors += [] if scored is None else (*scored.columns, scored.rank_P)
+        tensors += [] if logprobs is None else logprobs.tensors
+        tensors += [] if scored is None else (*scored.tensors, scored.rank_P)
         copies, ended = self.device.to_host(*tensors)
         copied = iter(copies)
         token_ids_R = None if sampled is None else next(copied)
         if logprobs is not None:
-            logprobs = replace(logprobs, columns=_next_columns(copied))
+            logprobs = replace(logprobs, tensors=_next_logprobs(copied))
         if scored is not None:
-            scored = replace(scored, columns=_next_columns(copied), rank_P=next(copied))
+            scored = replace(scored, tensors=_next_logprobs(copied), rank_P=next(copied))
         return PendingStep(
             device=self.device,
             token_ids_R=token_ids_R,
@@ -267,8 +267,8 @@ class ModelRunner:
         )
 
 
-def _next_columns(tensors: Iterator[Tensor]) -> TokenColumns:
-    return TokenColumns._make(itertools.islice(tensors, len(TokenColumns._fields)))
+def _next_logprobs(tensors: Iterator[Tensor]) -> LogprobTensors:
+    return LogprobTensors._make(itertools.islice(tensors, len(LogprobTensors._fields)))
 
 
 def make_sampler(

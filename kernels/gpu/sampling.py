@@ -92,12 +92,12 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
-    """See `kernels.reference.sampling.draw_index`."""
+def target_weight(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
+    """See `kernels.reference.sampling.target_weight`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
     target_weight_R = torch.empty_like(positions_R)
-    _draw_index[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+    _target_weight[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         seeds_R,
         positions_R,
         kept_NR,
@@ -179,21 +179,21 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
         list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
     )
-    limit_R = torch.empty_like(max_logit_gap_R)
+    limit_R = torch.empty_like(min_p_limit_R)
     kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
     _listed_limits[(num_rows,)](
         list_NRK,
         list_RC,
         top_k_R,
         top_p_R,
-        max_logit_gap_R,
+        min_p_limit_R,
         limit_R,
         kept_NR,
         num_ranks,
@@ -431,7 +431,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(z):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._mix`; the masks turn arithmetic shifts into logical ones."""
+    """The finalizer of SplitMix64, as `kernels.reference.sampling._mix`; the masks turn arithmetic
+    shifts into logical ones.
+    """
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -440,10 +442,10 @@ def _mix(z):  # type: ignore[no-untyped-def]
 @triton.jit(
     do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"]
 )
-def _draw_index(  # type: ignore[no-untyped-def]
+def _target_weight(  # type: ignore[no-untyped-def]
     seeds_R, positions_R, kept_NR, target_weight_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
 ):
-    """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
+    """As `kernels.reference.sampling.target_weight`, with `uniform_bits` and `uniform_below`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
     start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN)
@@ -575,10 +577,10 @@ def _first_gap(gaps_C, amounts_C, target):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
+def _top_p_target(weight, top_p):  # type: ignore[no-untyped-def]
     """As `kernels.reference.sampling.top_p_target`."""
-    mass_high, mass_low = mass >> 31, mass & 0x7FFFFFFF
-    return tl.maximum(mass_high * top_p * 2 + ((mass_low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
+    weight_high, weight_low = weight >> 31, weight & 0x7FFFFFFF
+    return tl.maximum(weight_high * top_p * 2 + ((weight_low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
 
 
 @triton.jit(
@@ -587,7 +589,7 @@ def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
         "list_RC",
         "top_k_R",
         "top_p_R",
-        "max_logit_gap_R",
+        "min_p_limit_R",
         "num_ranks",
         "max_top_k",
     ]
@@ -597,7 +599,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     list_RC,
     top_k_R,
     top_p_R,
-    max_logit_gap_R,
+    min_p_limit_R,
     limit_R,
     kept_NR,
     num_ranks,
@@ -616,7 +618,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     weights_C = _listed_weights(list_C, limit)
     top_p_limit = _first_gap(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
     limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
-    limit = tl.minimum(limit, tl.load(max_logit_gap_R + r))
+    limit = tl.minimum(limit, tl.load(min_p_limit_R + r))
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
         rank_row = rank * num_rows + r

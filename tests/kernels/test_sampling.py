@@ -196,7 +196,7 @@ def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
     ]
     bits = [generator.getrandbits(62) for _ in totals]
     bits[:6] = [0, 2**62 - 1, 2**62 - 1, 2**31, 2**62 - 1, 2**62 - 1]
-    index = kernels.pick_index(torch.tensor(bits), torch.tensor(totals)).tolist()
+    index = kernels.uniform_below(torch.tensor(bits), torch.tensor(totals)).tolist()
     assert index == [b * t >> 62 for b, t in zip(bits, totals, strict=True)]
     parts = [generator.randint(0, 2**30) for _ in totals]
     target = kernels.top_p_target(torch.tensor(totals), torch.tensor(parts)).tolist()
@@ -213,4 +213,4 @@ def test_drawn_index_counts_from_the_start_of_each_ranks_weights() -> None:
             index - before
             for index, before in zip(whole, kept[:rank].sum(dim=0).tolist(), strict=True)
         ]
-        assert kernels.draw_index(seeds, positions, kept, rank).tolist() == want
+        assert kernels.target_weight(seeds, positions, kept, rank).tolist() == want
