@@ -211,7 +211,7 @@ class Qwen3:
         kv: Sequence[LayerCache],
     ) -> Tensor:
         """Normalized hidden states [T, E], the same on every rank. Writes the KV of the tokens to
-        their slots.
+        their KV places.
         """
         kernels, eps = self.kernels, self.model.rms_norm_eps
         residual_TE = self.embedding(token_ids_T)
