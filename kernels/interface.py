@@ -246,7 +246,7 @@ class Kernels(Protocol):
     experts: ExpertKernels
 
     def kv_cache_shapes(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, /
     ) -> tuple[Shape, Shape]:
         """Shapes of one layer's keys and of its values, equal in their number of elements."""
 
@@ -285,7 +285,7 @@ class Kernels(Protocol):
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
 
     def max_decode_parts(
-        self, num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device, /
+        self, num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device, /
     ) -> int:
         """`DecodeParts.max_parts` for `num_rows` rows of up to `max_seq_len` tokens; 0 where
         `paged_attention` does not use them.

@@ -6,7 +6,7 @@ with.
     total_flops = 2 * active_layer_parameters * T + 2 * head_parameters * S
                   + 4 * heads * head_dim * layers * (sum of contexts)
     total_bytes = weight_bytes * D
-                  + 2 * kv_heads * head_dim * itemsize * layers
+                  + 2 * num_kv_heads * head_dim * itemsize * layers
                   * (sum of contexts of decoded tokens)
 
 T counts the tokens that must run: per request, the prompt (a prefix that it shares with another

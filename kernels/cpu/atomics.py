@@ -131,6 +131,8 @@ def put_byte(typing_context: Any, descriptor: Any) -> Any:
 
 
 def _transfer(name: str) -> Callable[..., Any]:
+    """A call of the system's `read` or `write`, as `name` says, with one byte."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = cgutils.alloca_once_value(builder, _BYTE(0))
         function = _function(builder, name, _WORD, [_INT, byte.type, _WORD])

@@ -116,7 +116,9 @@ class StepInputs:
 
 
 class BatchState:
-    """`max_num_seqs` slots of up to `max_model_len` tokens, for attention over `kv_heads` heads."""
+    """`max_num_seqs` slots of up to `max_model_len` tokens, for attention over `num_kv_heads`
+    heads.
+    """
 
     def __init__(
         self,
@@ -124,11 +126,11 @@ class BatchState:
         num_blocks: int,
         device: Device,
         kernels: Kernels,
-        kv_heads: int,
+        num_kv_heads: int,
     ) -> None:
         slots = config.max_num_seqs
         self._kernels = kernels
-        self._kv_heads = kv_heads
+        self._num_kv_heads = num_kv_heads
         self.block_size = config.block_size
         self.num_blocks = num_blocks
         self.max_tokens = config.max_model_len
@@ -137,7 +139,7 @@ class BatchState:
         self.block_table_SW = torch.zeros(
             slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch
         )
-        self._arrived_SK = torch.zeros(slots, kv_heads, dtype=torch.int32, device=device.torch)
+        self._arrived_SK = torch.zeros(slots, num_kv_heads, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
         # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
         self._counts_NS = np.zeros((5, slots), np.int32)
@@ -242,7 +244,7 @@ class BatchState:
         if num_rows == 0:
             return 0
         return self._kernels.max_decode_parts(
-            num_rows, self._kv_heads, max_seq_len, self.device.torch
+            num_rows, self._num_kv_heads, max_seq_len, self.device.torch
         )
 
     def stage_decode(

@@ -308,7 +308,7 @@ def choices_of(
 
 def logits_of(model: Qwen3) -> Tensor:
     kernels = model.kernels
-    shapes = kernels.kv_cache_shapes(1, 128, model.num_kv_heads, model.model.head_dim)
+    shapes = kernels.kv_cache_shapes(1, 128, model.num_kv_heads, model.model_config.head_dim)
     kv = [
         (torch.zeros(shapes[0], dtype=model.dtype), torch.zeros(shapes[1], dtype=model.dtype))
         for _ in model.layers
