@@ -42,7 +42,8 @@ def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
     `PART_TOKENS` with which there are at most `max_parts`, which is at least B.
     """
     chunks_B = -(-seq_lens_B // PART_TOKENS)
-    total_chunks, longest_row_chunks = int(chunks_B.sum()), int(chunks_B.max(initial=0))
+    total_chunks = int(chunks_B.sum())
+    longest_row_chunks = int(chunks_B.max(initial=0))
     # The parts of length n number between total / n and total / n + B.
     min_part_chunks = max(
         1, -(-total_chunks // max_parts), -(-longest_row_chunks // MAX_PARTS_PER_ROW)

@@ -43,7 +43,8 @@ def load_model(
     """
     model_dir = local_checkpoint(config)
     checkpoint_hash = fingerprint(model_dir)
-    dtype, weight_dtype = torch_dtype(config.dtype), torch_dtype(config.weight_dtype)
+    dtype = torch_dtype(config.dtype)
+    weight_dtype = torch_dtype(config.weight_dtype)
     model = Qwen3(
         config.model,
         group,

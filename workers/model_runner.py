@@ -139,7 +139,8 @@ class ModelRunner:
             max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
         )
         parts = (config, model, self.cache, self.state, self.device, self.uploads, self._hidden_SE)
-        self.graphs, self.mixed_graphs = DecodeGraphs(*parts), MixedGraphs(*parts)
+        self.graphs = DecodeGraphs(*parts)
+        self.mixed_graphs = MixedGraphs(*parts)
         largest = self.graphs.capture(self.mixed_graphs.capture())
         self.next_tokens.capture(self._hidden_SE, largest)
 

@@ -117,7 +117,8 @@ def floor_s(
     decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
     prefilled = sum(_sum_of_contexts(w.num_shared, w.num_prompt) for w in works)
     attention = model.num_hidden_layers * model.head_dim * (decoded + prefilled)
-    in_layers, in_head = active_layer_parameters(model), model.vocab_size * model.hidden_size
+    in_layers = active_layer_parameters(model)
+    in_head = model.vocab_size * model.hidden_size
     flops = (
         2 * in_layers * num_run
         + 2 * in_head * num_sampled

@@ -92,7 +92,8 @@ class Worker:
         has_experts = config.model.experts is not None
         load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, has_experts)
         if (weights := self._inherited.weights) is not None:
-            self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
+            self._kernels = kernels
+            self._group = self._new_group(torch.device("cpu"))
             self._loaded = adopt_model(self._inherited, weights, config, self._group, kernels)
 
     def start(
@@ -141,7 +142,10 @@ class Worker:
         if self.config.device == "cpu":
             self._rendezvous = None  # nobody meets there any more; NCCL may ask its store later
         group.set_timeout(engine_config.step_timeout_s)
-        self._device, self._group, self._kernels, self._loaded = device, group, kernels, loaded
+        self._device = device
+        self._group = group
+        self._kernels = kernels
+        self._loaded = loaded
         return WorkerReport(
             rank=self.rank,
             backend=kernels.capabilities.description,
@@ -164,7 +168,10 @@ class Worker:
         Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
         engine began.
         """
-        device, group, kernels, loaded = self._device, self._group, self._kernels, self._loaded
+        device = self._device
+        group = self._group
+        kernels = self._kernels
+        loaded = self._loaded
         if device is None or group is None or kernels is None or loaded is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._memory_of_the_start():

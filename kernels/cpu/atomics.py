@@ -115,7 +115,8 @@ def _clock(clock_id: int) -> Callable[..., Any]:
 
 
 # Nanoseconds: of a clock that never goes back, and that the calling thread has run on a core.
-now_ns, thread_ns = _clock(time.CLOCK_MONOTONIC), _clock(time.CLOCK_THREAD_CPUTIME_ID)
+now_ns = _clock(time.CLOCK_MONOTONIC)
+thread_ns = _clock(time.CLOCK_THREAD_CPUTIME_ID)
 
 
 @intrinsic

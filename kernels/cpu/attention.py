@@ -124,7 +124,8 @@ def _add_tiles(
     """
     rows, columns = c_MN.shape
     a = a_MK.ctypes.data + STEP_BYTES * first_step, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
-    b_bytes, c_stride = b_KNW.itemsize * b_KNW.shape[2], c_MN.itemsize * columns
+    b_bytes = b_KNW.itemsize * b_KNW.shape[2]
+    c_stride = c_MN.itemsize * columns
     column = 0
     while column + LANES <= columns:
         b = b_KNW.ctypes.data + b_bytes * column, b_bytes * columns, b_KNW[0, 0, 0]
@@ -212,12 +213,15 @@ def _attend_tile(
     acc_MD = np.empty((num_rows, head_dim), np.float32)
     s_MP = np.empty((num_rows, block_size), np.float32)
     p_MP = np.empty((num_rows, block_size), like.dtype)
-    max_M, sum_M = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    max_M = np.empty(num_rows, np.float32)
+    sum_M = np.empty(num_rows, np.float32)
     ends_M = np.empty(num_rows, np.int64)
     for i in range(num_queries):
         for g in range(group_size):
             m = i * group_size + g
-            ends_M[m], max_M[m], sum_M[m] = first_position + i + 1, -np.inf, 0
+            ends_M[m] = first_position + i + 1
+            max_M[m] = -np.inf
+            sum_M[m] = 0
             for d in range(head_dim):
                 acc_MD[m, d] = 0
                 query = widen(q_THD[first_token + i, head * group_size + g, d])
@@ -268,7 +272,8 @@ def _attend(
     head_group = index // (num_tiles * heads_per_group)
     place_in_group = index % (num_tiles * heads_per_group)
     row, first_query, num_queries = tiles[place_in_group // heads_per_group]
-    first_token, end_token = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
+    first_token = np.int64(starts_B1[row])
+    end_token = np.int64(starts_B1[row + 1])
     head = head_group * heads_per_group + place_in_group % heads_per_group
     next_place_in_group = (
         place_in_group + 1 if place_in_group + 1 < num_tiles * heads_per_group else place_in_group

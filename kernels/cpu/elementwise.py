@@ -212,7 +212,8 @@ def _store_token(
                 k_NKDPW[block, k, feature_group, place_in_block, w] = stored_as(
                     key, k_NKDPW[0, 0, 0, 0, 0]
                 )
-        token_group, place_in_group = place_in_block // width, place_in_block % width
+        token_group = place_in_block // width
+        place_in_group = place_in_block % width
         for d in range(head_dim):
             value = qkv_XD[num_heads + num_kv_heads + k, d]
             v_NKPDW[block, k, token_group, d, place_in_group] = stored_as(
@@ -233,7 +234,8 @@ def _qk_norm_rope_store(
     kv_places_T: Array,
     q_THD: Array,
 ) -> None:
-    weights, rotary = (q_weight_D, k_weight_D, eps), (cos_sin_LD, positions_T)
+    weights = (q_weight_D, k_weight_D, eps)
+    rotary = (cos_sin_LD, positions_T)
     caches = (k_NKDPW, v_NKPDW, kv_places_T)
     parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 

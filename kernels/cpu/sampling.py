@@ -30,7 +30,8 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
-    max_B, column_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    max_B = torch.empty(num_rows)
+    column_B = torch.empty(num_rows, dtype=torch.int64)
     sampling_weights.row_best(
         as_array(logits_BV), block_max_BX.numpy(), max_B.numpy(), column_B.numpy()
     )

@@ -103,7 +103,10 @@ def _list_row(
 ) -> None:
     logits_BV, block_max_BX, rows_R, max_R, temperature_R = gap_rows
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, top_k, list_K = max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
+    largest = max_R[r]
+    temperature = temperature_R[r]
+    top_k = top_k_R[r]
+    list_K = list_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
     nearest_gaps = np.full(top_k, INFINITY, np.float32)
@@ -223,10 +226,14 @@ def _count_part(
     num_parts, num_bins = histogram_RSX.shape[1:]
     r, part = task // num_parts, task % num_parts
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, gap_limit, prefix = max_R[r], temperature_R[r], limit_R[r], prefix_R[r]
+    largest = max_R[r]
+    temperature = temperature_R[r]
+    gap_limit = limit_R[r]
+    prefix = prefix_R[r]
     histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
-    gaps, amounts = np.empty(BLOCK_COLUMNS, np.float32), np.ones(BLOCK_COLUMNS, np.int64)
+    gaps = np.empty(BLOCK_COLUMNS, np.float32)
+    amounts = np.ones(BLOCK_COLUMNS, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
         nearest_gap = gap_of(block_max_X[block], largest, temperature)
         if (

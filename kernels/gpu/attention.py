@@ -560,7 +560,8 @@ def _attend(
         mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
-        k_CD, v_CD = loaded(k_CD, q_MD.dtype, READ_FP8), loaded(v_CD, q_MD.dtype, READ_FP8)
+        k_CD = loaded(k_CD, q_MD.dtype, READ_FP8)
+        v_CD = loaded(v_CD, q_MD.dtype, READ_FP8)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))

@@ -188,7 +188,8 @@ def _load(name: str) -> FlashAttn | None:
 
 
 def _flash_attn_2(module: ModuleType) -> FlashAttn:
-    with_kvcache, varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+    with_kvcache = module.flash_attn_with_kvcache
+    varlen = module.flash_attn_varlen_func
 
     def paged_attention(
         q_THD: Tensor,

@@ -79,7 +79,8 @@ def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
 
 def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
-    values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
+    values = torch.empty_like(packed, dtype=torch.float32)
+    ids = torch.empty_like(packed)
     _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
         packed, values, ids, len(packed), ROWS=_ROWS_PER_PROGRAM, num_warps=1
     )
@@ -139,7 +140,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
     may lie elsewhere; they are counted separately.
     """
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     near_RX = (
         gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
         .topk(min(max_top_k, num_blocks), sorted=False)
@@ -213,7 +215,8 @@ def gap_histogram(
 ) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
         num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
@@ -250,7 +253,8 @@ def _width(length: int) -> int:
 
 def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
         gap_rows.logits_BV,
@@ -410,7 +414,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     limit = tl.load(limit_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
@@ -451,7 +457,8 @@ def _target_weight(  # type: ignore[no-untyped-def]
     start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN)
     position = tl.load(positions_R + rows, mask=mask, other=0)
     bits = (_mix(start + (position + 1) * _GOLDEN) >> 2) & 0x3FFFFFFFFFFFFFFF
-    total, weight_before = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
+    total = tl.zeros([ROWS], tl.int64)
+    weight_before = tl.zeros([ROWS], tl.int64)
     for peer in range(num_ranks):
         kept_weight = tl.load(kept_NR + peer * num_rows + rows, mask=mask, other=0)
         total += kept_weight
@@ -478,7 +485,9 @@ def _pick_column(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     target_weight = tl.load(target_weight_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
@@ -512,7 +521,9 @@ def _near_gaps(  # type: ignore[no-untyped-def]
 ):
     """Gaps of the tokens of some blocks per row; infinite for NaN."""
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     offsets_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask_X = offsets_X < num_near
     blocks_X = tl.load(near_RX + r * num_near + offsets_X, mask=mask_X, other=0)
@@ -657,7 +668,9 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     limit, prefix = tl.load(limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)

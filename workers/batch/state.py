@@ -172,10 +172,13 @@ class BatchState:
         max_query_len = int(new_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
-            slots_T, positions_T, num_cached_T = slots_B, start_B, num_cached_B
+            slots_T = slots_B
+            positions_T = start_B
+            num_cached_T = num_cached_B
         else:
             num_decode_rows = int((new_B > 1).argmax())
-            slots_T, num_cached_T = np.repeat(slots_B, new_B), np.repeat(num_cached_B, new_B)
+            slots_T = np.repeat(slots_B, new_B)
+            num_cached_T = np.repeat(num_cached_B, new_B)
             positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
             positions_T += np.repeat(start_B - query_start_B1[:-1], new_B)
         rows = StepRows(
@@ -317,7 +320,8 @@ class BatchState:
             _ints(rows.num_tokens),
             _ints(rows.num_blocks),
         )
-        cached_A, prompt_A = _ints(rows.num_cached_tokens), _ints(rows.num_prompt_tokens)
+        cached_A = _ints(rows.num_cached_tokens)
+        prompt_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
         _demand(~self.used_S[slots_A], "an admitted slot is free", slots_A)
         _demand(
@@ -387,7 +391,8 @@ class BatchState:
         self._check_slots(slots_B, "scheduled")
         _demand(self.used_S[slots_B], "a scheduled slot is in use", slots_B)
         _demand(new_B >= 1, "a scheduled row has a token to compute", new_B)
-        end_B, known_B = self.num_computed_S[slots_B] + new_B, self.num_tokens_S[slots_B]
+        end_B = self.num_computed_S[slots_B] + new_B
+        known_B = self.num_tokens_S[slots_B]
         _demand(end_B <= known_B, "a row computes only tokens it has", slots_B)
         _demand(
             end_B[samples_B] == known_B[samples_B],

@@ -114,7 +114,8 @@ class QKVParallelLinear(_ColumnParallel):
         return self.weight.product(x_TE, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
     def slices(self) -> Iterator[WeightSlice]:
-        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
+        heads = self.model.num_attention_heads
+        kv_heads = self.model.num_key_value_heads
         first = self.rank * self.num_heads
         offset = 0
         for letter, total, start, count in (

@@ -109,9 +109,14 @@ class SharedMemoryReducer:
         must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `who` names this
         rank in errors. Raises what `exchange` does.
         """
-        index, size, first_name = ranks.index(rank), len(ranks), f"rank {ranks[0]}"
+        index = ranks.index(rank)
+        size = len(ranks)
+        first_name = f"rank {ranks[0]}"
         compile_advance()  # nothing has to be cleaned up yet
-        token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
+        token = secrets.token_hex(16)
+        path = ""
+        reason = ""
+        reasons = ["the ranks did not agree"]
         descriptor, reducer = -1, None
         try:
             if index == 0:

@@ -103,7 +103,8 @@ class VocabularyShard:
         """
         logits_LV = logits_LV.to(torch.float32)
         top_LM, top_ids_LM = self._top(logits_LV, num_top)
-        max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
+        max_L = top_LM[:, 0].contiguous()
+        one_L = torch.ones_like(top_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
         gap_rows = GapRows(
             logits_BV=logits_LV,

@@ -134,7 +134,8 @@ class StaticSamplingRows:
             "min_p_limit": np.full(max_rows, math.inf, np.float32),
             "top_p_bound": np.full(max_rows, math.inf, np.float32),
         }
-        self._positions_S, self._is_drawn_S = keep(self.positions_S), keep(self.is_drawn_S)
+        self._positions_S = keep(self.positions_S)
+        self._is_drawn_S = keep(self.is_drawn_S)
         self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
@@ -326,7 +327,8 @@ class SamplingState:
         )
 
     def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
-        top_k, top_p = self._table["top_k"][slots], self._table["top_p"][slots]
+        top_k = self._table["top_k"][slots]
+        top_p = self._table["top_p"][slots]
         return Filters(
             top_k_R=put(top_k),
             max_top_k=int(top_k.max()),
