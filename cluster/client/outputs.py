@@ -100,7 +100,9 @@ class RequestOutput:
 
 
 class OutputFollower:
-    """Follows one engine request and cuts its news into chunks."""
+    """Follows one engine request and cuts its news into chunks. completion: the output; its text is
+    set when it ends.
+    """
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class OutputFollower:
     ) -> None:
         """`only_prompt`: the engine's only token is dropped, since no output was asked for."""
         self.request = request
-        self._completion = CompletionOutput(index)
+        self.completion = CompletionOutput(index)
         self._stream = stream
         self._pieces: list[str] = []  # of the text so far
         self._sink = sink
@@ -130,24 +132,22 @@ class OutputFollower:
         return None if self._prompt is None else PromptEntries(self._prompt)
 
     @property
-    def completion(self) -> CompletionOutput:
-        """As far as it has arrived."""
-        self._completion.text = "".join(self._pieces)
-        return self._completion
-
-    @property
     def has_ended(self) -> bool:
-        return self._completion.finish_reason is not None
+        return self.completion.finish_reason is not None
 
     def fail(self) -> None:
         """End here, without another chunk."""
-        self._completion.finish_reason = "error"
+        self._end("error")
+
+    def _end(self, reason: str) -> None:
+        self.completion.text, self._pieces = "".join(self._pieces), []
+        self.completion.finish_reason = reason
 
     def take(self, news: News) -> bool:
         """Add news, skipping tokens that are already known. True if a stop string has ended the
         output here while the engine still runs it.
         """
-        completion = self._completion
+        completion = self.completion
         if completion.finish_reason is not None:
             return False
         if self._prompt is not None and news.prompt_logprobs is not None:
@@ -175,7 +175,7 @@ class OutputFollower:
 
     def continued(self) -> Request:
         """The request with the tokens that have been received."""
-        request, received_ids = self.request, self._completion.token_ids
+        request, received_ids = self.request, self.completion.token_ids
         if not received_ids:
             return request
         prompt = request.token_ids[: request.num_prompt_tokens]
@@ -185,8 +185,9 @@ class OutputFollower:
         )
 
     def abort(self) -> None:
-        """End here; the last chunk says "abort"."""
-        self._add([], None, "abort", 0)
+        """End here, unless it has ended; the last chunk says "abort"."""
+        if not self.has_ended:
+            self._add([], None, "abort", 0)
 
     def _add(
         self,
@@ -196,14 +197,14 @@ class OutputFollower:
         num_cached_tokens: int,
         text: str = "",
     ) -> None:
-        completion = self._completion
+        completion = self.completion
         completion.token_ids += tokens
         if finish_reason is not None and self._stream is not None:
             text += self._stream.finish()
             completion.stop_string = self._stream.stopped_by
         self._pieces.append(text)
         if finish_reason is not None:
-            completion.finish_reason = finish_reason
+            self._end(finish_reason)
         elif len(self._pieces) == _MAX_PIECES:
             self._pieces = ["".join(self._pieces)]
         if logprobs is not None:

@@ -61,8 +61,9 @@ class TextStream:
         text = self._detokenizer.finish()
         if not self._matchers:
             return text
-        certain_text = self._search(text, is_last=True)
-        return certain_text if self.stopped_by is not None else certain_text + self._withheld
+        certain_text, withheld_text = self._search(text, is_last=True), self._withheld
+        self._withheld = ""
+        return certain_text if self.stopped_by is not None else certain_text + withheld_text
 
     def _search(self, text: str, *, is_last: bool = False) -> str:
         """Add decoded text. Returns what is certain now, up to a stop string that it completes."""

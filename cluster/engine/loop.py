@@ -83,7 +83,7 @@ class _OpenRequest:
     unsent_logprobs: Logprobs = field(default_factory=list)
 
     def is_due(self, num_unsent: int) -> bool:
-        """Whether so many tokens should be sent with this step, unless it is the last one."""
+        """Whether so many tokens are enough to be sent before the last one is there."""
         return self.news_interval > 0 and (self.num_sent == 0 or num_unsent >= self.news_interval)
 
 
