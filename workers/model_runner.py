@@ -276,13 +276,13 @@ def make_sampler(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> Sampler:
     """The sampler of this rank's shard of the vocabulary."""
-    start, shard = model.head.first_id, model.head.shard
+    start, shard_size = model.head.first_id, model.head.shard_size
     return Sampler(
         group,
         kernels.sampling,
         config.model.vocab_size,
         start,
-        start + shard,
+        start + shard_size,
         config.max_num_seqs,
         group.device,
     )
