@@ -77,7 +77,7 @@ class _ColumnParallel(_Matrix):
     def _piece(
         self, name: str, full_size: int, start: int, offset: int, length: int
     ) -> Iterator[WeightSlice]:
-        """Copy `length` rows of the matrix `name`, which has `full_size`, from row `start` on, to our
+        """Copy `length` of the `full_size` rows of the matrix `name`, from row `start` on, to our
         rows from `offset` on.
         """
         yield from self.weight.slices(name, (full_size, self.size_in), offset, length, 0, start)
