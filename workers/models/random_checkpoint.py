@@ -36,7 +36,7 @@ def write_random_checkpoint(
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # the numbers after it are aligned
     values = torch.empty(min(num_bytes // dtype.itemsize, _NUM_DIFFERENT), dtype=dtype)
-    some = memoryview(values.uniform_(-0.05, 0.05).view(torch.uint8).numpy())
+    some = values.uniform_(-0.05, 0.05).view(torch.uint8).numpy().data
     path = model_dir / SINGLE_NAME
     with path.open("wb") as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
