@@ -117,3 +117,20 @@ def test_a_token_gets_the_same_bits_in_any_batch_of_the_same_tiles() -> None:
     together = OURS.mlp(x, shares, ids, weights)
     alone = OURS.mlp(x[7:8].clone(), shares[7:8].clone(), ids[7:8].clone(), weights)
     assert torch.equal(alone[0], together[7])
+
+
+def test_padding_chooses_no_expert_and_reads_none() -> None:
+    weights, num_live = weights_of(32, 64, 32, BFLOAT16), torch.tensor([3], dtype=torch.int32)
+    x, logits = normal(16, 64, dtype=BFLOAT16), normal(16, 32, seed=4, dtype=BFLOAT16)
+    shares, ids = OURS.route(logits, 4, True, num_live.to(DEVICE))
+    live_shares, live_ids = OURS.route(logits[:3].contiguous(), 4, True)
+    assert torch.equal(ids[:3], live_ids) and torch.equal(shares[:3], live_shares)
+    _, tiles = _sorted_pairs(ids, 32, 16)
+    experts_read = {expert for expert, _, num_rows in tiles.tolist() if num_rows}
+    assert experts_read == set(live_ids.flatten().tolist())
+    out = OURS.mlp(x, shares, ids, weights)
+    assert torch.equal(out[:3], OURS.mlp(x[:3].contiguous(), live_shares, live_ids, weights))
+    assert not out[3:].any()
+    reference = route_reference(logits, 4, True, num_live.to(DEVICE))
+    assert torch.equal(ids, reference[1])
+    assert not expert_mlp_reference(x, *reference, weights)[3:].any()
