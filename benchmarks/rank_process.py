@@ -94,6 +94,10 @@ class RankProcess:
                 self._clock(products, "linear", "linear")
         for name in (name for name in dir(kernels.sampling) if not name.startswith("_")):
             self._clock(kernels.sampling, name, "sampling")
+        self.num_read: list[int] = []
+        for name in ("route", "mlp"):
+            self._clock(kernels.experts, name, "experts")
+        self._count_experts(kernels.experts)
         for name in ("all_reduce", "all_reduce_max", "all_gather"):
             self._clock(group, name, "collectives")
         self._clock(self.worker, "launch", "launch")
@@ -105,6 +109,20 @@ class RankProcess:
         seconds = dict(self.seconds)
         known = sum(value for name, value in seconds.items() if name != "launch")
         return seconds | {"other": seconds["launch"] - known}
+
+    def experts_per_layer(self) -> float:
+        """Experts that have tokens, the mean over the layers since `start_clocks`; 0 without any."""
+        return sum(self.num_read) / max(1, len(self.num_read))
+
+    def _count_experts(self, kernels: Any) -> None:
+        route = kernels.route
+
+        def counted(*args: Any) -> Any:
+            weights_TK, ids_TK = route(*args)
+            self.num_read.append(len(ids_TK.unique()))
+            return weights_TK, ids_TK
+
+        kernels.route = counted
 
     def _clock(self, owner: Any, attribute: str, name: str) -> None:
         function = getattr(owner, attribute)
