@@ -111,7 +111,7 @@ class RankProcess:
         return seconds | {"other": seconds["launch"] - known}
 
     def experts_per_layer(self) -> float:
-        """Experts that have tokens, the mean over the layers since `start_clocks`; 0 without any."""
+        """Experts that have tokens, the mean over layers since `start_clocks`; 0 without any."""
         return sum(self.num_read) / max(1, len(self.num_read))
 
     def _count_experts(self, kernels: Any) -> None:
