@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from configs.engine import ResolvedConfig
+from kernels.interface import SamplingKernels
 from scheduler.messages import StepPlan
 from workers.worker import Worker
 
@@ -92,7 +93,7 @@ class RankProcess:
         for products in (kernels.int8, kernels.mixed):
             if products is not None:
                 self._clock(products, "linear", "linear")
-        for name in (name for name in dir(kernels.sampling) if not name.startswith("_")):
+        for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):
             self._clock(kernels.sampling, name, "sampling")
         self.num_read: list[int] = []
         for name in ("route", "mlp"):
