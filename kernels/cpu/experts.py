@@ -70,16 +70,11 @@ class CpuExperts:
         x, ids = torch.zeros(1, 2, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
         return [
             partial(self.mlp, x, one, ids, experts),
-            partial(self.route, one.to(dtype), 1, True),
+            partial(self.route, one.to(dtype), 1, True, None),
         ]
 
     def route(
-        self,
-        logits_TX: Tensor,
-        num_chosen: int,
-        normalizes: bool,
-        num_live_1: Tensor | None = None,
-        /,
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that where logits are NaN other experts may be chosen: still
         `num_chosen` different ones, all of them below X.

@@ -63,12 +63,7 @@ class TritonExperts(ReferenceExperts):
     """`ExpertKernels` in Triton. Each kernel is compiled at its first use."""
 
     def route(
-        self,
-        logits_TX: Tensor,
-        num_chosen: int,
-        normalizes: bool,
-        num_live_1: Tensor | None = None,
-        /,
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that NaN and minus infinity count as the smallest number.
         One program per token.

@@ -86,12 +86,7 @@ class ReferenceExperts:
         return weights
 
     def route(
-        self,
-        logits_TX: Tensor,
-        num_chosen: int,
-        normalizes: bool,
-        num_live_1: Tensor | None = None,
-        /,
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """See `route_reference`."""
         return route_reference(logits_TX, num_chosen, normalizes, num_live_1)

@@ -80,7 +80,7 @@ def test_nothing_waits_for_the_device() -> None:
     gpu, x = FakeGpu(), torch.randn(5, 32)
 
     def run() -> None:
-        experts.mlp(x, *experts.route(torch.randn(5, 8), 2, True), weights)
+        experts.mlp(x, *experts.route(torch.randn(5, 8), 2, True, None), weights)
 
     gpu.capture(run)
 
