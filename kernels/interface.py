@@ -146,9 +146,11 @@ class ExpertKernels(Protocol):
         """As `Kernels.first_step`, for these kernels."""
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], experts [T, K]) of each token."""
+        """(weights [T, K], experts [T, K]) of each token. Behind the first `num_live_1` tokens
+        (None: all) is a graph's padding, for which a backend with graphs chooses expert X: none.
+        """
 
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
         """The weights in the layout that `mlp` needs for inputs of `dtype`, perhaps in the memory

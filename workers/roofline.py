@@ -34,6 +34,7 @@ import torch
 from configs.model import ModelConfig
 from configs.quantization import Quantization
 from workers.batch.kv_cache import torch_dtype
+from workers.models.size import count_parameters
 
 PROBE_BYTES = 256 * 2**20
 PROBE_MATRIX_DIM = 2048
@@ -136,21 +137,8 @@ def active_layer_parameters(model: ModelConfig) -> int:
     """Parameters of all layers and the last norm that are active for one token, without embedding
     and head: of the experts of a layer, those that one token chooses.
     """
-    hidden, q = model.hidden_size, model.num_attention_heads * model.head_dim
-    kv = model.num_key_value_heads * model.head_dim
-    bias = q + 2 * kv + hidden if model.attention_bias else 0
-    attention = hidden * (q + 2 * kv) + q * hidden + bias + 2 * hidden + 2 * model.head_dim
-    mlps = sum(_mlp_parameters(model, layer) for layer in range(model.num_hidden_layers))
-    return model.num_hidden_layers * attention + mlps + hidden
-
-
-def _mlp_parameters(model: ModelConfig, layer: int) -> int:
-    """Those of the dense MLP, or of the router and of the experts of one token."""
-    experts = model.experts
-    if experts is None or not experts.has_layer(layer):
-        return 3 * model.hidden_size * model.intermediate_size
-    features = 3 * experts.num_per_token * experts.intermediate_size
-    return model.hidden_size * (experts.num_experts + features)
+    parameters = count_parameters(model)
+    return parameters.active - parameters.vocabulary
 
 
 def report(

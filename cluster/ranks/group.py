@@ -29,6 +29,7 @@ from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeou
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.memory.inheritance import RankMemory
 from workers.models.local import check_again
+from workers.models.size import parameters_line
 from workers.report import GRACE_S, WorkerReport
 
 NODE_CHECK_PERIOD_S = 1.0
@@ -243,7 +244,11 @@ class RankGroup:
         return GroupReport(
             num_blocks=num_blocks,
             seconds={phase: max(r.seconds[phase] for r in reports) for phase in reports[0].seconds},
-            log_lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
+            log_lines=(
+                f"model: {parameters_line(self._config.model)}",
+                f"kernels: {reports[0].backend}",
+                reports[0].ledger.line(),
+            ),
             checkpoint_id=_checkpoint_id(reports),
         )
 

@@ -114,7 +114,7 @@ class MLP:
             form,
         )
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
+    def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
         return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -224,7 +224,7 @@ class Qwen3:
             faults.reach("forward", self.group.rank)
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
-            x_TE = layer.mlp(x_TE)
+            x_TE = layer.mlp(x_TE, attn.num_live_1)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
         return x_TE
 

@@ -187,7 +187,7 @@ class Faulty(ReferenceExperts):
         self.last_ids: Tensor | None = None
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         if self.fault == "weights that are not normalized":
             return route_reference(logits_TX, num_chosen, False)
