@@ -78,7 +78,7 @@ class EngineConfig:
         None,
         help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
         " exact. Checkpoints of compressed-tensors in that format are read as they are, those of"
-        " GPTQ (4 or 8 bits) as the values that they store.",
+        " AWQ, GPTQ, FP8 and its other formats as the values that they store.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

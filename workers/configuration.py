@@ -172,7 +172,8 @@ def _check_experts(engine_config: EngineConfig, model: ModelConfig, device: str)
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
-    quantization = model.quantization
+    stores_int8 = model.stored is not None and model.stored.is_int8
+    quantization = Quantization(stored=True, vocabulary=False) if stores_int8 else None
     if quantization is None and engine_config.quantization is not None:
         quantization = Quantization(stored=False, vocabulary=True)
     if quantization is not None and "int8" not in backend.quantizations:

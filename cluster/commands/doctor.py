@@ -11,6 +11,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from configs.formats.table import POSSIBLE
 from configs.paths import CHECKOUT, IS_INSTALLED
 from workers.configuration import has_cuda
 from workers.toolchain import missing
@@ -61,7 +62,8 @@ def _device_lines() -> list[str]:
         lines.append(
             f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
         )
-    return lines
+    formats = "; ".join(("bfloat16", "float16", "float32", *POSSIBLE))
+    return [*lines, f"checkpoints may store their matrices as {formats}"]
 
 
 def _ray_address_line() -> str:

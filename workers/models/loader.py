@@ -17,12 +17,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from configs.formats.stored import INT8, part_name
 from configs.model import ModelConfig
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
-from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part, merged_place
+from workers.models.checkpoint import StoredTensor, check_checkpoint, is_quantized, merged_place
 from workers.models.fingerprint import LoadedHash
-from workers.models.gptq import GptqMatrix
+from workers.models.stored import StoredMatrix
 from workers.models.weights import WeightSlice
 
 _ROWS = 256  # quantized or unpacked at a time
@@ -42,7 +43,7 @@ def load_weights(
     stored = check_checkpoint(model_dir, model)
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        by_file[stored[_stored_name(piece.name, stored)].path].append(piece)
+        by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
     done = 0
     for path, pieces in sorted(by_file.items()):
         try:
@@ -71,7 +72,7 @@ def held_dtype(
         for name, tensor in check_checkpoint(model_dir, model).items()
         if len(tensor.shape) > 1 and not name.endswith("_scale")
     }
-    return weight_dtype if matrices <= {"BF16", "I8"} else dtype
+    return weight_dtype if matrices <= {"BF16", INT8} else dtype
 
 
 class _MergedMatrix:
@@ -90,26 +91,27 @@ class _MergedMatrix:
         return self._values[self._expert, rows, columns]  # type: ignore[no-any-return]
 
 
-def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
-    if name in stored:
-        return name
+    if model.stored is not None and is_quantized(model, name, stored):
+        return part_name(name, model.stored.codes)
     merged = merged_place(name)
-    return gptq_part(name, "qweight") if merged is None else merged[0]
+    return name if name in stored or merged is None else merged[0]
 
 
 def _values(
     piece: WeightSlice, file: Any, model: ModelConfig, stored: dict[str, StoredTensor]
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
-    name = _stored_name(piece.name, stored)
+    name = _stored_name(piece.name, model, stored)
     values = file.get_slice(stored[name].name)
-    if name != piece.name and (merged := merged_place(piece.name)) is not None:
+    if (stored_format := model.stored) is not None and is_quantized(model, piece.name, stored):
+        if not stored_format.is_int8:
+            rows, columns = piece.shape
+            return StoredMatrix(stored_format, piece.name, (rows, columns), stored, values)
+    elif name != piece.name and (merged := merged_place(piece.name)) is not None:
         _, expert, follows = merged
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
-    if name != piece.name:
-        assert model.gptq is not None, f"{name} is not a tensor of this checkpoint"
-        return GptqMatrix(model.gptq, piece.name, piece.shape[1], stored, values)
     assert stored[name].shape == piece.shape, (
         f"{name}: layer declares {piece.shape}, checkpoint check {stored[name].shape}"
     )
@@ -121,7 +123,7 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    if piece.scale is None and not isinstance(values, GptqMatrix):
+    if piece.scale is None and not isinstance(values, StoredMatrix):
         _copy(piece.target, values[tuple(window)], loaded)
     else:
         _fill_by_rows(piece, values, window, loaded)
