@@ -128,7 +128,7 @@ def open_engine(
     with (
         mock.patch("workers.worker.local_checkpoint", lambda _: Path(asked.model)),
         mock.patch("workers.worker.load_weights", fill_all),
-        mock.patch("workers.worker.held_dtype", lambda model_dir, model, dtype, _: dtype),
+        mock.patch("workers.worker.held_dtype", lambda model_dir, model, dtype, *_: dtype),
     ):
         executor = RecordingExecutor(make_executor(config))
     limits = SchedulerLimits(

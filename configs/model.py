@@ -144,6 +144,11 @@ class ModelConfig:
         """Whether the layer with this index, from 0, has experts."""
         return self.experts is not None and self.experts.has_layer(layer)
 
+    def sizes_in(self, size: int) -> tuple[int, ...]:
+        """Inputs of the matrices of a layer on one of `size` ranks."""
+        heads = self.num_attention_heads * self.head_dim
+        return self.hidden_size, heads // size, self.intermediate_size // size
+
     def _mlp_sizes(self) -> dict[str, int]:
         """The features of the MLPs that the layers have."""
         kinds = {self.has_experts(layer) for layer in range(self.num_hidden_layers)}

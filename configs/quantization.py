@@ -1,13 +1,21 @@
-"""Matrices that are held as 8-bit codes: what the user asks for, or what a checkpoint stores.
+"""Matrices that are held as codes: what the user asks for, or what a checkpoint stores.
 
-The one such form is "int8": codes with one scale per output feature, multiplied by inputs that are
-quantized per token as they come. How checkpoints store matrices is in `configs/formats/`.
+- "int8": 8-bit codes with one scale per output feature, multiplied by inputs that are quantized per
+  token as they come.
+- "int4": 4-bit codes as a checkpoint stores them, with a scale and a zero point per group of
+  inputs, widened as they are multiplied.
+
+How checkpoints store matrices is in `configs/formats/`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+from configs.formats.stored import BFLOAT16, WORDS, StoredFormat
+
+INT8, INT4 = "int8", "int4"
 QUANTIZATIONS = ("int8",)
 
 
@@ -15,7 +23,42 @@ QUANTIZATIONS = ("int8",)
 class Quantization:
     """The matrices of the decoder layers are codes. stored: the checkpoint holds codes; otherwise
     they are computed as weights are loaded. vocabulary: embedding and head are codes as well.
+    group_size: of "int4", inputs that share a scale, -1 for all. scale_dtype: of "int4", spelled as
+    in safetensors.
     """
 
     stored: bool
     vocabulary: bool
+    name: str = INT8
+    group_size: int = -1
+    scale_dtype: str = BFLOAT16
+
+    def held_group_size(self, size_in: int) -> int:
+        """Inputs of a rank that share a scale. Where a rank ends within a stored group, it holds
+        smaller ones, whose scales are the same.
+        """
+        return size_in if self.group_size == -1 else math.gcd(self.group_size, size_in)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With the scales and zero points of groups."""
+        return (
+            1.0 if self.name == INT8 else 0.5 + (3 / self.group_size if self.group_size > 0 else 0)
+        )
+
+
+def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quantization | None:
+    """The form in which codes of a checkpoint can be kept, None if they must be widened.
+    sizes_in: numbers of inputs of the matrices of a rank.
+    """
+    if stored.is_int8:
+        return Quantization(stored=True, vocabulary=False)
+    if stored.dtype != WORDS or stored.bits != 4 or stored.index is not None:
+        return None
+    quantization = Quantization(
+        stored=True, vocabulary=False, name=INT4, group_size=stored.group_size
+    )
+    multiple = 8  # inputs in a word
+    if any(quantization.held_group_size(size) % multiple for size in sizes_in):
+        return None
+    return quantization

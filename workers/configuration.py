@@ -19,7 +19,7 @@ from configs.engine import (
     num_seqs,
 )
 from configs.model import ModelConfig, rope_max_length
-from configs.quantization import Quantization
+from configs.quantization import INT4, Quantization, stored_quantization
 from kernels.interface import Capabilities, Kernels
 from kernels.select import backends_with_quantization, choose, select_backend
 from scheduler.errors import ConfigError
@@ -172,11 +172,19 @@ def _check_experts(engine_config: EngineConfig, model: ModelConfig, device: str)
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
-    stores_int8 = model.stored is not None and model.stored.is_int8
-    quantization = Quantization(stored=True, vocabulary=False) if stores_int8 else None
-    if quantization is None and engine_config.quantization is not None:
+    asked = engine_config.quantization
+    kept = None
+    if model.stored is not None:
+        size = engine_config.tensor_parallel_size
+        kept = stored_quantization(model.stored, model.sizes_in(size))
+    if kept is not None and kept.name == INT4:
+        # Otherwise the codes are widened, on any backend.
+        can_keep = INT4 in backend.quantizations and model.experts is None and asked is None
+        kept = kept if can_keep else None
+    quantization = kept
+    if quantization is None and asked is not None:
         quantization = Quantization(stored=False, vocabulary=True)
-    if quantization is not None and "int8" not in backend.quantizations:
+    if quantization is not None and quantization.name not in backend.quantizations:
         raise ConfigError(
             f"quantization 'int8' is not possible on device {device!r} with kernel backend"
             f" {backend.name!r}; the kernel backends that can here are"

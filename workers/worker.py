@@ -36,7 +36,7 @@ from workers.memory.lasting import is_supported
 from workers.memory.weights import adopt_weights, keep_weights
 from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
 from workers.models.fingerprint import LoadedHash, fingerprint
-from workers.models.loader import held_dtype, load_weights
+from workers.models.loader import held_dtype, kept_quantization, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -95,9 +95,9 @@ class Worker:
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
         size = config.engine.tensor_parallel_size
-        quantized = config.quantization is not None
+        held = config.quantization
         has_experts = config.model.experts is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, has_experts)
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, held, has_experts)
         if self._weights is not None:
             self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
             self._model = adopt_weights(self._weights, config.model, self._group, kernels)
@@ -127,10 +127,10 @@ class Worker:
         with self._phase("rendezvous"):
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
-            quantized = self.config.quantization is not None
+            held = self.config.quantization
             has_experts = self.config.model.experts is not None
             compile_first_step(
-                kernels, group, self.config.dtype, self.config.weight_dtype, quantized, has_experts
+                kernels, group, self.config.dtype, self.config.weight_dtype, held, has_experts
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)
@@ -347,14 +347,16 @@ class Worker:
         self._checkpoint = fingerprint(model_dir)
         dtype = torch_dtype(config.dtype)
         length = config.max_model_len
+        quantization = kept_quantization(model_dir, config.model, config.quantization)
+        weight_dtype = torch_dtype(config.weight_dtype)
         model = Qwen3(
             config.model,
             group,
             kernels,
             dtype,
             length,
-            config.quantization,
-            held_dtype(model_dir, config.model, dtype, torch_dtype(config.weight_dtype)),
+            quantization,
+            held_dtype(model_dir, config.model, dtype, weight_dtype, quantization),
         )
 
         def progress(done: int) -> None:

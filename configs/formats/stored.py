@@ -18,6 +18,7 @@ from scheduler.errors import ConfigError
 
 WORD_BITS = 32
 WORDS, INT8, FP8 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
+FLOAT16, BFLOAT16 = "F16", "BF16"
 _USUAL_GROUP_SIZES = (16, 32, 64, 128, 256)
 
 

@@ -138,6 +138,11 @@ def _matrix(
     return model.stored.tensors(name, shape)
 
 
+def is_of_layer(name: str) -> bool:
+    """Whether a tensor belongs to a decoder layer, and not to the vocabulary."""
+    return name.startswith("model.layers.")
+
+
 def is_quantized(model: ModelConfig, name: str, tensors: Collection[str]) -> bool:
     """Whether the matrix `name` of a checkpoint of these tensors has scales."""
     return model.stored is not None and part_name(name, model.stored.scales) in tensors

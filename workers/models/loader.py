@@ -8,6 +8,8 @@ step, and crash the process if the file were rewritten. Conversion to the engine
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,15 +19,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from configs.formats.stored import INT8, part_name
+from configs.formats.stored import BFLOAT16, FLOAT16, INT8, part_name
 from configs.model import ModelConfig
+from configs.quantization import INT4, Quantization
+from kernels.reference.int4 import CODES_PER_WORD, pack_codes
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
-from workers.models.checkpoint import StoredTensor, check_checkpoint, is_quantized, merged_place
+from workers.models.checkpoint import (
+    StoredTensor,
+    check_checkpoint,
+    is_of_layer,
+    is_quantized,
+    merged_place,
+)
 from workers.models.fingerprint import LoadedHash
 from workers.models.stored import StoredMatrix
 from workers.models.weights import WeightSlice
 
+logger = logging.getLogger(__name__)
 _ROWS = 256  # quantized or unpacked at a time
 
 
@@ -58,8 +69,35 @@ def load_weights(
     return done
 
 
+def kept_quantization(
+    model_dir: Path, model: ModelConfig, quantization: Quantization | None
+) -> Quantization | None:
+    """`quantization`, with what it must know of the files; None where these have matrices or
+    scales of another kind, so that all must be widened. Raises `ConfigError` (see
+    `check_checkpoint`).
+    """
+    if quantization is None or quantization.name != INT4:
+        return quantization
+    assert model.stored is not None
+    tensors = check_checkpoint(model_dir, model)
+    scale_dtypes = {
+        tensor.dtype for name, tensor in tensors.items() if name.endswith(model.stored.scales)
+    }
+    plain = sorted(name for name in tensors if name.endswith("_proj.weight"))
+    for scale_dtype in (FLOAT16, BFLOAT16):
+        if scale_dtypes == {scale_dtype} and not plain:
+            return dataclasses.replace(quantization, scale_dtype=scale_dtype)
+    reason = f"{plain[0]} is not quantized" if plain else f"scales are {sorted(scale_dtypes)}"
+    logger.warning("matrices are unpacked, not kept in 4 bits, because %s", reason)
+    return None
+
+
 def held_dtype(
-    model_dir: Path, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype
+    model_dir: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    quantization: Quantization | None = None,
 ) -> torch.dtype:
     """The dtype in which matrices that are not quantized can be held without loss: `weight_dtype`,
     which is bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
@@ -70,7 +108,9 @@ def held_dtype(
     matrices = {
         tensor.dtype
         for name, tensor in check_checkpoint(model_dir, model).items()
-        if len(tensor.shape) > 1 and not name.endswith("_scale")
+        if len(tensor.shape) > 1
+        and not name.endswith("_scale")
+        and (quantization is None or not is_of_layer(name))
     }
     return weight_dtype if matrices <= {"BF16", INT8} else dtype
 
@@ -123,10 +163,28 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    if piece.scale is None and not isinstance(values, StoredMatrix):
+    if piece.zeros is not None:
+        assert isinstance(values, StoredMatrix)
+        _fill_codes(piece, values, loaded)
+    elif piece.scale is None and not isinstance(values, StoredMatrix):
         _copy(piece.target, values[tuple(window)], loaded)
     else:
         _fill_by_rows(piece, values, window, loaded)
+
+
+def _fill_codes(piece: WeightSlice, values: StoredMatrix, loaded: LoadedHash | None) -> None:
+    """Codes as they are stored, some rows at a time, in words of the kernels' own order."""
+    assert piece.scale is not None and piece.zeros is not None
+    num_rows, num_words = piece.target.shape
+    first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
+    inputs = range(first_input, first_input + num_words * CODES_PER_WORD)
+    for first in range(0, num_rows, _ROWS):
+        part = slice(first, min(first + _ROWS, num_rows))
+        rows = range(first_row + part.start, first_row + part.stop)
+        codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
+        _copy(piece.target[part], pack_codes(codes), loaded)
+        _copy(piece.zeros[part], zeros, loaded)
+        _copy(piece.scale[part], scale, loaded)
 
 
 def _fill_by_rows(

@@ -58,6 +58,18 @@ class StoredMatrix:
             row_of_scale = torch.arange(rows.start, rows.stop) // self._format.block_rows
         return codes_YX.to(torch.float32).mul_(self._scale_RG[row_of_scale][:, group_X])
 
+    def codes(self, rows: range, inputs: range, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, zero points, scales) of a part, where these inputs are so many groups of one
+        size: [rows, inputs], uint8 [rows, groups], float32 [rows, groups].
+        """
+        step = len(inputs) // num_groups
+        groups = self._group_X[inputs.start : inputs.stop : step]
+        zeros = torch.full((len(rows), num_groups), self._format.zero_offset, dtype=torch.uint8)
+        if self._zeros_YG is not None:
+            zeros = self._zeros_YG[rows.start : rows.stop][:, groups].to(torch.uint8)
+        scale = self._scale_RG[rows.start : rows.stop][:, groups]
+        return self._window([rows, inputs]), zeros, scale
+
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
         packed_dim, num_codes = (0 if self._format.packs_rows else 1), len(self._format.order) or 1
