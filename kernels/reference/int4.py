@@ -18,6 +18,7 @@ from kernels.interface import Int4Weight
 # Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 CODES_PER_WORD = len(SHIFTS)
+MIDDLE = 8  # of the codes
 
 
 def pack_codes(codes_YX: Tensor) -> Tensor:
