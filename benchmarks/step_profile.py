@@ -139,12 +139,13 @@ def floors(
     def least_ms(num_bytes: float, flops: float) -> float:
         return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
 
+    of_codes = held.bytes_per_weight if held else of_weights
     layers, head = active_layer_parameters(model), model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
-        "products": least_ms(layers * (1 if held else of_weights), 2 * layers * batch_size),
+        "products": least_ms(layers * of_codes, 2 * layers * batch_size),
         "vocabulary head": least_ms(
-            head * (1 if held and held.vocabulary else of_weights), 2 * head * batch_size
+            head * (of_weights if held and not held.vocabulary else of_codes), 2 * head * batch_size
         ),
         "paged_attention": least_ms(item * kv_row * batch_size * context, 0),
     }

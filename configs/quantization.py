@@ -2,8 +2,8 @@
 
 - "int8": 8-bit codes with one scale per output feature, multiplied by inputs that are quantized per
   token as they come.
-- "int4": 4-bit codes as a checkpoint stores them, with a scale and a zero point per group of
-  inputs, widened as they are multiplied.
+- "int4": 4-bit codes with a scale and a zero point per group of inputs, widened as they are
+  multiplied; as a checkpoint stores them, or rounded to the nearest.
 
 How checkpoints store matrices is in `configs/formats/`.
 """
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 from configs.formats.stored import BFLOAT16, WORDS, StoredFormat
 
 INT8, INT4 = "int8", "int4"
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = (INT8, INT4)
+_GROUP_SIZE = 128  # of codes that are computed while weights are loaded
+_INPUTS_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Quantization:
         """
         return size_in if self.group_size == -1 else math.gcd(self.group_size, size_in)
 
+    def fits(self, sizes_in: tuple[int, ...]) -> bool:
+        """Whether matrices of so many inputs can be held: groups are whole words."""
+        held = (self.held_group_size(size) for size in sizes_in)
+        return self.name == INT8 or all(size % _INPUTS_PER_WORD == 0 for size in held)
+
     @property
     def bytes_per_weight(self) -> float:
         """With the scales and zero points of groups."""
@@ -58,7 +65,10 @@ def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quan
     quantization = Quantization(
         stored=True, vocabulary=False, name=INT4, group_size=stored.group_size
     )
-    multiple = 8  # inputs in a word
-    if any(quantization.held_group_size(size) % multiple for size in sizes_in):
-        return None
-    return quantization
+    return quantization if quantization.fits(sizes_in) else None
+
+
+def computed_quantization(name: str) -> Quantization:
+    """The form in which matrices are held whose codes are computed while they are loaded."""
+    group_size = _GROUP_SIZE if name == INT4 else -1
+    return Quantization(stored=False, vocabulary=True, name=name, group_size=group_size)

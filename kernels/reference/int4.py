@@ -18,7 +18,8 @@ from kernels.interface import Int4Weight
 # Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
 SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 CODES_PER_WORD = len(SHIFTS)
-MIDDLE = 8  # of the codes
+MAX_CODE, MIDDLE = 15, 8
+_SMALLEST_STEP = 1e-30  # of groups of zeros
 
 
 def pack_codes(codes_YX: Tensor) -> Tensor:
@@ -28,6 +29,19 @@ def pack_codes(codes_YX: Tensor) -> Tensor:
     for i, shift in enumerate(SHIFTS):
         words_YW |= codes_YW8[:, :, i] << shift
     return words_YW
+
+
+def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [Y, X], zero points, uint8 [Y, G], and scales, bfloat16 [Y, G]) nearest to the
+    values: between the smallest number of a group and the largest one, with 0 among them.
+    """
+    values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
+    lowest_YG, highest_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
+    scale_YG = ((highest_YG - lowest_YG) / MAX_CODE).to(torch.bfloat16)
+    step_YG1 = scale_YG.to(torch.float32).clamp(min=_SMALLEST_STEP).unsqueeze(2)
+    zeros_YG1 = torch.round(-lowest_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
+    codes_YGX = torch.round(values_YGX / step_YG1 + zeros_YG1).clamp(0, MAX_CODE)
+    return codes_YGX.flatten(1), zeros_YG1.squeeze(2).to(torch.uint8), scale_YG
 
 
 def widened(weight: Int4Weight) -> Tensor:

@@ -16,9 +16,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from configs.quantization import INT4, Quantization, stored_quantization
+from configs.quantization import INT4, Quantization, computed_quantization, stored_quantization
 from kernels.cpu.backend import CPU_KERNELS
+from kernels.interface import Int4Weight
+from kernels.reference.int4 import quantize_groups, widened
 from kernels.select import choose
+from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
 from tests.stored_checkpoints import (
     SINGLE_NAME,
@@ -39,6 +42,7 @@ from workers.parallel.group import TensorParallelGroup
 
 # 4 ranks cut the MLP within groups of 128, and heads within those of 64.
 SHAPE = Shape(name="four_bits", hidden=128, intermediate=640, heads=4, kv_heads=2, head_dim=32)
+TIED = Shape(name="tied_odd_vocabulary", hidden=128, intermediate=256, vocab=1003, tied=True)
 FORMATS: dict[str, Any] = {
     "awq_128": (awq(128), draw_awq(128, torch.float16)),
     "pack_32": (pack_quantized(32, True), draw_pack_quantized(32, True, torch.bfloat16)),
@@ -118,6 +122,84 @@ def test_a_standby_computes_with_the_same_codes(tmp_path: Path) -> None:
         assert torch.equal(model.layers[1].mlp(x), before)
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
+    tmp_path: Path, size: int
+) -> None:
+    """By at most half a step, a fifteenth of what a group of 128 inputs spans."""
+    make_checkpoint(tmp_path, SHAPE)
+    model, plain = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    for rank in range(size):
+        group = TensorParallelGroup(rank, size, torch.device("cpu"))
+        ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
+        pieces = [piece for piece in ours.slices() if piece.zeros is not None]
+        load_weights(pieces, tmp_path, model)
+        assert len(pieces) == 7 * SHAPE.layers + 2, "with embedding and head"
+        for piece in pieces:
+            assert piece.scale is not None and piece.zeros is not None
+            weight = Int4Weight(
+                words_YW=piece.target,
+                zeros_YG=piece.zeros,
+                scale_YG=piece.scale,
+                num_rows=len(piece.target),
+            )
+            whole = plain[piece.name]
+            grouped = whole.unflatten(1, (-1, 128))
+            span = grouped.amax(2).clamp(min=0) - grouped.amin(2).clamp(max=0)
+            steps = (span / 15).repeat_interleave(128, 1)
+            values = widened(weight)
+            part = slice(piece.start, piece.start + values.shape[piece.dim])
+            place = (part, slice(None)) if piece.dim == 0 else (slice(None), part)
+            error = (values - whole[place]).abs() / steps[place]
+            assert 0.4 < error.max() < 0.55, "bfloat16 scales round a little more"
+
+
+def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"  # 4 ranks cut its groups
+    make_checkpoint(tmp_path, SHAPE)
+    model = ModelConfig.from_dir(tmp_path)
+    words = {}
+    for size in (1, 4):
+        parts = []
+        for rank in range(size):
+            group = TensorParallelGroup(rank, size, torch.device("cpu"))
+            ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
+            pieces = [piece for piece in ours.slices() if piece.name == name]
+            load_weights(pieces, tmp_path, model)
+            parts.append(pieces[0].target)
+        words[size] = torch.cat(parts, dim=1)
+    assert torch.equal(words[1], words[4])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("shape", [SHAPE, TIED], ids=lambda shape: shape.name)
+def test_a_plain_checkpoint_computes_with_rounded_weights(
+    pool: WorkerPool, tmp_path: Path, shape: Shape, backend: str
+) -> None:
+    model = make_checkpoint(tmp_path, shape)
+    with torch.inference_mode():
+        plain = model(torch.tensor([TOKENS])).logits[0].numpy()
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                codes, zeros, scale = quantize_groups(parameter, 128)
+                zeros, scale = (t.repeat_interleave(128, 1).float() for t in (zeros, scale))
+                parameter.copy_((codes - zeros) * scale)
+        expected = model(torch.tensor([TOKENS])).logits[0].numpy()
+    assert np.abs(plain - expected).max() > 1e-2, "the weights were not rounded"
+    for size in (1, 2, 4):
+        options = {"tensor_parallel_size": size, "attention_backend": backend}
+        config = config_of(tmp_path, quantization=INT4, **options)
+        with executor_of(pool, config) as executor:
+            ours = run_logits(executor, TOKENS)
+        assert np.abs(ours - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_groups_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="narrow", intermediate=100))
+    with pytest.raises(ConfigError, match="'int4' is not possible for matrices of 64, 64, 100"):
+        resolved(tmp_path, quantization=INT4)
 
 
 def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedConfig:

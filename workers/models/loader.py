@@ -22,7 +22,7 @@ from torch import Tensor
 from configs.formats.stored import BFLOAT16, FLOAT16, INT8, part_name
 from configs.model import ModelConfig
 from configs.quantization import INT4, Quantization
-from kernels.reference.int4 import CODES_PER_WORD, pack_codes
+from kernels.reference.int4 import CODES_PER_WORD, pack_codes, quantize_groups
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import (
@@ -76,7 +76,7 @@ def kept_quantization(
     scales of another kind, so that all must be widened. Raises `ConfigError` (see
     `check_checkpoint`).
     """
-    if quantization is None or quantization.name != INT4:
+    if quantization is None or quantization.name != INT4 or not quantization.stored:
         return quantization
     assert model.stored is not None
     tensors = check_checkpoint(model_dir, model)
@@ -164,7 +164,6 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
     if piece.zeros is not None:
-        assert isinstance(values, StoredMatrix)
         _fill_codes(piece, values, loaded)
     elif piece.scale is None and not isinstance(values, StoredMatrix):
         _copy(piece.target, values[tuple(window)], loaded)
@@ -172,8 +171,10 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
         _fill_by_rows(piece, values, window, loaded)
 
 
-def _fill_codes(piece: WeightSlice, values: StoredMatrix, loaded: LoadedHash | None) -> None:
-    """Codes as they are stored, some rows at a time, in words of the kernels' own order."""
+def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
+    """Codes of 4 bits, as they are stored or computed from whole rows, some rows at a time, in
+    words of the kernels' own order.
+    """
     assert piece.scale is not None and piece.zeros is not None
     num_rows, num_words = piece.target.shape
     first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
@@ -181,7 +182,14 @@ def _fill_codes(piece: WeightSlice, values: StoredMatrix, loaded: LoadedHash | N
     for first in range(0, num_rows, _ROWS):
         part = slice(first, min(first + _ROWS, num_rows))
         rows = range(first_row + part.start, first_row + part.stop)
-        codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
+        if piece.group_size == 0:
+            codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
+        else:
+            whole = quantize_groups(values[rows.start : rows.stop, :], piece.group_size)
+            codes = whole[0][:, inputs.start : inputs.stop]
+            step = len(inputs) // piece.scale.shape[1]
+            groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
+            zeros, scale = (table[:, groups] for table in whole[1:])
         _copy(piece.target[part], pack_codes(codes), loaded)
         _copy(piece.zeros[part], zeros, loaded)
         _copy(piece.scale[part], scale, loaded)

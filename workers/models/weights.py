@@ -11,6 +11,7 @@ Legend: T tokens, X features in, Y features out (rows).
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,7 +30,7 @@ from kernels.interface import (
     Kernels,
     MixedKernels,
 )
-from kernels.reference.int4 import CODES_PER_WORD
+from kernels.reference.int4 import CODES_PER_WORD, widened
 
 _SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
 
@@ -44,7 +45,8 @@ class WeightSlice:
     tensor is cut.
 
     With `zeros` too, the checkpoint's codes are kept: `target` gets words of eight codes each,
-    `scale` and `zeros` those of groups of inputs, one group per column. `start` counts inputs.
+    `scale` and `zeros` those of groups of inputs, one group per column. `start` counts inputs. With
+    `group_size` too, codes are computed, for so many inputs of the whole matrix at a time.
     """
 
     name: str
@@ -54,6 +56,7 @@ class WeightSlice:
     start: int = 0
     scale: Tensor | None = None
     zeros: Tensor | None = None
+    group_size: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -229,10 +232,14 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight:
-    """`Weight` of 4-bit codes with scales and zero points of groups of inputs."""
+    """`Weight` of 4-bit codes with scales and zero points of groups of inputs. quantization: says
+    whether the checkpoint has them. dtype: that of the result of `rows`.
+    """
 
     kernels: Int4Kernels
     weight: Int4Weight
+    quantization: Quantization
+    dtype: torch.dtype
 
     @property
     def num_rows(self) -> int:
@@ -255,16 +262,23 @@ class GroupedWeight:
             start,
             self.weight.scale_YG[rows],
             self.weight.zeros_YG[rows],
+            0 if self.quantization.stored else self.quantization.held_group_size(shape[1]),
         )
 
     def zero(self, first: int) -> None:
         self.weight.scale_YG[first:].zero_()
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        raise NotImplementedError("no vocabulary is held in 4 bits")
+        rows = Int4Weight(
+            words_YW=self.weight.words_YW[ids_T],
+            zeros_YG=self.weight.zeros_YG[ids_T],
+            scale_YG=self.weight.scale_YG[ids_T],
+            num_rows=len(ids_T),
+        )
+        return widened(rows).to(self.dtype)
 
     def packed(self) -> Weight:
-        return GroupedWeight(kernels=self.kernels, weight=self.kernels.pack_weight(self.weight))
+        return dataclasses.replace(self, weight=self.kernels.pack_weight(self.weight))
 
     def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
         return self.kernels.linear(x_TX, self.weight, bias_Y)
@@ -332,7 +346,9 @@ class WeightFormat:
             scale_YG=empty(groups, _SCALE_DTYPES[quantization.scale_dtype]),
             num_rows=num_rows,
         )
-        return GroupedWeight(kernels=kernels, weight=weight)
+        return GroupedWeight(
+            kernels=kernels, weight=weight, quantization=quantization, dtype=self.dtype
+        )
 
 
 def release_freed_memory() -> None:
