@@ -42,7 +42,9 @@ from workers.parallel.group import TensorParallelGroup
 
 # 4 ranks cut the MLP within groups of 128, and heads within those of 64.
 SHAPE = Shape(name="four_bits", hidden=128, intermediate=640, heads=4, kv_heads=2, head_dim=32)
-TIED = Shape(name="tied_odd_vocabulary", hidden=128, intermediate=256, vocab=1003, tied=True)
+TIED = Shape(
+    name="tied_odd_vocabulary", hidden=128, intermediate=256, head_dim=32, vocab=1003, tied=True
+)
 FORMATS: dict[str, Any] = {
     "awq_128": (awq(128), draw_awq(128, torch.float16)),
     "pack_32": (pack_quantized(32, True), draw_pack_quantized(32, True, torch.bfloat16)),
