@@ -122,14 +122,8 @@ def sleeping_driver(step_s: float, launch_s: float) -> type[TimedDriver]:
     """A timed driver whose ranks sleep."""
 
     class SleepingRankActor(RankActor):
-        def __init__(
-            self,
-            config: ResolvedConfig,
-            rank: int,
-            engine_id: str,
-            spare_gpus: list[str] | None = None,
-        ) -> None:
-            super().__init__(config, rank, engine_id, spare_gpus)
+        def __init__(self, config: ResolvedConfig, rank: int, *more: Any) -> None:
+            super().__init__(config, rank, *more)
             self._worker = SleepingWorker(config, rank, step_s, launch_s)
 
     class SleepingDriver(TimedDriver):

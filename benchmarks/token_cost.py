@@ -47,7 +47,8 @@ def start_engine(args: argparse.Namespace) -> Any:
             DEFAULT_MODEL_DIR,
             max_num_seqs=args.rows,
             max_model_len=4096,
-            kv_cache_bytes=2**30,
+            kv_cache_bytes=3 * 2**30,
+            num_steps_ahead=args.steps_ahead,
             device="cpu",
             spares="off",
         )
@@ -175,7 +176,7 @@ def _session_of(path: Path) -> int:
 
 
 def _child(args: argparse.Namespace, way: str, port: int = 0) -> list[str]:
-    options = ("step_ms", "rows", "tokens")
+    options = ("step_ms", "rows", "tokens", "steps_ahead")
     named = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in options]
     return [
         *(sys.executable, "-m", "benchmarks.token_cost", *named),
@@ -199,6 +200,7 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1000, help="output tokens per row")
+    parser.add_argument("--steps-ahead", type=int, default=3, help="3, as on GPUs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ways", default="whole,streams,chats")
     parser.add_argument("--profile", type=int, metavar="SECONDS")

@@ -96,7 +96,7 @@ HTTP: Mapping[str, Bound] = {
     ),
 }
 # Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the
-# parser holds the interpreter: at most 20 ms.
+# parser holds the interpreter: at most about 30 ms, where each character of a text is escaped.
 JSON: Mapping[str, Bound] = {
     "values": Bound(
         524_288,
@@ -124,12 +124,6 @@ JSON: Mapping[str, Bound] = {
         "bytes",
         "the body outside of texts",
         "524,288 token ids of six digits; numbers of thousands of digits are slow to read",
-    ),
-    "escapes": Bound(
-        1_572_864,
-        "escapes",
-        "all texts of the body: `\\n` or `\\u4e2d`",
-        "8 MiB of text in which each character is one; the parser takes its time for each",
     ),
     "depth": Bound(
         160, "levels", "nested lists and objects", "schemas of 64 levels, two for each property"

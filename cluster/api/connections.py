@@ -25,13 +25,20 @@ from uvicorn.protocols.http.httptools_impl import (
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, body_of, http_error
 from cluster.api.exchange import WRITE_NOW, JsonResponse
-from cluster.client.streams import SmallEvent
 from scheduler.bounds import HTTP
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
 # Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
 _FRAME = 8
+
+
+class _SmallEvent(asyncio.Event):
+    """An event for few waiters, in a list: the base's deque takes 0.7 KiB if it is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiters: list[asyncio.Future[bool]] = []  # type: ignore[assignment]
 
 
 class _Cycle(RequestResponseCycle):
@@ -229,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
         # The base makes the cycle, whose task has not begun.
-        self.cycle.message_event = SmallEvent()
+        self.cycle.message_event = _SmallEvent()
         if self.parser.get_http_version() == "1.0":
             self.cycle.__class__ = _OldCycle
             self.cycle.waiting_for_100_continue = False

@@ -9,16 +9,15 @@ another API may have lists of its own. The values of sampling parameters are che
 from __future__ import annotations
 
 import functools
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
     ValidationInfo,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from pydantic_core import from_json
@@ -62,6 +61,14 @@ class Model(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT
     REFUSED: ClassVar[dict[str, str]] = REFUSED
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _let_others_run(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        """Checks as usual, but through Python code, where the interpreter may switch threads: a
+        body has up to 32,768 objects, and pydantic alone would not let go between two of them.
+        """
+        return check(values)
 
     @classmethod
     @functools.cache
@@ -194,15 +201,6 @@ class RefusalPart(Model):
     refusal: str
 
 
-def _part(value: Any, check: ValidatorFunctionWrapHandler) -> TextPart | RefusalPart:
-    """Called for each part, so that other threads may run between two of them."""
-    part: TextPart | RefusalPart = check(value)
-    return part
-
-
-Part = Annotated[TextPart | RefusalPart, Field(discriminator="type"), WrapValidator(_part)]
-
-
 class FunctionCall(Model):
     name: str
     arguments: str
@@ -220,7 +218,9 @@ class ChatMessage(Model):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[Part] | None = None
+    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
+        None
+    )
     name: str | None = None
     tool_calls: ListOf[MessageCall] | None = None
     tool_call_id: str | None = None

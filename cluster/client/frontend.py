@@ -222,7 +222,7 @@ class Frontend:
                     logger.exception("request %s failed in the frontend", request_id)
                     generation.fail(_frontend_failed(error))
                     failed.append(request_id)
-                if output.completion.finish_reason is not None:
+                if output.has_ended:
                     self._outstanding.pop(request_id, None)
                 if generation.has_failed:  # with it, all its outputs
                     failed += (i for i in generation.request_ids if i in self._outstanding)

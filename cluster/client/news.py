@@ -20,11 +20,11 @@ class News:
 
     first_index: int
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
     finish_reason: str | None = None
     error: EaglerayError | None = None
+    logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
     def append(self, later: News) -> None:
         """Add later news, whose tokens follow these."""
@@ -46,38 +46,47 @@ class News:
 
 def pack(number: int, news: dict[str, News]) -> Deltas:
     """Reply `number` of a driver to one frontend."""
-    values = news.values()
+    values = list(news.values())
+    # Most news is a token and no more, so what is rare is looked for once.
+    rare = [
+        (request_id, n)
+        for request_id, n in news.items()
+        if n.finish_reason or n.error or n.logprobs is not None or n.prompt_logprobs is not None
+    ]
     return Deltas(
         up_to=number,
         request_ids=tuple(news),
-        first_indices=array("i", (n.first_index for n in values)),
-        num_tokens=array("i", (len(n.token_ids) for n in values)),
-        num_cached_tokens=array("i", (n.num_cached_tokens for n in values)),
-        token_ids=array("i", (token for n in values for token in n.token_ids)),
-        finish_reasons={k: n.finish_reason for k, n in news.items() if n.finish_reason},
-        errors={k: n.error for k, n in news.items() if n.error},
-        logprobs={k: n.logprobs for k, n in news.items() if n.logprobs is not None},
-        prompt_logprobs={
-            k: n.prompt_logprobs for k, n in news.items() if n.prompt_logprobs is not None
-        },
+        first_indices=array("i", [n.first_index for n in values]),
+        num_tokens=array("i", [len(n.token_ids) for n in values]),
+        num_cached_tokens=array("i", [n.num_cached_tokens for n in values]),
+        token_ids=array("i", [token for n in values for token in n.token_ids]),
+        finish_reasons={k: n.finish_reason for k, n in rare if n.finish_reason},
+        errors={k: n.error for k, n in rare if n.error},
+        logprobs={k: n.logprobs for k, n in rare if n.logprobs is not None},
+        prompt_logprobs={k: n.prompt_logprobs for k, n in rare if n.prompt_logprobs is not None},
     )
 
 
 def unpack(deltas: Deltas) -> Iterable[tuple[str, News]]:
     """The news of each request in a reply."""
     token_ids, start = deltas.token_ids.tolist(), 0
-    for i, request_id in enumerate(deltas.request_ids):
-        end = start + deltas.num_tokens[i]
-        yield (
-            request_id,
-            News(
-                first_index=deltas.first_indices[i],
-                token_ids=token_ids[start:end],
-                logprobs=deltas.logprobs.get(request_id),
-                prompt_logprobs=deltas.prompt_logprobs.get(request_id),
-                num_cached_tokens=deltas.num_cached_tokens[i],
-                finish_reason=deltas.finish_reasons.get(request_id),
-                error=deltas.errors.get(request_id),
-            ),
-        )
-        start = end
+    finish_reasons, errors = deltas.finish_reasons, deltas.errors
+    logprobs, prompt_logprobs = deltas.logprobs, deltas.prompt_logprobs
+    for request_id, first_index, num_tokens, num_cached_tokens in zip(
+        deltas.request_ids,
+        deltas.first_indices,
+        deltas.num_tokens,
+        deltas.num_cached_tokens,
+        strict=True,
+    ):
+        news = News(first_index, token_ids[start : start + num_tokens], num_cached_tokens)
+        start += num_tokens
+        if finish_reasons:
+            news.finish_reason = finish_reasons.get(request_id)
+        if errors:
+            news.error = errors.get(request_id)
+        if logprobs:
+            news.logprobs = logprobs.get(request_id)
+        if prompt_logprobs:
+            news.prompt_logprobs = prompt_logprobs.get(request_id)
+        yield request_id, news

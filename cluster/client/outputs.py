@@ -20,6 +20,8 @@ from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
 
 # Tokens of a prompt whose log probabilities are written together: a few ms of work.
 ENTRIES_AT_A_TIME = 64
+# Pieces of an output's text that are kept apart: to add each to the text would copy all of it.
+_MAX_PIECES = 64
 
 
 @dataclass(slots=True, kw_only=True)  # not frozen: that would take most of the time of making one
@@ -98,7 +100,9 @@ class RequestOutput:
 
 
 class OutputFollower:
-    """Follows one engine request and cuts its news into chunks."""
+    """Follows one engine request and cuts its news into chunks. completion: the output; its text is
+    set when it ends.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class OutputFollower:
         self.request = request
         self.completion = CompletionOutput(index)
         self._stream = stream
+        self._pieces: list[str] = []  # of the text so far
         self._sink = sink
         self._only_prompt = only_prompt
         num_top = request.sampling.prompt_logprobs
@@ -125,6 +130,18 @@ class OutputFollower:
         token comes.
         """
         return None if self._prompt is None else PromptEntries(self._prompt)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.completion.finish_reason is not None
+
+    def fail(self) -> None:
+        """End here, without another chunk."""
+        self._end("error")
+
+    def _end(self, reason: str) -> None:
+        self.completion.text, self._pieces = "".join(self._pieces), []
+        self.completion.finish_reason = reason
 
     def take(self, news: News) -> bool:
         """Add news, skipping tokens that are already known. True if a stop string has ended the
@@ -146,13 +163,15 @@ class OutputFollower:
                 f" {self.request.request_id} are missing"
             )
         tokens = news.token_ids[overlap:] if overlap > 0 else news.token_ids
-        stopped_at = self._stream.push(tokens) if self._stream is not None else None
-        if stopped_at is not None:
-            tokens = tokens[:stopped_at]
+        text, stopped_after = "", None
+        if self._stream is not None:
+            text, stopped_after = self._stream.push(tokens), self._stream.stopped_after
+        if stopped_after is not None:
+            tokens = tokens[:stopped_after]
         logprobs = news.logprobs[overlap:][: len(tokens)] if news.logprobs is not None else None
-        reason = "stop" if stopped_at is not None else news.finish_reason
-        self._add(tokens, logprobs, reason, news.num_cached_tokens)
-        return stopped_at is not None and news.finish_reason is None
+        reason = "stop" if stopped_after is not None else news.finish_reason
+        self._add(tokens, logprobs, reason, news.num_cached_tokens, text)
+        return stopped_after is not None and news.finish_reason is None
 
     def continued(self) -> Request:
         """The request with the tokens that have been received."""
@@ -166,8 +185,9 @@ class OutputFollower:
         )
 
     def abort(self) -> None:
-        """End here; the last chunk says "abort"."""
-        self._add([], None, "abort", 0)
+        """End here, unless it has ended; the last chunk says "abort"."""
+        if not self.has_ended:
+            self._add([], None, "abort", 0)
 
     def _add(
         self,
@@ -175,13 +195,18 @@ class OutputFollower:
         logprobs: list[TokenLogprobs | None] | None,
         finish_reason: str | None,
         num_cached_tokens: int,
+        text: str = "",
     ) -> None:
         completion = self.completion
-        text = self._new_text(final=finish_reason is not None)
         completion.token_ids += tokens
-        completion.text += text
-        completion.finish_reason = finish_reason
-        completion.stop_string = self._stream.stopped_by if self._stream is not None else None
+        if finish_reason is not None and self._stream is not None:
+            text += self._stream.finish()
+            completion.stop_string = self._stream.stopped_by
+        self._pieces.append(text)
+        if finish_reason is not None:
+            self._end(finish_reason)
+        elif len(self._pieces) == _MAX_PIECES:
+            self._pieces = ["".join(self._pieces)]
         if logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + logprobs
         if self._sink is not None and (tokens or finish_reason):
@@ -199,13 +224,6 @@ class OutputFollower:
                     prompt_logprobs=prompt_logprobs,
                 )
             )
-
-    def _new_text(self, *, final: bool) -> str:
-        if self._stream is None:
-            return ""
-        if final:
-            self._stream.finish()
-        return self._stream.text[len(self.completion.text) :]
 
 
 class Generation:
@@ -242,7 +260,7 @@ class Generation:
 
     @property
     def unfinished(self) -> list[OutputFollower]:
-        return [output for output in self.outputs if output.completion.finish_reason is None]
+        return [output for output in self.outputs if not output.has_ended]
 
     def rename(self, suffix: str) -> None:
         """Give the engine requests other ids, before they are sent to another engine: one that they
@@ -273,7 +291,7 @@ class Generation:
         stopped = output.take(news)
         if news.error is not None:
             self.fail(news.error)
-        elif output.completion.finish_reason is not None and not self.unfinished:
+        elif output.has_ended and not self.unfinished:
             self.end()
         return stopped
 
@@ -302,9 +320,8 @@ class Generation:
 
     def fail(self, error: EaglerayError) -> None:
         """Complete the future with an error; does nothing if it is complete."""
-        for completion in self.completions:
-            if completion.finish_reason is None:
-                completion.finish_reason = "error"
+        for output in self.unfinished:
+            output.fail()
         with contextlib.suppress(InvalidStateError):
             self.done.set_exception(error)
             self.has_failed = True

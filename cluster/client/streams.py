@@ -26,14 +26,6 @@ Item = tuple[int, "Chunk"]  # index of the prompt among those submitted together
 TakeNow = Callable[[list[Item]], bool]  # whether it has taken them
 
 
-class SmallEvent(asyncio.Event):
-    """An event for few waiters, in a list: the base's deque takes 0.7 KiB if it is empty."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._waiters: list[asyncio.Future[bool]] = []  # type: ignore[assignment]
-
-
 class Relay:
     """The way from any thread to one event loop."""
 
@@ -77,8 +69,8 @@ class ChunkStream:
         self._num_open = 0
         self._ends: list[Future[None]] = []  # of generations
         self._items: list[Item] = []
-        self._changed = SmallEvent()
-        self._take_now: TakeNow | None = None  # while the reader waits
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
+        self._take_now: TakeNow | None = None  # likewise
         self._failure: Exception | None = None  # of `_take_now`
 
     def put(self, prompt_index: int, chunk: Chunk) -> None:
@@ -103,19 +95,19 @@ class ChunkStream:
 
     def deliver(self) -> None:
         """On the loop: pass on what was received."""
-        is_waiting = self._take_now is not None and not self._changed.is_set()
-        if self._items and is_waiting and self._is_taken(self._items):
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return  # what was received is read later
+        if self._items and self._take_now is not None and self._is_taken(self._take_now):
             self._items = []
-        if self._items or self._ends:
-            self._changed.set()
+        if self._items or self._ends or self._failure is not None:
+            waiter.set_result(None)
 
-    def _is_taken(self, items: list[Item]) -> bool:
-        assert self._take_now is not None
+    def _is_taken(self, take_now: TakeNow) -> bool:
         try:
-            return self._take_now(items)
+            return take_now(self._items)
         except Exception as error:  # of this stream; the relay goes on with the others
             self._failure = error
-            self._changed.set()
             return True
 
     async def next(self, take_now: TakeNow | None = None) -> list[Item]:
@@ -130,12 +122,11 @@ class ChunkStream:
                 self._ends.pop().result()
             if self._num_open == 0:
                 return []
-            self._changed.clear()
-            self._take_now = take_now
+            self._waiter, self._take_now = self._relay.loop.create_future(), take_now
             try:
-                await self._changed.wait()
+                await self._waiter
             finally:
-                self._take_now = None
+                self._waiter = self._take_now = None
             if self._failure is not None:
                 try:
                     raise self._failure

@@ -15,10 +15,11 @@ from cluster.grammar.markers import END_THINK, LINE_ENDS, THINK, State
 
 
 class TextStream:
-    """Text of one output. `text` is the text so far, without what is held back.
+    """Text of one output. What `push` and `finish` return, together, is the text.
 
     The text of the first `min_tokens` tokens is not searched for stop strings, nor is reasoning:
-    `state` says whether the output begins with it.
+    `state` says whether the output begins with it. stopped_by: the stop string that ended the text.
+    stopped_after: how many tokens of that `push` it took.
     """
 
     def __init__(
@@ -32,59 +33,55 @@ class TextStream:
         self._matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
         self._reasoning = _Reasoning(state if stop else State.CONTENT)
-        self._num_unsearched = 0  # characters of the first `min_tokens` tokens
         self._num_tokens = 0
-        self._decoded = ""
-        self.text = ""
-        self.stopped_by: str | None = None  # the stop string
+        self._withheld = ""  # it may belong to a stop string, or to a marker of reasoning
+        self.stopped_by: str | None = None
+        self.stopped_after: int | None = None
 
-    def push(self, token_ids: Seq[int]) -> int | None:
-        """Take the next tokens. Returns how many it took to complete a stop string, or None if none
-        is complete.
+    def push(self, token_ids: Seq[int]) -> str:
+        """Take the next tokens. Returns the text that is certain with them, up to a stop string
+        that they complete.
         """
         if not self._matchers:
-            self._push(token_ids)
-            return None
+            return self._detokenizer.push(token_ids)
+        certain_texts = []
         for i in range(len(token_ids)):
-            if self._push(token_ids[i : i + 1]):
-                return i + 1
-        return None
+            self._num_tokens += 1
+            text = self._detokenizer.push(token_ids[i : i + 1])
+            certain_texts.append(self._search(text))
+            if self.stopped_by is not None:
+                self.stopped_after = i + 1
+                break
+        return "".join(certain_texts)
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """No more tokens follow: what was held back becomes text."""
         if self.stopped_by is not None:
-            return
-        if not self._extend(self._detokenizer.finish(), is_last=True):
-            self.text = self._decoded
-
-    def _push(self, token_ids: Seq[int]) -> bool:
-        """Decode tokens together; True if they complete a stop string."""
-        self._num_tokens += len(token_ids)
-        return self._extend(self._detokenizer.push(token_ids))
-
-    def _extend(self, text: str, *, is_last: bool = False) -> bool:
-        """Add decoded text; True if it completes a stop string."""
-        self._decoded += text
+            return ""
+        text = self._detokenizer.finish()
         if not self._matchers:
-            self.text = self._decoded
-            return False
-        num_new = self._reasoning.feed(text, is_last=is_last)
+            return text
+        certain_text, withheld_text = self._search(text, is_last=True), self._withheld
+        self._withheld = ""
+        return certain_text if self.stopped_by is not None else certain_text + withheld_text
+
+    def _search(self, text: str, *, is_last: bool = False) -> str:
+        """Add decoded text. Returns what is certain now, up to a stop string that it completes."""
+        text, num_new = self._withheld + text, self._reasoning.feed(text, is_last=is_last)
         if self._num_tokens <= self._min_tokens:
-            self._num_unsearched = len(self._decoded)
-            self.text = self._decoded
-            return False
-        search_start = max(len(self._decoded) - num_new, self._num_unsearched)
-        new_text = self._decoded[search_start:]
+            self._withheld = ""
+            return text
+        search_start = max(len(text) - num_new, 0)
+        new_text = text[search_start:]
         ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
-            offset, self.stopped_by = min(matches)
-            self.text = self._decoded[:offset]
-            return True
-        num_matched = max(matcher.num_matched for matcher in self._matchers)
-        first_withheld = len(self._decoded) - max(num_matched, self._reasoning.num_undecided)
-        self.text = self._decoded[: max(first_withheld, self._num_unsearched)]
-        return False
+            num_certain, self.stopped_by = min(matches)
+        else:
+            num_matched = max(matcher.num_matched for matcher in self._matchers)
+            num_certain = max(len(text) - max(num_matched, self._reasoning.num_undecided), 0)
+        self._withheld = text[num_certain:]
+        return text[:num_certain]
 
 
 class _Reasoning:

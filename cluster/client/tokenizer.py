@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +20,18 @@ CHARACTERS_PER_TOKEN = 8
 SHORT = 4096  # characters, or tokens, that take a few milliseconds
 
 
+class _Computed(dict[int, bytes]):
+    """What `compute` returns for each token id that was asked for; at most the vocabulary."""
+
+    def __init__(self, compute: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._compute = compute
+
+    def __missing__(self, token_id: int) -> bytes:
+        computed = self[token_id] = self._compute(token_id)
+        return computed
+
+
 class Tokenizer:
     """A checkpoint's tokenizer and chat template. Any thread may call.
 
@@ -31,15 +44,14 @@ class Tokenizer:
         files = tokenizer_files.read(path)
         self._backend, self._template = files.backend, files.template
         self._eos_token = files.eos_token
-        # By token id; at most as many as the vocabulary has.
-        self._bytes: dict[int, bytes] = {}
-        self._text_bytes: dict[int, bytes] = {}
+        self._bytes = _Computed(self._bytes_of)
         self._special_ids = {
             token_id
             for token_id, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         }
-        self.text_bytes = self._bytes_in_text if files.decodes_bytes else None
+        text_bytes = _Computed(self._bytes_in_text)
+        self.text_bytes = text_bytes.__getitem__ if files.decodes_bytes else None
         self.file = path / "tokenizer.json" if files.is_byte_level else None
         template = files.template
         self.template_variables = frozenset[str]() if template is None else template.variables
@@ -114,21 +126,15 @@ class Tokenizer:
         """What a token adds to what `decode` returns, which the `ByteLevel` decoder of the
         tokenizers library makes of the bytes of all tokens.
         """
-        text_bytes = self._text_bytes.get(token_id)
-        if text_bytes is None:
-            token = self._backend.id_to_token(token_id)
-            is_left_out = token is None or token_id in self._special_ids
-            text_bytes = self._text_bytes[token_id] = b"" if is_left_out else _spelled(str(token))
-        return text_bytes
+        token = self._backend.id_to_token(token_id)
+        is_left_out = token is None or token_id in self._special_ids
+        return b"" if is_left_out else _spelled(str(token))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be part of a character; a special token's
         name.
         """
-        token_bytes = self._bytes.get(token_id)
-        if token_bytes is None:
-            token_bytes = self._bytes[token_id] = self._bytes_of(token_id)
-        return token_bytes
+        return self._bytes[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
         added = self._backend.get_added_tokens_decoder().get(token_id)

@@ -82,11 +82,8 @@ class _OpenRequest:
     num_sent: int
     unsent_logprobs: Logprobs = field(default_factory=list)
 
-    def is_due(self, seq: Sequence) -> bool:
-        """Whether its news should be sent with this step."""
-        if seq.finish_reason is not None:
-            return True
-        num_unsent = seq.num_output_tokens - self.num_sent
+    def is_due(self, num_unsent: int) -> bool:
+        """Whether so many tokens are enough to be sent before the last one is there."""
         return self.news_interval > 0 and (self.num_sent == 0 or num_unsent >= self.news_interval)
 
 
@@ -283,16 +280,22 @@ class StepLoop:
         if sends_all:
             self._all_sent_at_s = time.monotonic()
         for seq, token_logprobs in zip(step_output.sequences, logprobs, strict=True):
-            request = self._open_requests[seq.request_id]
+            request_id = seq.request_id
+            request = self._open_requests[request_id]
             if token_logprobs is not None:
                 request.unsent_logprobs.append(token_logprobs)
-            if sends_all or request.is_due(seq):
-                unsent_ids = seq.token_ids[seq.num_prompt_tokens + request.num_sent :]
-                request_news = _news_of(seq, request.num_sent, unsent_ids)
+            num_sent, num_prompt_tokens = request.num_sent, seq.num_prompt_tokens
+            num_tokens = len(seq.token_ids) - num_prompt_tokens
+            if sends_all or seq.finish_reason or request.is_due(num_tokens - num_sent):
+                unsent_ids = seq.token_ids[num_prompt_tokens + num_sent :]
+                request_news = _news_of(seq, num_sent, unsent_ids)
                 if request.unsent_logprobs:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
-                request.num_sent = seq.num_output_tokens
-                news.setdefault(request.frontend_id, {})[seq.request_id] = request_news
+                request.num_sent = num_tokens
+                frontend_news = news.get(request.frontend_id)
+                if frontend_news is None:
+                    frontend_news = news[request.frontend_id] = {}
+                frontend_news[request_id] = request_news
         self._add_scored_prompts(step_output.prompt_logprobs, news)
         for seq in step_output.finished:
             self._open_requests.pop(seq.request_id, None)
@@ -309,10 +312,7 @@ class StepLoop:
 
 
 def _news_of(seq: Sequence, first_index: int, token_ids: list[int]) -> News:
-    """News of a sequence: these output tokens, the first of which has index `first_index`."""
-    return News(
-        first_index=first_index,
-        token_ids=token_ids,
-        num_cached_tokens=seq.num_cached_tokens or 0,
-        finish_reason=seq.finish_reason,
-    )
+    """News of a sequence: these output tokens, the first of which has index `first_index`. Hot:
+    runs once per streamed token.
+    """
+    return News(first_index, token_ids, seq.num_cached_tokens or 0, seq.finish_reason)

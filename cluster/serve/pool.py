@@ -101,7 +101,7 @@ class EnginePool:
                 by_frontend.setdefault(frontend, []).append(generation)
             else:  # it has ended, or is moving: then it is ended where it arrives
                 for output in generation.outputs:
-                    if output.completion.finish_reason is None:
+                    if not output.has_ended:
                         output.abort()
                 generation.end()
         for frontend, frontend_generations in by_frontend.items():

@@ -179,6 +179,19 @@ REQUESTS: dict[str, tuple[str, Make]] = {
              + "]}"] * 100
         ) + "]}",
     ),
+    "as many calls as possible": (
+        CHAT,
+        lambda _: '{"messages": [' + ",".join(
+            ['{"role": "assistant", "tool_calls": [' + ",".join(
+                ['{"id": "1", "function": {"name": "f", "arguments": ""}}'] * 256
+            ) + "]}"] * 60
+        ) + "]}",
+    ),
+    "as many blocks of a system's text as possible": (
+        MESSAGES,
+        lambda _: '{"max_tokens": 5, "messages": [' + USER + '], "system": ['
+        + ",".join(['{"type": "text", "text": ""}'] * 32_000) + "]}",
+    ),
     "as many blocks as possible": (
         MESSAGES,
         lambda _: '{"max_tokens": 5, "messages": [' + ",".join(

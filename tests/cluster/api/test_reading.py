@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from typing import Any
 
 import pytest
@@ -57,11 +56,9 @@ def test_what_texts_contain_is_not_counted_wherever_slices_end(
     monkeypatch.setattr(reading, "SLICE", size)
     for seed in range(300):
         value = any_json(random.Random(seed))
-        text = json.dumps(value)
-        counts = count_json(text.encode())
+        counts = count_json(json.dumps(value).encode())
         assert counts["containers"] == containers_of(value), value
         assert counts["texts"] == texts_of(value), value
-        assert counts["escapes"] == len(re.findall(r"\\.", text)), value
         # An empty list counts as one with a value.
         assert values_of(value) <= counts["values"] <= 2 * values_of(value), value
 

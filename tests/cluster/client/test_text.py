@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,13 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
     """The text that is certain after each token, and after the end."""
-    seen = []
+    text, seen = "", []
     for token_id in token_ids:
-        stopped = stream.push([token_id])
-        seen.append(stream.text)
-        if stopped:
+        text += stream.push([token_id])
+        seen.append(text)
+        if stream.stopped_after:
             return seen
-    stream.finish()
-    return [*seen, stream.text]
+    return [*seen, text + stream.finish()]
 
 
 # Detokenizing
@@ -100,12 +98,13 @@ def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(
 
     counting: Any = Counting()
     stream = TextStream(counting, ["END"])
+    text = ""
     for i in range(1, 201):
-        assert stream.push([*stuck]) is None
-        assert stream.text == "\ufffd" * (i - 3)
+        text += stream.push([*stuck])
+        assert text == "\ufffd" * (i - 3)
     assert max(counts) <= 2 * CONTEXT + 1
-    assert [stream.push([token]) for token in ids("a", "EN", "D")] == [None, None, 1]
-    assert stream.text == "\ufffd" * 200 + "a"
+    assert [stream.push([token]) for token in ids("a", "EN", "D")] == ["\ufffd" * 3 + "a", "", ""]
+    assert stream.stopped_after == 1
 
 
 def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> None:
@@ -166,25 +165,14 @@ def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(
     tokenizer: Tokenizer, bunches: list[list[int]]
 ) -> None:
     stream = TextStream(tokenizer)
-    for bunch in bunches:
-        assert stream.push(bunch) is None
-    stream.finish()
-    assert stream.text == tokenizer.decode([token for bunch in bunches for token in bunch])
+    text = "".join(map(stream.push, bunches)) + stream.finish()
+    assert text == tokenizer.decode([token for bunch in bunches for token in bunch])
 
 
 def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert stream.push(ids("a", "E", "N", "D", "b")) == 4
-    assert stream.text == "a"
-
-
-@settings(deadline=None)
-@given(token_ids=ANY_IDS, stop=st.lists(FEW_LETTERS, max_size=3))
-def test_text_is_never_taken_back(
-    tokenizer: Tokenizer, token_ids: list[int], stop: list[str]
-) -> None:
-    seen = texts(TextStream(tokenizer, stop), token_ids)
-    assert all(later.startswith(earlier) for earlier, later in pairwise(seen))
+    assert stream.push(ids("a", "E", "N", "D", "b")) == "a"
+    assert stream.stopped_after == 4
 
 
 # Stop strings
@@ -200,13 +188,11 @@ def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(
     tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert [stream.push([token_id]) for token_id in ids("a", "E", "N", "D")] == [
-        None,
-        None,
-        None,
-        1,
-    ]
-    assert stream.text == "a"
+    stopped_after = []
+    for token_id in ids("a", "E", "N", "D"):
+        stream.push([token_id])
+        stopped_after.append(stream.stopped_after)
+    assert stopped_after == [None, None, None, 1]
 
 
 @pytest.mark.parametrize(
@@ -251,9 +237,9 @@ def test_as_many_and_as_long_stop_strings_as_possible_take_little_time(
     tokens = tokenizer.encode("a" * 2000)
     stream = TextStream(tokenizer, stop)
     began_s = time.process_time()
-    stream.push(tokens)
+    text = stream.push(tokens)
     assert (time.process_time() - began_s) / len(tokens) < 1e-3
-    assert stream.stopped_by is None and len(stream.text) == 1000
+    assert stream.stopped_by is None and len(text) == 1000
 
 
 def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Tokenizer) -> None:
@@ -283,20 +269,19 @@ def test_a_stop_string_among_the_first_tokens_leaves_no_text(tokenizer: Tokenize
 
 def test_nothing_is_added_at_the_end_of_a_stopped_stream(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
-    assert stream.push(ids("one END two")) == 1
-    stream.finish()
-    assert stream.text == "one "
+    assert stream.push(ids("one END two")) == "one "
+    assert stream.finish() == ""
 
 
 @pytest.mark.parametrize("text", ["a" * 8000, "ab" * 4000, ("a" * 999 + "b") * 8])
 def test_long_stop_strings_cost_no_more_than_short_ones(tokenizer: Tokenizer, text: str) -> None:
     stop = [text[start:2000] + "!" for start in range(8)]
     stream, start_s = TextStream(tokenizer, stop), time.thread_time()
+    pieces = []
     for token_id in text.encode():
-        assert stream.push([token_id]) is None
+        pieces.append(stream.push([token_id]))
         assert time.thread_time() - start_s < 3.0
-    stream.finish()
-    assert stream.text == text
+    assert "".join(pieces) + stream.finish() == text
 
 
 def certain_text(data: bytes) -> str:
@@ -337,11 +322,11 @@ def test_stop_strings_end_and_hold_text_as_searching_the_whole_would(
 ) -> None:
     stream = TextStream(tokenizer, stop)
     stopped_at: int | None = None
-    seen: list[str] = []
+    text, seen = "", []
     for count, token_id in enumerate(token_ids, 1):
-        stopped = stream.push([token_id])
-        seen.append(stream.text)
-        if stopped:
+        text += stream.push([token_id])
+        seen.append(text)
+        if stream.stopped_after:
             stopped_at = count
             break
     assert (stopped_at, seen) == by_search(tokenizer, token_ids, stop)
@@ -398,5 +383,5 @@ def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
 
 def test_stop_strings_do_not_end_the_first_min_tokens(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["b"], min_tokens=3)
-    assert [stream.push([token]) for token in ids("a", "b", "a", "a", "b")] == [None] * 4 + [1]
-    assert stream.text == "abaa"
+    assert texts(stream, ids("a", "b", "a", "a", "b", "c"))[-1] == "abaa"
+    assert stream.stopped_by == "b"

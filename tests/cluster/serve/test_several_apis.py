@@ -58,9 +58,13 @@ def client_port(response: httpx.Response) -> int:
 def client_of_each(program: Program) -> Iterator[dict[int, httpx.Client]]:
     """A client that is connected to each API process, by its pid."""
     by_pid: dict[int, httpx.Client] = {}
+    # A new connection, which httpx makes after 5 s without use, may go to another process.
+    stays_open = httpx.Limits(keepalive_expiry=None)
     with contextlib.ExitStack() as stack:
         while len(by_pid) < NUM_APIS:
-            client = stack.enter_context(httpx.Client(base_url=program.url, timeout=30))
+            client = stack.enter_context(
+                httpx.Client(base_url=program.url, timeout=30, limits=stays_open)
+            )
             port = client_port(client.get("/live"))
             for pid in apis(program):
                 if port in connections(pid, program.port):
