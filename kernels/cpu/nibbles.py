@@ -10,6 +10,7 @@ bits in a table, which needs no other instruction.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from kernels.cpu.tile import (
     Emitter,
     has_wide_registers,
 )
-from kernels.reference.int4 import MIDDLE, SHIFTS
+from kernels.reference.int4 import MAX_CODE, MIDDLE, SHIFTS
 
 PANEL = 64
 # Rows of x that are multiplied while codes are in registers; of more, codes are widened once.
@@ -136,42 +137,35 @@ def _load(emitter: Emitter, word_row: Any, vector: int) -> Any:
 def _steps(builder: Any, element: Any) -> list[Callable[[Any], Any]]:
     """What gives the operand of each step from a vector of words: of one input each, or of two."""
     if element == types.uint16:
-        # A bfloat16 is the upper half of a float32.
-        bits = (_numbers().view(np.uint32) >> 16).tolist()
-        return [
-            lambda words, shift=shift: _look_up(
-                builder,
-                "llvm.x86.avx512.permvar.hi.512",
-                _HALVES(2 * bits),
-                builder.bitcast(_shifted(builder, words, shift), _HALVES),
-            )
-            for shift in SHIFTS[::2]
-        ]
-    if has_wide_registers():
-        return [
-            lambda words, shift=shift: _look_up(
-                builder,
-                "llvm.x86.avx512.permvar.sf.512",
-                _FLOATS(_numbers().tolist()),
-                _shifted(builder, words, shift),
-            )
-            for shift in SHIFTS
-        ]
-    return [lambda words, shift=shift: _converted(builder, words, shift) for shift in SHIFTS]
+        return [partial(_look_up_pairs, builder, shift) for shift in SHIFTS[::2]]
+    widened = _look_up_floats if has_wide_registers() else _converted
+    return [partial(widened, builder, shift) for shift in SHIFTS]
+
+
+def _look_up_pairs(builder: Any, shift: int, words: Any) -> Any:
+    # A bfloat16 is the upper half of a float32.
+    table = _HALVES(2 * (_numbers().view(np.uint32) >> 16).tolist())
+    places = builder.bitcast(_shifted(builder, shift, words), _HALVES)
+    return _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, places)
+
+
+def _look_up_floats(builder: Any, shift: int, words: Any) -> Any:
+    table, places = _FLOATS(_numbers().tolist()), _shifted(builder, shift, words)
+    return _look_up(builder, "llvm.x86.avx512.permvar.sf.512", table, places)
+
+
+def _converted(builder: Any, shift: int, words: Any) -> Any:
+    codes = builder.and_(_shifted(builder, shift, words), _WORDS([MAX_CODE] * LANES))
+    return builder.sitofp(builder.sub(codes, _WORDS([MIDDLE] * LANES)), _FLOATS)
+
+
+def _shifted(builder: Any, shift: int, words: Any) -> Any:
+    return builder.lshr(words, _WORDS([shift] * LANES)) if shift else words
 
 
 def _numbers() -> Any:
     """What the codes stand for, float32."""
-    return np.arange(16, dtype=np.float32) - np.float32(MIDDLE)
-
-
-def _shifted(builder: Any, words: Any, shift: int) -> Any:
-    return builder.lshr(words, _WORDS([shift] * LANES)) if shift else words
-
-
-def _converted(builder: Any, words: Any, shift: int) -> Any:
-    codes = builder.and_(_shifted(builder, words, shift), _WORDS([15] * LANES))
-    return builder.sitofp(builder.sub(codes, _WORDS([MIDDLE] * LANES)), _FLOATS)
+    return np.arange(MAX_CODE + 1, dtype=np.float32) - np.float32(MIDDLE)
 
 
 def _look_up(builder: Any, instruction: str, table: Any, places: Any) -> Any:
