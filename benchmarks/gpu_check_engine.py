@@ -123,7 +123,7 @@ def open_engine(
     with (
         mock.patch("workers.loading.local_checkpoint", lambda _: Path(asked.model)),
         mock.patch("workers.loading.load_weights", fill_all),
-        mock.patch("workers.loading.held_dtype", lambda model_dir, model, dtype, _: dtype),
+        mock.patch("workers.loading.held_dtype", lambda model_dir, model, dtype, *_: dtype),
     ):
         executor = RecordingExecutor(make_executor(config))
     limits = SchedulerLimits(

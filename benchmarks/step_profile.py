@@ -155,14 +155,15 @@ def floors(
     layers = parameters.total - parameters.of_experts - parameters.vocabulary
     of_chosen = parameters.active - parameters.total + parameters.of_experts
     share_read = num_experts / model.experts.num_experts if model.experts else 0.0
+    of_codes = held.bytes_per_weight if held else of_weights
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
-        "products": least_ms(layers * (1 if held else of_weights), 2 * layers * batch_size),
+        "products": least_ms(layers * of_codes, 2 * layers * batch_size),
         "experts": least_ms(
             parameters.of_experts * share_read * of_weights, 2 * of_chosen * batch_size
         ),
         "vocabulary head": least_ms(
-            head * (1 if held and held.vocabulary else of_weights), 2 * head * batch_size
+            head * (of_weights if held and not held.vocabulary else of_codes), 2 * head * batch_size
         ),
         "paged_attention": least_ms(item * kv_row * batch_size * context, 0),
     }

@@ -70,11 +70,6 @@ def read_experts(raw: Mapping[str, Any], where: str) -> Experts | None:
     num_layers = _integer(raw["num_hidden_layers"], "num_hidden_layers", where)
     if not any(experts.has_layer(layer) for layer in range(num_layers)):
         return None
-    if raw.get("quantization_config"):
-        raise ConfigError(
-            f"{where}: the checkpoint is quantized, which is not supported for a model with experts"
-            " (model_type 'qwen3_moe'). Use its version in bfloat16"
-        )
     return experts
 
 

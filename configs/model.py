@@ -16,8 +16,8 @@ from typing import Any
 
 from configs.experts import MODEL_TYPE as MODEL_TYPE_WITH_EXPERTS
 from configs.experts import Experts, read_experts
-from configs.gptq import Gptq, read_gptq
-from configs.quantization import Quantization, read_quantization
+from configs.formats.stored import StoredFormat
+from configs.formats.table import read_format
 from scheduler.errors import ConfigError, UnreadableError
 
 ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
@@ -45,8 +45,9 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Qwen3 model: sizes in elements; `dtype`, `quantization` and `gptq` those of the checkpoint.
-    Without `experts` it is dense; `intermediate_size` is that of the layers without experts.
+    """A Qwen3 model: sizes in elements; `dtype` that of the checkpoint, `stored` how it stores the
+    matrices of the layers, None for plain numbers. Without `experts` it is dense;
+    `intermediate_size` is that of the layers without experts.
     """
 
     vocab_size: int
@@ -63,8 +64,7 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
-    quantization: Quantization | None = None
-    gptq: Gptq | None = None
+    stored: StoredFormat | None = None
     experts: Experts | None = None
 
     @classmethod
@@ -92,10 +92,8 @@ class ModelConfig:
                 rope=_read_rope(raw, where),
                 dtype=_read_dtype(raw, where),
                 eos_token_ids=_as_ids(raw.get("eos_token_id")),
-                # Before the formats of quantization, none of which such a model can have.
                 experts=read_experts(raw, where),
-                quantization=read_quantization(raw, where),
-                gptq=read_gptq(raw, where),
+                stored=read_format(raw, where),
             )
         except KeyError as error:
             raise ConfigError(
@@ -147,6 +145,11 @@ class ModelConfig:
         """Whether the layer with this index, from 0, has experts."""
         return self.experts is not None and self.experts.has_layer(layer)
 
+    def sizes_in(self, size: int) -> tuple[int, ...]:
+        """Inputs of the matrices of a layer on one of `size` ranks."""
+        heads = self.num_attention_heads * self.head_dim
+        return self.hidden_size, heads // size, self.intermediate_size // size
+
     def _mlp_sizes(self) -> dict[str, int]:
         """The features of the MLPs that the layers have."""
         kinds = {self.has_experts(layer) for layer in range(self.num_hidden_layers)}
@@ -172,6 +175,11 @@ class ModelConfig:
             raise ConfigError(
                 f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
                 f" num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.experts is not None and self.stored is not None and self.stored.is_int8:
+            raise ConfigError(
+                f"{where}: {self.stored.name} is not possible for a model with experts (model_type"
+                f" {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
             )
         if self.head_dim % 2:
             raise ConfigError(

@@ -1,74 +1,74 @@
-"""Matrices of 8-bit codes: what the user asks for, or what a checkpoint's `quantization_config`
-says.
+"""Matrices that are held as codes: what the user asks for, or what a checkpoint stores.
 
-The one format is "int8": codes with one scale per output feature, multiplied by inputs that are
-quantized per token as they come. Quantized checkpoints are read in the format that
-compressed-tensors calls int-quantized (github.com/neuralmagic/compressed-tensors). GPTQ is only a
-way to store weights here (see gptq.py). Everything else is refused by name.
+- "int8": 8-bit codes with one scale per output feature, multiplied by inputs that are quantized per
+  token as they come.
+- "int4": 4-bit codes with a scale and a zero point per group of inputs, widened as they are
+  multiplied; as a checkpoint stores them, or rounded to the nearest.
+
+How checkpoints store matrices is in `configs/formats/`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
 from dataclasses import dataclass
-from typing import Any
 
-from scheduler.errors import ConfigError
+from configs.formats.stored import BFLOAT16, WORDS, StoredFormat
 
-QUANTIZATIONS = ("int8",)
-_WEIGHTS = {
-    "num_bits": 8,
-    "type": "int",
-    "symmetric": True,
-    "strategy": "channel",
-    "dynamic": False,
-}
-_INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+INT8, INT4 = "int8", "int4"
+QUANTIZATIONS = (INT8, INT4)
+_GROUP_SIZE = 128  # of codes that are computed while weights are loaded
+_INPUTS_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """The matrices of the decoder layers are codes. stored: the checkpoint holds codes; otherwise
     they are computed as weights are loaded. vocabulary: embedding and head are codes as well.
+    group_size: of "int4", inputs that share a scale, -1 for all. scale_dtype: of "int4", spelled as
+    in safetensors.
     """
 
     stored: bool
     vocabulary: bool
+    name: str = INT8
+    group_size: int = -1
+    scale_dtype: str = BFLOAT16
+
+    def held_group_size(self, size_in: int) -> int:
+        """Inputs of a rank that share a scale. Where a rank ends within a stored group, it holds
+        smaller ones, whose scales are the same.
+        """
+        return size_in if self.group_size == -1 else math.gcd(self.group_size, size_in)
+
+    def fits(self, sizes_in: tuple[int, ...]) -> bool:
+        """Whether matrices of so many inputs can be held: groups are whole words."""
+        held = (self.held_group_size(size) for size in sizes_in)
+        return self.name == INT8 or all(size % _INPUTS_PER_WORD == 0 for size in held)
+
+    @property
+    def bytes_per_weight(self) -> float:
+        """With the scales and zero points of groups."""
+        return (
+            1.0 if self.name == INT8 else 0.5 + (3 / self.group_size if self.group_size > 0 else 0)
+        )
 
 
-def read_quantization(raw: Mapping[str, Any], where: str) -> Quantization | None:
-    """The quantization in a decoded `config.json`, None if there is none or it is GPTQ. Raises
-    `ConfigError`.
+def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quantization | None:
+    """The form in which codes of a checkpoint can be kept, None if they must be widened.
+    sizes_in: numbers of inputs of the matrices of a rank.
     """
-    quantization_config = raw.get("quantization_config")
-    if not quantization_config:
+    if stored.is_int8:
+        return Quantization(stored=True, vocabulary=False)
+    if stored.dtype != WORDS or stored.bits != 4 or stored.index is not None:
         return None
-    if not isinstance(quantization_config, Mapping):
-        raise ConfigError(f"{where}: quantization_config must be an object")
-    if quantization_config.get("quant_method") == "gptq":
-        return None
+    quantization = Quantization(
+        stored=True, vocabulary=False, name=INT4, group_size=stored.group_size
+    )
+    return quantization if quantization.fits(sizes_in) else None
 
-    def check(name: str, value: object, expected: object) -> None:
-        if value != expected:
-            raise ConfigError(
-                f"{where}: quantization_config has {name} {value!r}; of quantized checkpoints only"
-                f" 8-bit integers of compressed-tensors, with {expected!r} there, and GPTQ are"
-                " supported. Use such a checkpoint, or a plain one with quantization 'int8'"
-            )
 
-    check("quant_method", quantization_config.get("quant_method"), "compressed-tensors")
-    check("format", quantization_config.get("format"), "int-quantized")
-    config_groups = quantization_config.get("config_groups")
-    config_groups = list(config_groups.values()) if isinstance(config_groups, Mapping) else []
-    check("number of config_groups", len(config_groups), 1)
-    config_group = config_groups[0] if isinstance(config_groups[0], Mapping) else {}
-    check("targets", config_group.get("targets"), ["Linear"])
-    for operand, expected_format in (("weights", _WEIGHTS), ("input_activations", _INPUTS)):
-        operand_format = config_group.get(operand)
-        operand_format = operand_format if isinstance(operand_format, Mapping) else {}
-        for name, value in expected_format.items():
-            check(f"{operand}.{name}", operand_format.get(name), value)
-    check("output_activations", config_group.get("output_activations"), None)
-    check("kv_cache_scheme", quantization_config.get("kv_cache_scheme"), None)
-    check("ignore", quantization_config.get("ignore"), ["lm_head"])
-    return Quantization(stored=True, vocabulary=False)
+def computed_quantization(name: str) -> Quantization:
+    """The form in which matrices are held whose codes are computed while they are loaded."""
+    group_size = _GROUP_SIZE if name == INT4 else -1
+    return Quantization(stored=False, vocabulary=True, name=name, group_size=group_size)

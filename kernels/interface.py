@@ -86,6 +86,21 @@ class Int8Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weight:
+    """A weight of 4-bit codes of which groups of consecutive inputs, all of one size, share a scale
+    and a zero point: (code - zero) * scale. Once packed, in the layout of the backend.
+
+    words_YW: int32, eight codes in a word, in the order of `kernels/reference/int4.py`.
+    zeros_YG: uint8 between 0 and 15. scale_YG: float16 or bfloat16. num_rows: Y.
+    """
+
+    words_YW: Tensor
+    zeros_YG: Tensor
+    scale_YG: Tensor
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
     """The MLPs of X experts, of each the F features of this rank. Once packed, both are in the
     layout of the backend, the experts still along the first dimension.
@@ -108,6 +123,19 @@ class Int8Kernels(Protocol):
 
     def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
         """x @ weight.T + bias, with x quantized per row: [T, Y] in the dtype of x."""
+
+
+class Int4Kernels(Protocol):
+    """Products with 4-bit codes; `kernels/reference/int4.py` defines their results."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """As `Kernels.first_step`, for these kernels."""
+
+    def pack_weight(self, weight: Int4Weight, /) -> Int4Weight:
+        """The weight in the layout `linear` needs, perhaps the same object."""
+
+    def linear(self, x_TX: Tensor, weight: Int4Weight, bias_Y: Tensor | None, /) -> Tensor:
+        """x @ weight.T + bias, [T, Y] in the dtype of x, with sums in float32."""
 
 
 class MixedKernels(Protocol):
@@ -244,6 +272,7 @@ class Kernels(Protocol):
     capabilities: Capabilities
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
+    int4: Int4Kernels | None  # None: "int4" is not among the capabilities' quantizations
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.paths import CHECKOUT, program_of
+from configs.quantization import INT8, Quantization
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.batch.kv_cache import torch_dtype
@@ -31,13 +32,15 @@ def compile_first_step(
     group: TensorParallelGroup,
     dtype: str,
     weight_dtype: str,
-    quantized: bool,
+    quantization: Quantization | None,
     has_experts: bool = False,
 ) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(kernels, group.size, dtype, weight_dtype, quantized, has_experts)
+    calls = _calls_of_first_step(
+        kernels, group.size, dtype, weight_dtype, quantization, has_experts
+    )
     for call in group.share_out("compile", calls):  # the slowest come first
         call()
         group.progress.num_compiled += 1
@@ -52,11 +55,11 @@ def load_first_step(
     size: int,
     dtype: str,
     weight_dtype: str,
-    quantized: bool,
+    quantization: Quantization | None,
     has_experts: bool = False,
 ) -> None:
     """Load the same kernels, which are cached by now, in a process without a group."""
-    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantized, has_experts):
+    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantization, has_experts):
         call()
 
 
@@ -65,14 +68,16 @@ def _calls_of_first_step(
     size: int,
     dtype: str,
     weight_dtype: str,
-    quantized: bool,
+    quantization: Quantization | None,
     has_experts: bool = False,
 ) -> list[Callable[[], object]]:
     calls = kernels.first_step(torch_dtype(dtype))
     if weight_dtype != dtype and kernels.mixed is not None:
         calls[1:1] = kernels.mixed.first_step()
-    if quantized and kernels.int8 is not None:
-        calls[1:1] = kernels.int8.first_step(torch_dtype(dtype))
+    if quantization is not None:
+        products = kernels.int8 if quantization.name == INT8 else kernels.int4
+        assert products is not None, "the configuration was checked against the kernels"
+        calls[1:1] = products.first_step(torch_dtype(dtype))
     if has_experts:
         calls[:0] = kernels.experts.first_step(torch_dtype(dtype), torch_dtype(weight_dtype))
     if size > 1 and calls:
@@ -124,7 +129,7 @@ def main() -> None:
         weight_dtype = dtype
         if dtype == "float32" and kernels.capabilities.weight_dtypes:
             weight_dtype = kernels.capabilities.weight_dtypes[-1]
-        for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantized=False):
+        for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantization=None):
             call()
     else:
         for call in kernels.other_steps(torch_dtype(dtype)):

@@ -19,7 +19,12 @@ from configs.engine import (
     num_seqs,
 )
 from configs.model import ModelConfig, rope_max_length
-from configs.quantization import Quantization
+from configs.quantization import (
+    INT4,
+    Quantization,
+    computed_quantization,
+    stored_quantization,
+)
 from kernels.interface import Capabilities, Kernels
 from kernels.select import backends_with_quantization, choose, select_backend
 from scheduler.errors import ConfigError
@@ -173,15 +178,31 @@ def _check_experts(engine_config: EngineConfig, model: ModelConfig, device: str)
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
-    quantization = model.quantization
-    if quantization is None and engine_config.quantization is not None:
-        quantization = Quantization(stored=False, vocabulary=True)
-    if quantization is not None and "int8" not in backend.quantizations:
+    asked, kept = engine_config.quantization, None
+    sizes_in = model.sizes_in(engine_config.tensor_parallel_size)
+    if model.stored is not None:
+        kept = stored_quantization(model.stored, sizes_in)
+    if kept is not None and kept.name == INT4:
+        # Otherwise the codes are widened, on any backend.
+        is_possible = INT4 in backend.quantizations and model.experts is None
+        kept = kept if is_possible and asked in (None, INT4) else None
+    quantization = kept
+    if quantization is None and asked is not None:
+        quantization = computed_quantization(asked)
+    if quantization is None:
+        return None
+    if quantization.name not in backend.quantizations:
         raise ConfigError(
-            f"quantization 'int8' is not possible on device {device!r} with kernel backend"
-            f" {backend.name!r}; the kernel backends that can here are"
-            f" {backends_with_quantization('int8')}. Choose one of them, or weights that are not"
-            " quantized"
+            f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
+            f" backend {backend.name!r}; the kernel backends that can here are"
+            f" {backends_with_quantization(quantization.name)}. Choose one of them, or weights that"
+            " are not quantized"
+        )
+    if not quantization.fits(sizes_in):
+        raise ConfigError(
+            f"quantization {quantization.name!r} is not possible for matrices of"
+            f" {', '.join(map(str, sizes_in))} inputs on a rank: these must be multiples of 8."
+            " Choose a smaller tensor_parallel_size, or 'int8'"
         )
     return quantization
 

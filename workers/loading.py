@@ -14,7 +14,7 @@ from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import LastingMemory, is_supported
 from workers.memory.weights import adopt_weights, keep_weights
 from workers.models.fingerprint import LoadedHash, fingerprint
-from workers.models.loader import held_dtype, load_weights
+from workers.models.loader import held_dtype, kept_quantization, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -45,14 +45,15 @@ def load_model(
     checkpoint_hash = fingerprint(model_dir)
     dtype = torch_dtype(config.dtype)
     weight_dtype = torch_dtype(config.weight_dtype)
+    quantization = kept_quantization(model_dir, config.model, config.quantization)
     model = Qwen3(
         config.model,
         group,
         kernels,
         dtype,
         config.max_model_len,
-        config.quantization,
-        held_dtype(model_dir, config.model, dtype, weight_dtype),
+        quantization,
+        held_dtype(model_dir, config.model, dtype, weight_dtype, quantization),
     )
 
     def count(loaded_bytes: int) -> None:

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from configs.model import ModelConfig
-from configs.quantization import Quantization
+from configs.quantization import INT8, Quantization
 from workers.batch.kv_cache import torch_dtype
 from workers.models.size import count_parameters
 
@@ -69,7 +69,7 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     read_s = _best(data.sum)
     del data
     square = torch.randn(PROBE_MATRIX_DIM, PROBE_MATRIX_DIM)
-    if quantization is None:
+    if quantization is None or quantization.name != INT8:
         square = square.to(torch_dtype(dtype))
         product_s = _best(lambda: square @ square)
     else:
@@ -127,9 +127,9 @@ def floor_s(
     )
     num_steps = max((w.num_output for w in works), default=0)
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    in_layers *= weight_itemsize if quantization is None else 1
-    in_head *= weight_itemsize if quantization is None or not quantization.vocabulary else 1
-    num_bytes = (in_layers + in_head) * num_steps + itemsize * kv_row * decoded
+    of_codes = weight_itemsize if quantization is None else quantization.bytes_per_weight
+    of_head = of_codes if quantization is None or quantization.vocabulary else weight_itemsize
+    num_bytes = (in_layers * of_codes + in_head * of_head) * num_steps + itemsize * kv_row * decoded
     return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
 

@@ -88,9 +88,9 @@ class Worker:
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
         size = config.engine.tensor_parallel_size
-        quantized = config.quantization is not None
+        held = config.quantization
         has_experts = config.model.experts is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantized, has_experts)
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, held, has_experts)
         if (weights := self._inherited.weights) is not None:
             self._kernels = kernels
             self._group = self._new_group(torch.device("cpu"))
@@ -121,10 +121,10 @@ class Worker:
         with self._phase("rendezvous"):
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
-            quantized = self.config.quantization is not None
+            held = self.config.quantization
             has_experts = self.config.model.experts is not None
             compile_first_step(
-                kernels, group, self.config.dtype, self.config.weight_dtype, quantized, has_experts
+                kernels, group, self.config.dtype, self.config.weight_dtype, held, has_experts
             )
             if self.config.device == "cuda":
                 _launch_smallest(kernels, device.torch)

@@ -269,7 +269,7 @@ def _result(
         "engine": "eagleray",
         "model": None,
         "dtype": config.dtype,
-        "quantization": None if config.quantization is None else "int8",
+        "quantization": config.quantization and config.quantization.name,
         "tp": engine_config.tensor_parallel_size,
         "device": device,
         "requests": len(generations),

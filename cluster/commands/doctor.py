@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from configs.engine import EngineConfig
+from configs.formats.table import POSSIBLE
 from configs.model import ModelConfig
 from configs.paths import CHECKOUT, IS_INSTALLED
 from configs.shapes import SHAPES
@@ -105,7 +106,8 @@ def _device_lines() -> list[str]:
         lines.append(
             f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
         )
-    return lines
+    formats = "; ".join(("bfloat16", "float16", "float32", *POSSIBLE))
+    return [*lines, f"checkpoints may store their matrices as {formats}"]
 
 
 def _ray_address_line() -> str:

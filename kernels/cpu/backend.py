@@ -10,11 +10,19 @@ import torch
 from kernels.cpu import attention, elementwise, few_rows, linear, pool, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.experts import CpuExperts
+from kernels.cpu.int4 import CpuInt4
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
 from kernels.cpu.mixed import CpuMixed
 from kernels.cpu.tile import has_dot_products
-from kernels.interface import ExpertKernels, Int8Kernels, Kernels, MixedKernels, SamplingKernels
+from kernels.interface import (
+    ExpertKernels,
+    Int4Kernels,
+    Int8Kernels,
+    Kernels,
+    MixedKernels,
+    SamplingKernels,
+)
 from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_parts
 from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
@@ -27,7 +35,8 @@ class CpuKernels:
 
     capabilities = CPU
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = CpuInt8() if CPU.quantizations else None
+    int8: Int8Kernels | None = CpuInt8() if "int8" in CPU.quantizations else None
+    int4: Int4Kernels | None = CpuInt4()
     mixed: MixedKernels | None = CpuMixed()
     experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)

@@ -84,7 +84,7 @@ class _Arithmetic:
     instruction: str | None
 
 
-_ARITHMETIC = {  # by the elements of a
+ARITHMETIC = {  # by the elements of a
     types.float32: _Arithmetic(_FLOAT, _FLOAT_LANES, _FLOAT_LANES, None),
     types.uint16: _Arithmetic(
         _INT32,
@@ -126,7 +126,7 @@ def add_tile(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, _, row_count, a, b, c, *addresses = args
         (*a, _), (*b, _), c = (cgutils.unpack_tuple(builder, operand) for operand in (a, b, c))
-        emitter = _Emitter(builder, _ARITHMETIC[a_element], halves_b, stores_widened)
+        emitter = Emitter(builder, ARITHMETIC[a_element], halves_b, stores_widened)
         end_block = builder.append_basic_block("end")
         switch = builder.switch(row_count, end_block)
         for height in heights:
@@ -159,7 +159,7 @@ class _Places(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Emitter:
+class Emitter:
     """Emits LLVM's instructions for one arithmetic. Addresses and distances are int64 values."""
 
     builder: Any
@@ -177,9 +177,9 @@ class _Emitter:
                 height,
                 width,
                 places._replace(
-                    b=self._moved(places.b, parts.index, b_bytes_per_step),
-                    c=self._moved(places.c, parts.index, width * VECTOR_BYTES),
-                    prefetch_address=self._moved(
+                    b=self.moved(places.b, parts.index, b_bytes_per_step),
+                    c=self.moved(places.c, parts.index, width * VECTOR_BYTES),
+                    prefetch_address=self.moved(
                         places.prefetch_address, parts.index, bytes_to_prefetch
                     ),
                 ),
@@ -189,8 +189,8 @@ class _Emitter:
         """A loop over steps, with `height` * `width` vectors of sums."""
         builder = self.builder
         c_pointers = [
-            self._pointer(
-                self._moved(self._moved(places.c, row, places.c_stride), vector, VECTOR_BYTES),
+            self.pointer(
+                self.moved(self.moved(places.c, row, places.c_stride), vector, VECTOR_BYTES),
                 self.arithmetic.sums,
             )
             for row in range(height)
@@ -204,10 +204,10 @@ class _Emitter:
         with cgutils.for_range(builder, places.num_steps) as steps:
             b_vectors = self._load_b(steps.index, width, places)
             for row in range(height):
-                a_row = self._moved(places.a, row, places.a_stride)
-                a_lanes = self._broadcast(self._moved(a_row, steps.index, STEP_BYTES))
+                a_row = self.moved(places.a, row, places.a_stride)
+                a_lanes = self.broadcast(self.moved(a_row, steps.index, STEP_BYTES))
                 for b_vector, sum_variable in zip(b_vectors, sums[row * width :], strict=False):
-                    new_sum = self._multiply_add(a_lanes, b_vector, builder.load(sum_variable))
+                    new_sum = self.multiply_add(a_lanes, b_vector, builder.load(sum_variable))
                     builder.store(new_sum, sum_variable)
         for c_pointer, sum_variable in zip(c_pointers, sums, strict=True):
             builder.store(builder.load(sum_variable), c_pointer, align=4)
@@ -215,35 +215,35 @@ class _Emitter:
     def _load_b(self, step: Any, width: int, places: _Places) -> list[Any]:
         """The vectors of a step; meanwhile as many bytes are prefetched."""
         builder, vector_bytes = self.builder, self._b_vector_bytes()
-        row = self._moved(places.b, step, places.b_stride)
-        vectors = [self._load_vector(self._moved(row, i, vector_bytes)) for i in range(width)]
+        row = self.moved(places.b, step, places.b_stride)
+        vectors = [self._load_vector(self.moved(row, i, vector_bytes)) for i in range(width)]
         for i, vector in enumerate(vectors):
             vector_index = builder.add(builder.mul(step, _INT64(width)), _INT64(i))
-            self._prefetch(self._moved(places.prefetch_address, vector_index, vector_bytes))
+            self.prefetch(self.moved(places.prefetch_address, vector_index, vector_bytes))
             if self.stores_widened:
-                place = self._moved(places.widened_address, vector_index, VECTOR_BYTES)
-                builder.store(vector, self._pointer(place, _FLOAT_LANES), align=4)
+                place = self.moved(places.widened_address, vector_index, VECTOR_BYTES)
+                builder.store(vector, self.pointer(place, _FLOAT_LANES), align=4)
         return vectors
 
     def _load_vector(self, address: Any) -> Any:
         builder = self.builder
         if not self.halves_b:
-            lanes = builder.load(self._pointer(address, _INT32_LANES), align=4)
+            lanes = builder.load(self.pointer(address, _INT32_LANES), align=4)
             return builder.bitcast(lanes, self.arithmetic.operands)
-        halves = builder.load(self._pointer(address, ir.VectorType(ir.IntType(16), LANES)), align=2)
+        halves = builder.load(self.pointer(address, ir.VectorType(ir.IntType(16), LANES)), align=2)
         bits = builder.shl(builder.zext(halves, _INT32_LANES), _INT32_LANES([16] * LANES))
         return builder.bitcast(bits, self.arithmetic.operands)
 
-    def _broadcast(self, address: Any) -> Any:
+    def broadcast(self, address: Any) -> Any:
         """4 bytes, in every lane."""
         builder, element = self.builder, self.arithmetic.step
         undefined = ir.VectorType(element, LANES)(ir.Undefined)
-        value = builder.load(self._pointer(address, element), align=4)
+        value = builder.load(self.pointer(address, element), align=4)
         one_lane = builder.insert_element(undefined, value, _INT32(0))
         lanes = builder.shuffle_vector(one_lane, undefined, _INT32_LANES([0] * LANES))
         return builder.bitcast(lanes, self.arithmetic.operands)
 
-    def _multiply_add(self, a_lanes: Any, b_vector: Any, sums: Any) -> Any:
+    def multiply_add(self, a_lanes: Any, b_vector: Any, sums: Any) -> Any:
         builder, arithmetic = self.builder, self.arithmetic
         if arithmetic.instruction is None:
             product = builder.fmul(a_lanes, b_vector, flags=_FUSED)
@@ -255,11 +255,11 @@ class _Emitter:
         )
         return builder.call(instruction, [sums, a_lanes, b_vector])
 
-    def _prefetch(self, address: Any) -> None:
+    def prefetch(self, address: Any) -> None:
         """Fetch a cache line into the second-level cache, so that waiting for memory does not block
         the first-level cache.
         """
-        pointer = self._pointer(address, ir.IntType(8))
+        pointer = self.pointer(address, ir.IntType(8))
         function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32])
         prefetch = cgutils.get_or_insert_function(
             self.builder.module, function_type, "llvm.prefetch.p0"
@@ -270,14 +270,14 @@ class _Emitter:
     def _b_vector_bytes(self) -> int:
         return VECTOR_BYTES // 2 if self.halves_b else VECTOR_BYTES
 
-    def _moved(self, address: Any, count: Any, num_bytes: Any) -> Any:
+    def moved(self, address: Any, count: Any, num_bytes: Any) -> Any:
         """The address `count` times `num_bytes` further on; both are values or Python's numbers."""
         count, num_bytes = (
             _INT64(factor) if isinstance(factor, int) else factor for factor in (count, num_bytes)
         )
         return self.builder.add(address, self.builder.mul(count, num_bytes))
 
-    def _pointer(self, address: Any, element: Any) -> Any:
+    def pointer(self, address: Any, element: Any) -> Any:
         return self.builder.inttoptr(address, element.as_pointer())
 
 

@@ -9,7 +9,14 @@ from kernels.gpu.capabilities import TRITON
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
-from kernels.interface import Capabilities, ExpertKernels, Int8Kernels, Kernels, SamplingKernels
+from kernels.interface import (
+    Capabilities,
+    ExpertKernels,
+    Int4Kernels,
+    Int8Kernels,
+    Kernels,
+    SamplingKernels,
+)
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 
@@ -21,6 +28,7 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
+    int4: Int4Kernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)

@@ -103,7 +103,7 @@ def test_a_dense_model_has_no_experts() -> None:
 def test_a_model_none_of_whose_layers_has_experts_is_dense(options: dict[str, Any]) -> None:
     int8 = {"quantization_config": INT8}
     assert read(**options).experts is None
-    assert read(**options, **int8).quantization is not None
+    assert read(**options, **int8).stored is not None
 
 
 def test_layers_have_experts_as_in_transformers() -> None:
@@ -172,18 +172,6 @@ def test_the_layers_without_experts_are_whole_numbers() -> None:
         read(mlp_only_layers=[0, 1.5])
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-QUANTIZED: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-    "awq": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
-    "compressed-tensors": INT8,
-    "compressed-tensors fp8": INT8 | {"format": "float-quantized"},
-    "gptq": GPTQ,
-    "gptq with dynamic": GPTQ | {"dynamic": {"-:.*mlp.gate$": {}}},
-}
-
-
-@pytest.mark.parametrize("quantization_config", QUANTIZED.values(), ids=QUANTIZED.keys())
-def test_a_quantized_checkpoint_is_refused(quantization_config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"not supported for a model with experts.*bfloat16"):
-        read(quantization_config=quantization_config)
+def test_8_bit_codes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"int-quantized.*not possible for a model with experts"):
+        read(quantization_config=INT8)

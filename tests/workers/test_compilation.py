@@ -72,7 +72,7 @@ def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
             cast(TensorParallelGroup, RecordedGroup(rank, size, ran)),
             "float32",
             weight_dtype,
-            quantized=False,
+            quantization=None,
         )
         before = ran[: ran.index("barrier")]
         assert set(ran) - {"barrier"} == wanted

@@ -124,7 +124,8 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
 
 def _shared_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
-    return {"group": group, "kernels": kernels, "int8": kernels.int8, "mixed": kernels.mixed}
+    quantized = {"int8": kernels.int8, "int4": kernels.int4}
+    return {"group": group, "kernels": kernels, "mixed": kernels.mixed} | quantized
 
 
 # -- a model without its tensors -------------------------------------------------------------------

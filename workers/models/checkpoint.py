@@ -15,19 +15,21 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.formats.stored import FP8, INT8, WORDS, part_name
+from configs.formats.table import POSSIBLE
 from configs.model import ModelConfig, read_json
 from scheduler.errors import ConfigError, UnreadableError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8, "I8": 1, "I32": 4}
-_CODES = ("I8", "I32")
+_NUMBERS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
+_ITEM_BYTES = _NUMBERS | {INT8: 1, FP8: 1, WORDS: 4, "I64": 8}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The experts of a layer: a tensor for each matrix of each, or, as transformers holds them, all in
 # two tensors, of which the first one has of each expert the gate, then up.
@@ -55,10 +57,11 @@ class StoredTensor:
 
 
 def expected_tensors(
-    model: ModelConfig, *, merged_experts: bool = False
+    model: ModelConfig, *, merged_experts: bool = False, plain: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
-    of storing experts.
+    of storing experts. plain: matrices that are stored as they are in a quantized checkpoint.
+    Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
     hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_heads = model.num_key_value_heads * model.head_dim
@@ -78,9 +81,9 @@ def expected_tensors(
         layer = f"model.layers.{index}"
         mlp = {} if model.has_experts(index) else _mlp("mlp", hidden, model.intermediate_size)
         if model.has_experts(index):
-            tensors |= _experts(model, f"{layer}.mlp", merged_experts)
+            tensors |= _experts(model, f"{layer}.mlp", merged_experts, plain)
         for name, shape in (matrices | mlp).items():
-            tensors |= _matrix(model, f"{layer}.{name}.weight", shape)
+            tensors |= _matrix(model, f"{layer}.{name}.weight", shape, plain)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
         for name in ("q_norm", "k_norm"):
@@ -96,8 +99,10 @@ def _mlp(name: str, hidden: int, features: int) -> dict[str, tuple[int, int]]:
     return {gate: (features, hidden), up: (features, hidden), down: (hidden, features)}
 
 
-def _experts(model: ModelConfig, mlp: str, merged: bool) -> dict[str, tuple[int, ...]]:
-    """The router of a layer, and its experts."""
+def _experts(
+    model: ModelConfig, mlp: str, merged: bool, plain: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """The router of a layer, which is never quantized, and its experts."""
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
     count, features = experts.num_experts, experts.intermediate_size
@@ -108,7 +113,7 @@ def _experts(model: ModelConfig, mlp: str, merged: bool) -> dict[str, tuple[int,
         return tensors
     for expert in range(count):
         for name, shape in _mlp(f"{mlp}.experts.{expert}", hidden, features).items():
-            tensors[f"{name}.weight"] = shape
+            tensors |= _matrix(model, f"{name}.weight", shape, plain)
     return tensors
 
 
@@ -123,33 +128,51 @@ def merged_place(name: str) -> tuple[str, int, bool] | None:
     return f"{experts}.{merged}", int(expert), matrix == "up"
 
 
-def gptq_part(name: str, part: str) -> str:
-    """The name of a part of the matrix `name`, which ends in ".weight"."""
-    return name.removesuffix("weight") + part
-
-
-def _matrix(model: ModelConfig, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+def _matrix(
+    model: ModelConfig, name: str, shape: tuple[int, int], plain: Collection[str]
+) -> dict[str, tuple[int, ...]]:
     """The tensors that hold a matrix of a decoder layer."""
-    if (gptq := model.gptq) is not None:
-        groups = gptq.num_groups(shape[1])
-        parts: dict[str, tuple[int, ...]] = {
-            "qweight": (gptq.num_words(shape[1]), shape[0]),
-            "qzeros": (groups, gptq.num_words(shape[0])),
-            "scales": (groups, shape[0]),
-        }
-        if gptq.has_index:
-            parts["g_idx"] = (shape[1],)
-        return {gptq_part(name, part): size for part, size in parts.items()}
-    if model.quantization is not None and model.quantization.stored:
-        return {name: shape, f"{name}_scale": (shape[0], 1)}
-    return {name: shape}
+    if model.stored is None or name in plain:
+        return {name: shape}
+    model.stored.check("config.json", name, shape)
+    return model.stored.tensors(name, shape)
 
 
-def _dtype_of_codes(name: str, expected: Mapping[str, object]) -> str | None:
-    """The dtype that a tensor of codes must have, None for one of real numbers."""
-    if name.endswith((".qweight", ".qzeros", ".g_idx")):
-        return "I32"
-    return "I8" if f"{name}_scale" in expected else None
+def is_of_layer(name: str) -> bool:
+    """Whether a tensor belongs to a decoder layer, and not to the vocabulary."""
+    return name.startswith("model.layers.")
+
+
+def is_quantized(model: ModelConfig, name: str, tensors: Collection[str]) -> bool:
+    """Whether the matrix `name` of a checkpoint of these tensors has scales."""
+    return model.stored is not None and part_name(name, model.stored.scales) in tensors
+
+
+def _plain_matrices(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Matrices that a quantized checkpoint stores as they are. The files decide, since every format
+    has rules of its own about which it leaves out.
+    """
+    if model.stored is None or model.stored.is_int8:
+        return set()
+    return {
+        name
+        for name, tensor in stored.items()
+        if name.endswith("_proj.weight")
+        and tensor.dtype in _NUMBERS
+        and not is_quantized(model, name, stored)
+    }
+
+
+def _dtypes_of_codes(model: ModelConfig, expected: Collection[str]) -> dict[str, str]:
+    """The dtype that a tensor of codes must have, by its name."""
+    dtypes: dict[str, str] = {}
+    if (stored_format := model.stored) is not None:
+        for name in expected:
+            if name.endswith(f".{stored_format.scales}"):
+                dtypes |= stored_format.code_dtypes(
+                    name.removesuffix(stored_format.scales) + "weight"
+                )
+    return dtypes
 
 
 def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
@@ -160,13 +183,13 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     """
     stored = read_headers(model_dir)
     merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
-    expected = expected_tensors(model, merged_experts=merged)
-    ignored = {name for name in stored if name.endswith(_COMPUTED)}
+    expected = expected_tensors(model, merged_experts=merged, plain=_plain_matrices(model, stored))
+    ignored_parts = model.stored.ignored if model.stored is not None else ()
+    ignored_ends = _COMPUTED, *(f".{part}" for part in ignored_parts)
+    ignored = {name for name in stored if name.endswith(ignored_ends)}
     if model.tie_word_embeddings and _HEAD in stored:
         ignored.add(_HEAD)
         _check_tied(stored[_HEAD], stored.setdefault(_EMBEDDING, stored[_HEAD]))
-    if model.gptq is not None and not model.gptq.has_index:
-        ignored |= {name for name in stored if name.endswith(".g_idx")}
     if missing := expected.keys() - stored.keys():
         hint = ""
         if missing == {_HEAD}:
@@ -182,14 +205,15 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
             " its config.json does not have: is this checkpoint of another architecture,"
             " quantized, or does config.json belong to another one?"
         )
+    dtypes_of_codes = _dtypes_of_codes(model, expected)
     for name, shape in expected.items():
         if stored[name].shape != shape:
             raise ConfigError(
                 f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
                 f" calls for {list(shape)}; they do not belong together"
             )
-        dtype, codes = stored[name].dtype, _dtype_of_codes(name, expected)
-        if codes != (dtype if dtype in _CODES else None):
+        dtype, codes = stored[name].dtype, dtypes_of_codes.get(name)
+        if codes != (None if dtype in _NUMBERS else dtype):
             raise ConfigError(
                 f"{stored[name].path}: {name} is of dtype {dtype}, but according to config.json it"
                 f" holds {'real numbers' if codes is None else f'codes of dtype {codes}'}; they do"
@@ -288,9 +312,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data_begin: int) -> 
     dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
-            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. Of"
-            " quantized checkpoints only 8-bit integers of compressed-tensors and GPTQ are"
-            " supported"
+            f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. The"
+            f" formats of quantized checkpoints that are supported are {'; '.join(POSSIBLE)}"
         )
     start, end = entry["data_offsets"]
     num_bytes = _ITEM_BYTES[dtype]

@@ -8,6 +8,8 @@ step, and crash the process if the file were rewritten. Conversion to the engine
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,14 +19,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from configs.formats.stored import BFLOAT16, FLOAT16, INT8, part_name
 from configs.model import ModelConfig
+from configs.quantization import INT4, Quantization
+from kernels.reference.int4 import CODES_PER_WORD, pack_codes, quantize_groups
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
-from workers.models.checkpoint import StoredTensor, check_checkpoint, gptq_part, merged_place
+from workers.models.checkpoint import (
+    StoredTensor,
+    check_checkpoint,
+    is_of_layer,
+    is_quantized,
+    merged_place,
+)
 from workers.models.fingerprint import LoadedHash
-from workers.models.gptq import GptqMatrix
+from workers.models.stored import StoredMatrix
 from workers.models.weights import WeightSlice
 
+logger = logging.getLogger(__name__)
 _ROWS = 256  # quantized or unpacked at a time
 
 
@@ -42,7 +54,7 @@ def load_weights(
     stored = check_checkpoint(model_dir, model)
     by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        by_file[stored[_stored_name(piece.name, stored)].path].append(piece)
+        by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
     done = 0
     for path, pieces in sorted(by_file.items()):
         try:
@@ -57,8 +69,35 @@ def load_weights(
     return done
 
 
+def kept_quantization(
+    model_dir: Path, model: ModelConfig, quantization: Quantization | None
+) -> Quantization | None:
+    """`quantization`, with what it must know of the files; None where these have matrices or
+    scales of another kind, so that all must be widened. Raises `ConfigError` (see
+    `check_checkpoint`).
+    """
+    if quantization is None or quantization.name != INT4 or not quantization.stored:
+        return quantization
+    assert model.stored is not None
+    tensors = check_checkpoint(model_dir, model)
+    scale_dtypes = {
+        tensor.dtype for name, tensor in tensors.items() if name.endswith(model.stored.scales)
+    }
+    plain = sorted(name for name in tensors if name.endswith("_proj.weight"))
+    for scale_dtype in (FLOAT16, BFLOAT16):
+        if scale_dtypes == {scale_dtype} and not plain:
+            return dataclasses.replace(quantization, scale_dtype=scale_dtype)
+    reason = f"{plain[0]} is not quantized" if plain else f"scales are {sorted(scale_dtypes)}"
+    logger.warning("matrices are unpacked, not kept in 4 bits, because %s", reason)
+    return None
+
+
 def held_dtype(
-    model_dir: Path, model: ModelConfig, dtype: torch.dtype, weight_dtype: torch.dtype
+    model_dir: Path,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    quantization: Quantization | None = None,
 ) -> torch.dtype:
     """The dtype in which matrices that are not quantized can be held without loss: `weight_dtype`,
     which is bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
@@ -69,9 +108,11 @@ def held_dtype(
     matrices = {
         tensor.dtype
         for name, tensor in check_checkpoint(model_dir, model).items()
-        if len(tensor.shape) > 1 and not name.endswith("_scale")
+        if len(tensor.shape) > 1
+        and not name.endswith("_scale")
+        and (quantization is None or not is_of_layer(name))
     }
-    return weight_dtype if matrices <= {"BF16", "I8"} else dtype
+    return weight_dtype if matrices <= {"BF16", INT8} else dtype
 
 
 class _MergedMatrix:
@@ -90,26 +131,27 @@ class _MergedMatrix:
         return self._values[self._expert, rows, columns]  # type: ignore[no-any-return]
 
 
-def _stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
-    if name in stored:
-        return name
+    if model.stored is not None and is_quantized(model, name, stored):
+        return part_name(name, model.stored.codes)
     merged = merged_place(name)
-    return gptq_part(name, "qweight") if merged is None else merged[0]
+    return name if name in stored or merged is None else merged[0]
 
 
 def _values(
     piece: WeightSlice, file: Any, model: ModelConfig, stored: dict[str, StoredTensor]
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
-    name = _stored_name(piece.name, stored)
+    name = _stored_name(piece.name, model, stored)
     values = file.get_slice(stored[name].name)
-    if name != piece.name and (merged := merged_place(piece.name)) is not None:
+    if (stored_format := model.stored) is not None and is_quantized(model, piece.name, stored):
+        if not stored_format.is_int8:
+            rows, columns = piece.shape
+            return StoredMatrix(stored_format, piece.name, (rows, columns), stored, values)
+    elif name != piece.name and (merged := merged_place(piece.name)) is not None:
         _, expert, follows = merged
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
-    if name != piece.name:
-        assert model.gptq is not None, f"{name} is not a tensor of this checkpoint"
-        return GptqMatrix(model.gptq, piece.name, piece.shape[1], stored, values)
     assert stored[name].shape == piece.shape, (
         f"{name}: layer declares {piece.shape}, checkpoint check {stored[name].shape}"
     )
@@ -121,10 +163,36 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    if piece.scale is None and not isinstance(values, GptqMatrix):
+    if piece.zeros is not None:
+        _fill_codes(piece, values, loaded)
+    elif piece.scale is None and not isinstance(values, StoredMatrix):
         _copy(piece.target, values[tuple(window)], loaded)
     else:
         _fill_by_rows(piece, values, window, loaded)
+
+
+def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
+    """Codes of 4 bits, as they are stored or computed from whole rows, some rows at a time, in
+    words of the kernels' own order.
+    """
+    assert piece.scale is not None and piece.zeros is not None
+    num_rows, num_words = piece.target.shape
+    first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
+    inputs = range(first_input, first_input + num_words * CODES_PER_WORD)
+    for first in range(0, num_rows, _ROWS):
+        part = slice(first, min(first + _ROWS, num_rows))
+        rows = range(first_row + part.start, first_row + part.stop)
+        if piece.group_size == 0:
+            codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
+        else:
+            whole = quantize_groups(values[rows.start : rows.stop, :], piece.group_size)
+            codes = whole[0][:, inputs.start : inputs.stop]
+            step = len(inputs) // piece.scale.shape[1]
+            groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
+            zeros, scale = (table[:, groups] for table in whole[1:])
+        _copy(piece.target[part], pack_codes(codes), loaded)
+        _copy(piece.zeros[part], zeros, loaded)
+        _copy(piece.scale[part], scale, loaded)
 
 
 def _fill_by_rows(

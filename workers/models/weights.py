@@ -1,9 +1,9 @@
 """A matrix of one rank: how it is filled from a checkpoint, and how products with it are computed.
 
-Three forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32, or
-8-bit codes with a scale per row. A layer asks `WeightFormat` for its matrices and does not know
-which form it got. Memory is uninitialized until the loader has filled every slice; then `packed`
-gives the form with which products are fastest.
+Four forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32,
+8-bit codes with a scale per row, or 4-bit codes with scales of groups of inputs. A layer asks
+`WeightFormat` for its matrices and does not know which form it got. Memory is uninitialized until
+the loader has filled every slice; then `packed` gives the form with which products are fastest.
 
 Legend: T tokens, X features in, Y features out (rows).
 """
@@ -11,6 +11,7 @@ Legend: T tokens, X features in, Y features out (rows).
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,8 +20,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from configs.quantization import Quantization
-from kernels.interface import Int8Kernels, Int8Weight, Kernels, MixedKernels
+from configs.formats.stored import BFLOAT16, FLOAT16
+from configs.quantization import INT4, Quantization
+from kernels.interface import (
+    Int4Kernels,
+    Int4Weight,
+    Int8Kernels,
+    Int8Weight,
+    Kernels,
+    MixedKernels,
+)
+from kernels.reference.int4 import CODES_PER_WORD, widened
+
+_SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +43,10 @@ class WeightSlice:
     With `scale`, float32 with one element per row of `target`, the values are quantized: `target`
     gets codes and `scale` the scales of whole rows of the tensor, so both are the same however the
     tensor is cut.
+
+    With `zeros` too, the checkpoint's codes are kept: `target` gets words of eight codes each,
+    `scale` and `zeros` those of groups of inputs, one group per column. `start` counts inputs. With
+    `group_size` too, codes are computed, for so many inputs of the whole matrix at a time.
     """
 
     name: str
@@ -39,11 +55,14 @@ class WeightSlice:
     dim: int = 0
     start: int = 0
     scale: Tensor | None = None
+    zeros: Tensor | None = None
+    group_size: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that are filled."""
-        return self.target.nbytes + (0 if self.scale is None else self.scale.nbytes)
+        tensors = (self.target, self.scale, self.zeros)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class Weight(Protocol):
@@ -212,6 +231,60 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupedWeight:
+    """`Weight` of 4-bit codes with scales and zero points of groups of inputs. quantization: says
+    whether the checkpoint has them. dtype: that of the result of `rows`.
+    """
+
+    kernels: Int4Kernels
+    weight: Int4Weight
+    quantization: Quantization
+    dtype: torch.dtype
+
+    @property
+    def num_rows(self) -> int:
+        return self.weight.num_rows
+
+    @property
+    def nbytes(self) -> int:
+        weight = self.weight
+        return weight.words_YW.nbytes + weight.zeros_YG.nbytes + weight.scale_YG.nbytes
+
+    def slices(
+        self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
+    ) -> Iterator[WeightSlice]:
+        rows = slice(first, first + count)
+        yield WeightSlice(
+            f"{name}.weight",
+            shape,
+            self.weight.words_YW[rows],
+            dim,
+            start,
+            self.weight.scale_YG[rows],
+            self.weight.zeros_YG[rows],
+            0 if self.quantization.stored else self.quantization.held_group_size(shape[1]),
+        )
+
+    def zero(self, first: int) -> None:
+        self.weight.scale_YG[first:].zero_()
+
+    def rows(self, ids_T: Tensor) -> Tensor:
+        rows = Int4Weight(
+            words_YW=self.weight.words_YW[ids_T],
+            zeros_YG=self.weight.zeros_YG[ids_T],
+            scale_YG=self.weight.scale_YG[ids_T],
+            num_rows=len(ids_T),
+        )
+        return widened(rows).to(self.dtype)
+
+    def packed(self) -> Weight:
+        return dataclasses.replace(self, weight=self.kernels.pack_weight(self.weight))
+
+    def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
+        return self.kernels.linear(x_TX, self.weight, bias_Y)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
     """How the matrices of a model are held. dtype: that of activations and vectors. weight_dtype:
     that of matrices that are not quantized: `dtype`, or bfloat16 where the kernels are `mixed`.
@@ -246,6 +319,8 @@ class WeightFormat:
         if quantization is None:
             values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.device)
             return PlainWeight(kernels=self.kernels, values_YX=values_YX)
+        if quantization.name == INT4:
+            return self._grouped(num_rows, size_in, quantization)
         kernels = self.kernels.int8
         assert kernels is not None, "the configuration was checked against the kernels"
         codes_YX = torch.empty(num_rows, size_in, dtype=torch.int8, device=self.device)
@@ -255,6 +330,24 @@ class WeightFormat:
             weight=Int8Weight(codes_YX=codes_YX, scale_Y=scale_Y),
             stored=quantization.stored,
             dtype=self.dtype,
+        )
+
+    def _grouped(self, num_rows: int, size_in: int, quantization: Quantization) -> GroupedWeight:
+        kernels = self.kernels.int4
+        assert kernels is not None, "the configuration was checked against the kernels"
+        groups = size_in // quantization.held_group_size(size_in)
+
+        def empty(columns: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(num_rows, columns, dtype=dtype, device=self.device)
+
+        weight = Int4Weight(
+            words_YW=empty(size_in // CODES_PER_WORD, torch.int32),
+            zeros_YG=empty(groups, torch.uint8),
+            scale_YG=empty(groups, _SCALE_DTYPES[quantization.scale_dtype]),
+            num_rows=num_rows,
+        )
+        return GroupedWeight(
+            kernels=kernels, weight=weight, quantization=quantization, dtype=self.dtype
         )
 
 

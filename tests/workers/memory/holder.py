@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from configs.model import ModelConfig
-from configs.quantization import Quantization
+from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_place
 from kernels.metadata import AttentionMetadata
@@ -34,7 +34,7 @@ class Form:
 
     dtype: torch.dtype
     weight_dtype: torch.dtype | None = None
-    quantized: bool = False
+    quantization: str | None = None
     experts: int = 0
     tied: bool = False
     hidden: int = 128
@@ -122,16 +122,18 @@ def load(state: State, form: Form) -> None:
         CPU_KERNELS,
         form.dtype,
         max(LENGTHS),
-        Quantization(stored=False, vocabulary=True) if form.quantized else None,
+        None if form.quantization is None else computed_quantization(form.quantization),
         form.weight_dtype,
     )
     for piece in model.slices():
-        if piece.target.dtype is torch.int8:
+        if not piece.target.dtype.is_floating_point:
             piece.target.random_(-127, 128)
         else:
             piece.target.normal_(0, 0.1)
         if piece.scale is not None:
             piece.scale.uniform_(1e-3, 2e-3)
+        if piece.zeros is not None:
+            piece.zeros.random_(0, 16)
     model.pack()
 
 

@@ -34,7 +34,8 @@ FORMS = {
     "float32": FLOAT32,
     "bfloat16": BFLOAT16,
     "mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16),
-    "int8": Form(dtype=torch.bfloat16, quantized=True),
+    "int8": Form(dtype=torch.bfloat16, quantization="int8"),
+    "int4": Form(dtype=torch.bfloat16, quantization="int4"),
     "experts_float32": Form(dtype=torch.float32, experts=8),
     "experts_bfloat16": Form(dtype=torch.bfloat16, experts=8),
     "experts_mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16, experts=8),
@@ -88,7 +89,7 @@ def share(rank: Holder, standby: Holder, form: Form = BFLOAT16, name: str = NAME
 def test_both_processes_have_the_logits_of_the_loaded_model(
     rank: Holder, standby: Holder, form: Form, tied: bool
 ) -> None:
-    if form.quantized and not has_int8():
+    if form.quantization == "int8" and not has_int8():
         pytest.skip("no dot products of 8-bit numbers here")
     logits = share(rank, standby, replace(form, tied=tied))
     assert rank.tell(holder.logits) == logits

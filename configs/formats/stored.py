@@ -1,0 +1,167 @@
+"""How a checkpoint stores the matrices of decoder layers: as codes with scales.
+
+A format is described rather than programmed. `StoredFormat` says which tensors hold a matrix, how
+its codes are packed, and which of them share a scale; `workers/models/stored.py` reads any of them.
+Each format is a module beside this one, which reads what `quantization_config` says of it, and a
+row of `table.py`.
+
+Legend: X features in, Y features out (rows), G groups of inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.errors import ConfigError
+
+WORD_BITS = 32
+WORDS, INT8, FP8 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
+FLOAT16, BFLOAT16 = "F16", "BF16"
+_USUAL_GROUP_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFormat:
+    """How a matrix [Y, X] is stored:
+
+        weight[y, x] = (code[y, x] - zero[y, group of x]) * scale[y, group of x]
+
+    name: how messages call the format.
+    codes, scales, zeros, index: the last part of the names of the tensors that hold the codes, the
+        scales, the zero points and the group of each input. Without zeros, each is `zero_offset`,
+        which is added to stored ones; without an index, the inputs of a group follow one another.
+    dtype: that of codes: 32-bit words of several, or one number each.
+    bits: of a code, and of a stored zero point.
+    order: which of the codes of a word lies there, from the lowest bits on. Words hold zero points
+        of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
+    is_transposed: the tensors are [X, Y] and [G, Y].
+    block_rows: rows that share a scale, -1 for all.
+    group_size: inputs that share a scale, -1 for all.
+    has_whole_groups: a matrix cannot end within a group.
+    ignored: parts that may be stored and are not needed.
+    """
+
+    name: str
+    codes: str
+    dtype: str
+    bits: int
+    scales: str
+    order: tuple[int, ...] = ()
+    packs_rows: bool = False
+    is_transposed: bool = False
+    zeros: str | None = None
+    zero_offset: int = 0
+    index: str | None = None
+    block_rows: int = 1
+    group_size: int = -1
+    has_whole_groups: bool = True
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether these are the codes of quantization "int8", which are kept as they are."""
+        return self.dtype == INT8
+
+    def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors that hold the matrix `name`, which ends in "weight"."""
+        size_out, size_in = shape
+        groups = 1 if self.group_size == -1 else -(-size_in // self.group_size)
+        packed = (self._words(size_out), size_in) if self.packs_rows else (size_out, size_in)
+        if self.dtype == WORDS and not self.packs_rows:
+            packed = (size_out, self._words(size_in))
+        shapes = {self.codes: packed, self.scales: (-(-size_out // self.block_rows), groups)}
+        if self.zeros is not None:
+            shapes[self.zeros] = (self._words(size_out), groups)
+        if self.is_transposed:
+            shapes = {part: (inputs, rows) for part, (rows, inputs) in shapes.items()}
+        tensors: dict[str, tuple[int, ...]] = {
+            part_name(name, part): part_shape for part, part_shape in shapes.items()
+        }
+        if self.block_rows == -1:
+            tensors[part_name(name, self.scales)] = (1,)
+        if self.index is not None:
+            tensors[part_name(name, self.index)] = (size_in,)
+        return tensors
+
+    def code_dtypes(self, name: str) -> dict[str, str]:
+        """The tensors of the matrix `name` that hold integers or codes, with their dtypes."""
+        dtypes = {self.codes: self.dtype, self.zeros: WORDS, self.index: WORDS}
+        return {part_name(name, part): dtype for part, dtype in dtypes.items() if part is not None}
+
+    def check(self, where: str, name: str, shape: tuple[int, int]) -> None:
+        """Raise `ConfigError` for a matrix that this format cannot store."""
+        size_out, size_in = shape
+        if self.has_whole_groups and self.group_size != -1 and size_in % self.group_size:
+            possible = [
+                size for size in _USUAL_GROUP_SIZES if size_in % size == 0 and size < size_in
+            ]
+            raise ConfigError(
+                f"{where}: {name} has {size_in} inputs, which are not whole groups of"
+                f" {self.group_size}; {self.name} can store it in groups of"
+                f" {', '.join(map(str, (*possible, size_in)))}. Use a checkpoint with such groups"
+            )
+        if self.packs_rows and size_out % len(self.order):
+            raise ConfigError(
+                f"{where}: {name} has {size_out} outputs; {self.name} stores multiples of"
+                f" {len(self.order)}. Use a checkpoint of another format"
+            )
+
+    def _words(self, num_codes: int) -> int:
+        return -(-num_codes // len(self.order))
+
+
+def part_name(name: str, part: str) -> str:
+    """The name of the tensor that holds a part of the matrix `name`, which ends in "weight"."""
+    return name.removesuffix("weight") + part
+
+
+def in_sequence(bits: int) -> tuple[int, ...]:
+    """The order of a word whose first code has the lowest bits."""
+    return tuple(range(WORD_BITS // bits))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of `quantization_config`, of which every value is one that is supported, or is refused
+    by name. format_name: how messages call the format. prefix: of the keys in messages.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+    format_name: str
+    prefix: str = ""
+
+    def choose(self, key: str, *possible: Any, default: Any = None) -> Any:
+        """The value of a key, `default` if it is absent or null. Raises `ConfigError`."""
+        value = self.values.get(key)
+        value = default if value is None else value
+        if not any(type(value) is type(choice) and value == choice for choice in possible):
+            raise self.error(key, value, f"those with {' or '.join(map(repr, possible))} there")
+        return value
+
+    def group_size(self, default: int | None = None) -> int:
+        """Inputs per group, -1 for one group of all. Raises `ConfigError`."""
+        value = self.values.get("group_size", default)
+        if type(value) is not int or (value < 1 and value != -1):
+            raise self.error("group_size", value, "1 or more inputs, or -1 for all")
+        return value
+
+    def section(self, key: str) -> Section:
+        """The object under a key, empty if there is none."""
+        values = self.values.get(key)
+        return Section(
+            values=values if isinstance(values, Mapping) else {},
+            where=self.where,
+            format_name=self.format_name,
+            prefix=f"{self.prefix}{key}.",
+        )
+
+    def error(self, key: str, value: object, possible: str) -> ConfigError:
+        """What to raise for a value that is not supported."""
+        return ConfigError(
+            f"{self.where}: quantization_config has {self.prefix}{key} {value!r}; of"
+            f" {self.format_name} checkpoints, {possible} are supported. Use such a checkpoint, or"
+            " one that is not quantized"
+        )

@@ -1,0 +1,230 @@
+"""Products with weights of 4-bit codes on a CPU: codes are widened in the first-level cache, some
+inputs at a time, and multiplied there by the tile kernel that all products share.
+
+A weight is panels of 64 output features (`nibbles.py`). Sums are taken per group of inputs, in
+order, then multiplied by the group's scale and added up, so a row's results do not depend on the
+other rows or on the number of threads. Where the processor has dot products of bfloat16 and the
+input is bfloat16, numbers are multiplied in that; the sums are always float32.
+
+Legend: T tokens, X features in, Y features out, G groups, W words of eight inputs, N panels, P
+output features of a panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
+from kernels.cpu.nibbles import MAX_FUSED_ROWS, PANEL, multiply_codes, widen_codes
+from kernels.cpu.parallel import parallel_for
+from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
+from kernels.interface import Int4Weight
+from kernels.reference.int4 import CODES_PER_WORD, MIDDLE
+
+_CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
+_CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
+_ALIGNMENT = 64
+_HAS_DOT_PRODUCTS = has_dot_products()
+_NO_BIAS = torch.empty(0)
+
+
+class CpuInt4:
+    """`Int4Kernels` in numba."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """A product, for scales of both kinds."""
+        return [partial(self._run_once, dtype, kind) for kind in (torch.float16, torch.bfloat16)]
+
+    def _run_once(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+        weight = Int4Weight(
+            words_YW=torch.zeros(1, 1, dtype=torch.int32),
+            zeros_YG=torch.zeros(1, 1, dtype=torch.uint8),
+            scale_YG=torch.zeros(1, 1, dtype=scale_dtype),
+            num_rows=1,
+        )
+        x = torch.zeros(1, CODES_PER_WORD, dtype=dtype)
+        self.linear(x, self.pack_weight(weight), None)
+
+    def pack_weight(self, weight: Int4Weight, /) -> Int4Weight:
+        """The weight in panels: words [N, W, P], zero points and scales [N, G, P]."""
+        return Int4Weight(
+            words_YW=_in_panels(weight.words_YW),
+            zeros_YG=_in_panels(weight.zeros_YG),
+            scale_YG=_in_panels(weight.scale_YG),
+            num_rows=weight.num_rows,
+        )
+
+    def linear(self, x_TX: Tensor, weight: Int4Weight, bias_Y: Tensor | None, /) -> Tensor:
+        """See `Int4Kernels`."""
+        out_TY = torch.empty(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
+        if not _HAS_DOT_PRODUCTS:
+            x_TX = x_TX.to(torch.float32)
+        scale = weight.scale_YG
+        is_half = scale.dtype is torch.float16
+        arrays = (
+            as_array(weight.words_YW),
+            as_array(weight.zeros_YG),
+            as_array(scale.view(torch.int16) if is_half else scale),
+        )
+        x, out = as_array(x_TX.contiguous()), as_array(out_TY)
+        bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
+        for first in range(0, len(x), _CACHED_ROWS):
+            rows = slice(first, first + _CACHED_ROWS)
+            _linear(x[rows], arrays, bias, out[rows])
+        return out_TY
+
+
+def _in_panels(tensor_YA: Tensor) -> Tensor:
+    """[Y, A] as [N, A, P]; the last panel is filled with zeros."""
+    rows, columns = tensor_YA.shape
+    num_panels = -(-rows // PANEL)
+    panels_NAP = torch.zeros(num_panels, columns, PANEL, dtype=tensor_YA.dtype)
+    for panel in range(num_panels):
+        part = tensor_YA[panel * PANEL : (panel + 1) * PANEL]
+        panels_NAP[panel, :, : len(part)] = part.T
+    return panels_NAP
+
+
+@intrinsic
+def _scale_of_bits(typing_context: object, bits: object) -> object:
+    """float32 of the bits of a float16, an int16, or of a bfloat16, a uint16."""
+
+    def generate(
+        context: object, builder: ir.IRBuilder, signature: object, args: list[object]
+    ) -> object:
+        if bits == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        word = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
+        return builder.bitcast(word, ir.FloatType())
+
+    return types.float32(bits), generate
+
+
+@exact_jit
+def _multiply_panel(
+    panel: int,
+    x_TX: Array,
+    sums_TG: Array,
+    weight: tuple[Array, Array, Array],
+    bias_Y: Array,
+    out_TY: Array,
+) -> None:
+    """One panel of output features of a product."""
+    words_NWP, zeros_NGP, scale_NGP = weight
+    num_rows, size_in = x_TX.shape
+    num_groups = zeros_NGP.shape[1]
+    group_size = size_in // num_groups
+    sums = np.zeros(num_rows * PANEL + _ALIGNMENT, np.float32)
+    first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
+    sums_address = sums.ctypes.data + 4 * first_sum
+    totals, scale_P, zeros_P = (
+        np.zeros_like(sums),
+        np.empty(PANEL, np.float32),
+        np.empty(PANEL, np.float32),
+    )
+    buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
+    buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
+    words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
+    for group in range(num_groups):
+        x = x_TX.ctypes.data + group * group_size * x_TX.itemsize, x_TX.strides[0], x_TX[0, 0]
+        num_word_rows = group_size // CODES_PER_WORD
+        if num_rows <= MAX_FUSED_ROWS:
+            multiply_codes(num_rows, x, words_address, num_word_rows, sums_address)
+        else:
+            for i in range(len(sums)):
+                sums[i] = 0
+            sizes = num_rows, num_word_rows, CODES_PER_WORD * x_TX.itemsize // STEP_BYTES
+            _add_widened(sizes, x, words_address, sums_address, buffer_address)
+        words_address += num_word_rows * PANEL * words_NWP.itemsize
+        scale_bits_P, codes_P = scale_NGP[panel, group], zeros_NGP[panel, group]
+        for p in range(np.uint64(PANEL)):
+            scale_P[p] = _scale_of_bits(scale_bits_P[p])
+            zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE))
+        _add_scaled(num_rows, group, sums, totals, first_sum, sums_TG, zeros_P, scale_P)
+    _finish(panel * PANEL, totals, first_sum, bias_Y, out_TY)
+
+
+@exact_jit
+def _add_widened(
+    sizes: tuple[int, int, int],
+    x: tuple[int, int, Any],
+    words_address: int,
+    sums_address: int,
+    buffer_address: int,
+) -> None:
+    """Add x @ (code - 8) of one group to the sums, in chunks that are widened once. sizes: rows of
+    x, rows of words, steps in one of those.
+    """
+    num_rows, num_word_rows, steps_per_row = sizes
+    x_address, x_stride, element = x
+    rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL * STEP_BYTES)
+    widened = buffer_address, PANEL * STEP_BYTES, element
+    for first in range(0, num_word_rows, rows_per_chunk):
+        rows = min(rows_per_chunk, num_word_rows - first)
+        widen_codes(words_address + first * PANEL * STEP_BYTES, rows, buffer_address, element)
+        part = x_address + first * steps_per_row * STEP_BYTES, x_stride, element
+        sums = sums_address, PANEL * STEP_BYTES
+        add_64_columns(num_rows, part, widened, sums, rows * steps_per_row, buffer_address)
+
+
+@exact_jit
+def _add_scaled(
+    num_rows: int,
+    group: int,
+    sums: Array,
+    totals: Array,
+    first_sum: int,
+    sums_TG: Array,
+    zeros_P: Array,
+    scale_P: Array,
+) -> None:
+    """Add a group's products with (code - zero) * scale to the totals."""
+    for t in range(num_rows):
+        # Unsigned, because an index that may be negative keeps a loop from being vectorized.
+        first_of_row, sum_of_inputs = np.uint64(first_sum + t * PANEL), sums_TG[t, group]
+        for p in range(np.uint64(PANEL)):
+            product = sums[first_of_row + p] - zeros_P[p] * sum_of_inputs
+            totals[first_of_row + p] += product * scale_P[p]
+
+
+@fast_jit
+def _sum_groups(t: int, x_TX: Array, sums_TG: Array) -> None:
+    """The sum of the inputs of each group of a row."""
+    group_size = x_TX.shape[1] // sums_TG.shape[1]
+    for group in range(sums_TG.shape[1]):
+        total = np.float32(0)
+        for x in range(group * group_size, (group + 1) * group_size):
+            total += widen(x_TX[t, x])
+        sums_TG[t, group] = total
+
+
+@exact_jit
+def _finish(
+    first_feature: int, totals: Array, first_sum: int, bias_Y: Array, out_TY: Array
+) -> None:
+    first = np.uint64(first_feature)
+    num_features = min(np.uint64(PANEL), np.uint64(out_TY.shape[1]) - first)
+    for t in range(len(out_TY)):
+        first_of_row = np.uint64(first_sum + t * PANEL)
+        for p in range(num_features):
+            value = totals[first_of_row + p]
+            if len(bias_Y):
+                value += bias_Y[first + p]
+            out_TY[t, first + p] = narrow(value, out_TY[0, 0])
+
+
+@exact_entry_jit
+def _linear(x_TX: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array) -> None:
+    sums_TG = np.empty((len(x_TX), weight[1].shape[1]), np.float32)
+    for t in range(len(x_TX)):
+        _sum_groups(t, x_TX, sums_TG)
+    parallel_for(len(weight[0]), _multiply_panel, (x_TX, sums_TG, weight, bias_Y, out_TY))

@@ -1,0 +1,174 @@
+"""Widens 4-bit codes to numbers that can be multiplied: the inner loops of `int4.py`.
+
+Weights lie in panels of 64 output features. A row of a panel is 64 words of 32 bits, each with the
+codes of eight inputs of one feature: bits 4 s to 4 s + 3 hold input 2 s, the same bits of the upper
+half input 2 s + 1, so that shifting a word brings two consecutive inputs into its two halves. They
+become code - 8, a whole number that bfloat16 holds exactly: with AVX-512 by looking up the lowest
+bits in a table, which needs no other instruction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from kernels.cpu.tile import (
+    ARITHMETIC,
+    LANES,
+    STEP_BYTES,
+    VECTOR_BYTES,
+    Emitter,
+    has_wide_registers,
+)
+from kernels.reference.int4 import MAX_CODE, MIDDLE, SHIFTS
+
+PANEL = 64
+# Rows of x that are multiplied while codes are in registers; of more, codes are widened once.
+MAX_FUSED_ROWS = 4 if has_wide_registers() else 1
+_VECTORS = PANEL // LANES
+_ROW_BYTES = PANEL * STEP_BYTES  # of words, and of what one step multiplies
+_READ_AHEAD_BYTES = 16 * _ROW_BYTES
+_INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
+_WORDS, _HALVES = ir.VectorType(_INT32, LANES), ir.VectorType(_INT16, 2 * LANES)
+_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+
+
+@intrinsic
+def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, element: Any) -> Any:
+    """Write rows of words of a panel as float32 [8 * rows, 64], or, if `element` is a uint16, as
+    bfloat16 in pairs, [4 * rows, 64, 2]. words, out: addresses.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words, row_count, out, _ = args
+        emitter = Emitter(builder, ARITHMETIC[element], False, False)
+        steps = _steps(builder, element)
+        with cgutils.for_range(builder, row_count) as rows:
+            row = emitter.moved(words, rows.index, _ROW_BYTES)
+            place = emitter.moved(out, rows.index, len(steps) * _ROW_BYTES)
+            for vector in range(_VECTORS):
+                lanes = _load(emitter, row, vector)
+                for i, step in enumerate(steps):
+                    address = emitter.moved(
+                        emitter.moved(place, i, _ROW_BYTES), vector, VECTOR_BYTES
+                    )
+                    widened = step(lanes)
+                    builder.store(widened, emitter.pointer(address, widened.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64, element), generate
+
+
+@intrinsic
+def multiply_codes(
+    typing_context: Any, num_rows: Any, x: Any, words: Any, num_word_rows: Any, sums: Any
+) -> Any:
+    """sums = x @ (code - 8) for up to `MAX_FUSED_ROWS` rows and the 64 features of a panel, in the
+    order in which `tile.add_tile` adds.
+
+    x: (address, bytes between rows, an element), words: an address, sums: float32 [rows, 64], an
+    address.
+    """
+    element = x[2]
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        row_count, x, words, word_row_count, sums = args
+        x_address, x_stride, _ = cgutils.unpack_tuple(builder, x)
+        emitter = Emitter(builder, ARITHMETIC[element], False, False)
+        end_block = builder.append_basic_block("end")
+        switch = builder.switch(row_count, end_block)
+        for height in range(1, MAX_FUSED_ROWS + 1):
+            basic_block = builder.append_basic_block(f"rows.{height}")
+            switch.add_case(_INT64(height), basic_block)
+            builder.position_at_end(basic_block)
+            x_rows = [emitter.moved(x_address, row, x_stride) for row in range(height)]
+            _emit_product(emitter, _steps(builder, element), x_rows, words, word_row_count, sums)
+            builder.branch(end_block)
+        builder.position_at_end(end_block)
+        return context.get_dummy_value()
+
+    operand = types.Tuple((types.int64, types.int64, element))
+    return types.void(types.int64, operand, types.int64, types.int64, types.int64), generate
+
+
+def _emit_product(
+    emitter: Emitter,
+    steps: list[Any],
+    x_rows: list[Any],
+    words: Any,
+    word_row_count: Any,
+    sums: Any,
+) -> None:
+    builder = emitter.builder
+    places = [(row, vector) for row in range(len(x_rows)) for vector in range(_VECTORS)]
+    totals = {place: cgutils.alloca_once_value(builder, _FLOATS([0.0] * LANES)) for place in places}
+    for total in totals.values():
+        builder.store(_FLOATS([0.0] * LANES), total)
+    with cgutils.for_range(builder, word_row_count) as rows:
+        word_row = emitter.moved(words, rows.index, _ROW_BYTES)
+        lanes = [_load(emitter, word_row, vector) for vector in range(_VECTORS)]
+        x_places = [emitter.moved(row, rows.index, len(steps) * STEP_BYTES) for row in x_rows]
+        for i, step in enumerate(steps):
+            x_lanes = [emitter.broadcast(emitter.moved(row, i, STEP_BYTES)) for row in x_places]
+            for vector in range(_VECTORS):
+                widened = builder.bitcast(step(lanes[vector]), emitter.arithmetic.operands)
+                for row, x_lane in enumerate(x_lanes):
+                    total = totals[row, vector]
+                    added = emitter.multiply_add(x_lane, widened, builder.load(total))
+                    builder.store(added, total)
+    for (row, vector), total in totals.items():
+        place = emitter.moved(emitter.moved(sums, row, _ROW_BYTES), vector, VECTOR_BYTES)
+        builder.store(builder.load(total), emitter.pointer(place, _FLOATS), align=4)
+
+
+def _load(emitter: Emitter, word_row: Any, vector: int) -> Any:
+    address = emitter.moved(word_row, vector, VECTOR_BYTES)
+    emitter.prefetch(emitter.moved(address, 1, _READ_AHEAD_BYTES))
+    return emitter.builder.load(emitter.pointer(address, _WORDS), align=4)
+
+
+def _steps(builder: Any, element: Any) -> list[Callable[[Any], Any]]:
+    """What gives the operand of each step from a vector of words: of one input each, or of two."""
+    if element == types.uint16:
+        return [partial(_look_up_pairs, builder, shift) for shift in SHIFTS[::2]]
+    widened = _look_up_floats if has_wide_registers() else _converted
+    return [partial(widened, builder, shift) for shift in SHIFTS]
+
+
+def _look_up_pairs(builder: Any, shift: int, words: Any) -> Any:
+    # A bfloat16 is the upper half of a float32.
+    table = _HALVES(2 * (_numbers().view(np.uint32) >> 16).tolist())
+    places = builder.bitcast(_shifted(builder, shift, words), _HALVES)
+    return _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, places)
+
+
+def _look_up_floats(builder: Any, shift: int, words: Any) -> Any:
+    table, places = _FLOATS(_numbers().tolist()), _shifted(builder, shift, words)
+    return _look_up(builder, "llvm.x86.avx512.permvar.sf.512", table, places)
+
+
+def _converted(builder: Any, shift: int, words: Any) -> Any:
+    codes = builder.and_(_shifted(builder, shift, words), _WORDS([MAX_CODE] * LANES))
+    return builder.sitofp(builder.sub(codes, _WORDS([MIDDLE] * LANES)), _FLOATS)
+
+
+def _shifted(builder: Any, shift: int, words: Any) -> Any:
+    return builder.lshr(words, _WORDS([shift] * LANES)) if shift else words
+
+
+def _numbers() -> Any:
+    """What the codes stand for, float32."""
+    return np.arange(MAX_CODE + 1, dtype=np.float32) - np.float32(MIDDLE)
+
+
+def _look_up(builder: Any, instruction: str, table: Any, places: Any) -> Any:
+    function_type = ir.FunctionType(table.type, [table.type, places.type])
+    function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
+    return builder.call(function, [table, places])

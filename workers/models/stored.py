@@ -1,0 +1,134 @@
+"""Reads matrices that a checkpoint stores as codes with scales (see `configs/formats/stored.py`).
+
+Values are computed in float32, where those of integer codes are exact: a scale is a float16 or
+bfloat16, a code a small integer. A rank may read any part of a matrix: where it ends within a
+group, a word or a block, each of two ranks reads what they share.
+
+Legend: X features in, Y features out (rows), G groups of inputs, R rows of scales.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from configs.formats.stored import WORDS, StoredFormat, part_name
+from scheduler.errors import ConfigError
+from workers.models.checkpoint import StoredTensor
+
+_DOWNLOAD_AGAIN = "Download or copy the checkpoint again"
+
+
+class StoredMatrix:
+    """The matrix `name` (it ends in "weight"), indexed as a slice of safetensors is: `[rows,
+    columns]` gives these values in float32. `codes` is the slice of its codes.
+    """
+
+    def __init__(
+        self,
+        stored_format: StoredFormat,
+        name: str,
+        shape: tuple[int, int],
+        stored: dict[str, StoredTensor],
+        codes: Any,
+    ) -> None:
+        """Raises `ConfigError` when scales are not finite or the index of groups is damaged."""
+        self._format, self._name, self._shape = stored_format, name, shape
+        self._stored, self._codes = stored, codes
+        scale = self._read(stored_format.scales).to(torch.float32)
+        if not bool(scale.isfinite().all()):
+            raise self._error(stored_format.scales, "holds scales that are not finite numbers")
+        self._scale_RG = scale.reshape(1, 1) if scale.ndim == 1 else self._upright(scale)
+        self._zeros_YG = self._zeros()
+        self._group_X = self._groups()
+
+    def __getitem__(self, window: tuple[slice, slice]) -> Tensor:
+        rows, columns = (range(size)[part] for size, part in zip(self._shape, window, strict=True))
+        group_X = self._group_X[columns.start : columns.stop]
+        codes_YX = self._window([rows, columns])
+        if self._zeros_YG is not None:
+            codes_YX = codes_YX - self._zeros_YG[rows.start : rows.stop][:, group_X]
+        elif self._format.zero_offset:
+            codes_YX = codes_YX - self._format.zero_offset
+        row_of_scale = torch.zeros(len(rows), dtype=torch.int64)
+        if self._format.block_rows != -1:
+            row_of_scale = torch.arange(rows.start, rows.stop) // self._format.block_rows
+        return codes_YX.to(torch.float32).mul_(self._scale_RG[row_of_scale][:, group_X])
+
+    def codes(self, rows: range, inputs: range, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(codes, zero points, scales) of a part, where these inputs are so many groups of one
+        size: [rows, inputs], uint8 [rows, groups], float32 [rows, groups].
+        """
+        step = len(inputs) // num_groups
+        groups = self._group_X[inputs.start : inputs.stop : step]
+        zeros = torch.full((len(rows), num_groups), self._format.zero_offset, dtype=torch.uint8)
+        if self._zeros_YG is not None:
+            zeros = self._zeros_YG[rows.start : rows.stop][:, groups].to(torch.uint8)
+        scale = self._scale_RG[rows.start : rows.stop][:, groups]
+        return self._window([rows, inputs]), zeros, scale
+
+    def _window(self, spans: list[range]) -> Tensor:
+        """The codes of these rows and columns."""
+        packed_dim, num_codes = (0 if self._format.packs_rows else 1), len(self._format.order) or 1
+        span = spans[packed_dim]
+        first_word = span.start // num_codes
+        spans[packed_dim] = range(first_word, -(-span.stop // num_codes))
+        places = [slice(words.start, words.stop) for words in spans]
+        if self._format.is_transposed:
+            places.reverse()
+        codes = self._upright(self._codes[tuple(places)])
+        if self._format.dtype == WORDS:
+            codes = unpack(codes, self._format.order, self._format.bits, packed_dim)
+        return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
+
+    def _zeros(self) -> Tensor | None:
+        """int32 [Y, G]"""
+        stored_format = self._format
+        if stored_format.zeros is None:
+            return None
+        words = self._upright(self._read(stored_format.zeros))
+        zeros_YG = unpack(words, stored_format.order, stored_format.bits, 0)
+        # An offset of 1 means that zero point 0 was stored as -1: all bits are set.
+        mask = (1 << stored_format.bits) - 1
+        return ((zeros_YG + stored_format.zero_offset) & mask)[: self._shape[0]]
+
+    def _groups(self) -> Tensor:
+        """int64 [X]: the group of each input."""
+        stored_format, size_in = self._format, self._shape[1]
+        if stored_format.index is not None:
+            group_X, num_groups = self._read(stored_format.index).long(), self._scale_RG.shape[1]
+            if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
+                raise self._error(
+                    stored_format.index,
+                    f"names groups that do not exist; there are {num_groups}",
+                )
+            return group_X
+        return torch.arange(size_in) // (
+            size_in if stored_format.group_size == -1 else stored_format.group_size
+        )
+
+    def _upright(self, tensor: Tensor) -> Tensor:
+        return tensor.T if self._format.is_transposed else tensor
+
+    def _read(self, part: str) -> Tensor:
+        tensor = self._stored[part_name(self._name, part)]
+        with safe_open(tensor.path, framework="pt", device="cpu") as file:
+            return file.get_tensor(tensor.name)  # type: ignore[no-any-return]
+
+    def _error(self, part: str, fault: str) -> ConfigError:
+        name = part_name(self._name, part)
+        return ConfigError(f"{self._stored[name].path}: {name} {fault}. {_DOWNLOAD_AGAIN}")
+
+
+def unpack(words: Tensor, order: tuple[int, ...], bits: int, dim: int) -> Tensor:
+    """The codes in int32 `words` [A, B], as int32: [A * codes per word, B] with `dim` 0, [A, B *
+    codes per word] with `dim` 1. order: see `StoredFormat`.
+    """
+    shifts = torch.tensor([bits * order.index(code) for code in range(len(order))])
+    shifts = shifts.to(torch.int32)
+    shifts = shifts.view(1, -1, 1) if dim == 0 else shifts
+    codes = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(dim, dim + 1)
