@@ -9,7 +9,8 @@
     python launch.py down chat
     python launch.py top
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
-    python launch.py doctor
+    python launch.py bench --shape qwen3-30b-a3b --num-layers 4
+    python launch.py doctor --model qwen3-30b-a3b
 
 Exit codes: 0 for success; 2 for a mistake in the command or its input; 1 for a fault of the engine;
 130 after Ctrl-C.
@@ -41,6 +42,7 @@ from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
 from configs.options import flag_of
 from configs.serve import ServeConfig
+from configs.shapes import SHAPES
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
 
@@ -196,6 +198,13 @@ def bench(
     num_warmup: Annotated[
         int, typer.Option("--num-warmup", help="Tiny requests sent first, which are not timed.")
     ] = 1,
+    shape: Annotated[
+        str | None,
+        typer.Option("--shape", help=f"Random weights instead of a model: {', '.join(SHAPES)}."),
+    ] = None,
+    num_layers: Annotated[
+        int | None, typer.Option("--num-layers", help="With --shape: only so many layers.")
+    ] = None,
     *,
     config: EngineConfig,
 ) -> None:
@@ -216,6 +225,8 @@ def bench(
             temperature=temperature,
             request_rate=request_rate,
             num_warmup=num_warmup,
+            shape=shape,
+            num_layers=num_layers,
         )
     )
 
@@ -314,14 +325,19 @@ def trace(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Directory of a model, or a shape of bench: what it needs."),
+    ] = None,
+) -> None:
     """Report what is installed, which devices there are, which kernels would run, and what is
-    wrong.
+    wrong; of a model, its size and whether it fits.
     """
     with _exit_codes():
         from cluster.commands.doctor import examine
 
-        lines, problems = examine()
+        lines, problems = examine(model)
         for line in lines:
             print(line)
         for problem in problems:

@@ -20,36 +20,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.checkpoints import write_fast_checkpoint
+from configs.shapes import SHAPES
+from workers.models.random_checkpoint import write_random_checkpoint
 
 T = TypeVar("T")
 RESULTS = Path(__file__).parent / "results"
 _X86 = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
 _ARM = ("asimd", "bf16", "i8mm")
-_QWEN3: dict[str, Any] = {
-    "model_type": "qwen3",
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": True,
-    "rope_theta": 1000000.0,
-    "dtype": "bfloat16",
-}
-QWEN3_0_6B = _QWEN3 | {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
-QWEN3_60M = _QWEN3 | {
-    "hidden_size": 256,
-    "intermediate_size": 768,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 64,
-}
+QWEN3_0_6B, QWEN3_60M = SHAPES["qwen3-0.6b"], SHAPES["qwen3-60m"]
 
 
 def machine() -> dict[str, Any]:
@@ -98,7 +76,7 @@ def model_or_random(model: str | None, raw_config: Mapping[str, Any] = QWEN3_60M
         yield model
         return
     with tempfile.TemporaryDirectory() as directory:
-        write_fast_checkpoint(Path(directory), raw_config, torch.bfloat16)
+        write_random_checkpoint(Path(directory), raw_config, torch.bfloat16)
         yield directory
 
 

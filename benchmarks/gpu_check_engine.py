@@ -26,6 +26,7 @@ from benchmarks.gpu_check_common import Check, Row, free_memory, rounded
 from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
+from configs.shapes import SHAPES
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
@@ -35,13 +36,7 @@ from workers.configuration import resolve_config
 from workers.models.weights import WeightSlice
 from workers.roofline import floor_s, works_of
 
-QWEN3_8B = QWEN3_0_6B | {
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "tie_word_embeddings": False,
-}
+QWEN3_8B = SHAPES["qwen3-8b"]
 # Small enough to be quick, with a head dim that every backend takes.
 COMPARED = QWEN3_0_6B | {
     "vocab_size": 4096,
@@ -126,9 +121,9 @@ def open_engine(
             fill(piece)
 
     with (
-        mock.patch("workers.worker.local_checkpoint", lambda _: Path(asked.model)),
-        mock.patch("workers.worker.load_weights", fill_all),
-        mock.patch("workers.worker.held_dtype", lambda model_dir, model, dtype, *_: dtype),
+        mock.patch("workers.loading.local_checkpoint", lambda _: Path(asked.model)),
+        mock.patch("workers.loading.load_weights", fill_all),
+        mock.patch("workers.loading.held_dtype", lambda model_dir, model, dtype, *_: dtype),
     ):
         executor = RecordingExecutor(make_executor(config))
     limits = SchedulerLimits(

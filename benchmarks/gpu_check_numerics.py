@@ -151,7 +151,7 @@ def _store_case(
 
 def sampling(check: Check, kernels: SamplingKernels) -> None:
     """The draw, and the kernels over the logits, on rows with ties and with NaN."""
-    check.add("draw_index", partial(_same_draws, check, kernels))
+    check.add("target_weight", partial(_same_draws, check, kernels))
     parts: dict[str, Callable[[SamplingKernels, GapRows], Row]] = {
         "row_best": _same_best,
         "list_nearest": _same_lists,
@@ -207,8 +207,8 @@ def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
     )
     kept_NR = torch.randint(2**56, (3, 300), device=check.device)
     with poisoned():
-        got_R = kernels.draw_index(seeds_R, positions_R, kept_NR, 1)
-    return equal((got_R, SAMPLING_REFERENCE.draw_index(seeds_R, positions_R, kept_NR, 1)))
+        got_R = kernels.target_weight(seeds_R, positions_R, kept_NR, 1)
+    return equal((got_R, SAMPLING_REFERENCE.target_weight(seeds_R, positions_R, kept_NR, 1)))
 
 
 def _same_best(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
@@ -226,15 +226,15 @@ def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     top_p_R = torch.tensor(
         [TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device
     )[:num_rows]
-    max_logit_gap_R = torch.tensor(
-        [torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device
-    )[:num_rows]
+    min_p_limit_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[
+        :num_rows
+    ]
     want_RK = SAMPLING_REFERENCE.list_nearest(gap_rows, top_k_R, 50)
     with poisoned():
         got_RK = kernels.list_nearest(gap_rows, top_k_R, 50)
-        limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, max_logit_gap_R)
+        limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, min_p_limit_R)
     want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
-        want_RK[None], top_k_R, top_p_R, max_logit_gap_R
+        want_RK[None], top_k_R, top_p_R, min_p_limit_R
     )
     row = equal((got_RK, want_RK), (limit_R, want_limit_R))
     return worst_of(row, near(kept_NR, want_kept_NR, 50))

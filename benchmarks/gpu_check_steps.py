@@ -154,7 +154,7 @@ _KINDS = {
     "experts": ("_route", "_sort_pairs", "_multiply_tile", "_add_up"),
     "sampling": (
         *("_block_", "_row_best", "_pack", "_unpack", "_near_gaps", "_make_list", "_listed_limits"),
-        *("_draw_index", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
+        *("_target_weight", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
     ),
     "elementwise": ("_rms_norm", "_qk_norm_rope_store", "_silu_and_mul"),
     "products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "splitK"),

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.common import QWEN3_0_6B, write_result
 from benchmarks.rank_pool import WorkerPool
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from workers.configuration import resolve_config
+from workers.models.random_checkpoint import write_random_checkpoint
 
 SIZES = (1, 2, 4)
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as directory:
         model_dir = Path(directory)
-        checkpoint_bytes = write_fast_checkpoint(model_dir, QWEN3_0_6B, torch.bfloat16)
+        checkpoint_bytes = write_random_checkpoint(model_dir, QWEN3_0_6B, torch.bfloat16)
         results = {f"tp{size}": measure(model_dir, size) for size in SIZES}
     record = {
         "shape": "Qwen3-0.6B",

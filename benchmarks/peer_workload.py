@@ -19,17 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.common import QWEN3_0_6B
-from benchmarks.gpu_check_engine import QWEN3_8B
 from configs.paths import DEFAULT_MODEL_DIR
+from configs.shapes import SHAPES as NAMED
+from workers.models.random_checkpoint import write_random_checkpoint
 
-QWEN3_32B = QWEN3_8B | {
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-}
 TINY = QWEN3_0_6B | {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -38,7 +32,7 @@ TINY = QWEN3_0_6B | {
     "num_key_value_heads": 1,
     "head_dim": 64,
 }
-SHAPES = {"tiny": TINY, "0.6B": QWEN3_0_6B, "8B": QWEN3_8B, "32B": QWEN3_32B}
+SHAPES = {"tiny": TINY, "0.6B": QWEN3_0_6B, "8B": NAMED["qwen3-8b"], "32B": NAMED["qwen3-32b"]}
 TEMPERATURE = 0.6
 MAX_MODEL_LEN = 4096
 _LAST_ID = 10_000
@@ -66,7 +60,7 @@ def draw(small: bool = False) -> tuple[list[list[int]], list[int]]:
 def write_model(model_dir: Path, shape: str) -> int:
     """Write a checkpoint of this shape that any engine can read; returns its bytes."""
     model_dir.mkdir(parents=True, exist_ok=True)
-    size = write_fast_checkpoint(model_dir, SHAPES[shape] | _FOR_OTHERS, torch.bfloat16)
+    size = write_random_checkpoint(model_dir, SHAPES[shape] | _FOR_OTHERS, torch.bfloat16)
     for path in DEFAULT_MODEL_DIR.glob("token*.json"):
         shutil.copy(path, model_dir)
     return size

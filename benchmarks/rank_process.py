@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from configs.engine import ResolvedConfig
+from kernels.interface import SamplingKernels
 from scheduler.messages import StepPlan
 from workers.worker import Worker
 
@@ -76,8 +77,8 @@ class RankProcess:
 
     def memory_by_purpose(self) -> dict[str, int]:
         """Bytes of the weights and, once it is allocated, of the KV cache."""
-        assert self.worker is not None and self.worker._model is not None
-        memory = {"weights": self.worker._model.weight_bytes}
+        assert self.worker is not None and self.worker._loaded is not None
+        memory = {"weights": self.worker._loaded.model.weight_bytes}
         if self.worker._runner is not None:
             memory["kv_cache"] = self.worker._runner.cache.tensor.nbytes
         return memory
@@ -92,8 +93,12 @@ class RankProcess:
         for products in (kernels.int8, kernels.int4, kernels.mixed):
             if products is not None:
                 self._clock(products, "linear", "linear")
-        for name in (name for name in dir(kernels.sampling) if not name.startswith("_")):
+        for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):
             self._clock(kernels.sampling, name, "sampling")
+        self.num_read: list[int] = []
+        for name in ("route", "mlp"):
+            self._clock(kernels.experts, name, "experts")
+        self._count_experts(kernels.experts)
         for name in ("all_reduce", "all_reduce_max", "all_gather"):
             self._clock(group, name, "collectives")
         self._clock(self.worker, "launch", "launch")
@@ -105,6 +110,20 @@ class RankProcess:
         seconds = dict(self.seconds)
         known = sum(value for name, value in seconds.items() if name != "launch")
         return seconds | {"other": seconds["launch"] - known}
+
+    def experts_per_layer(self) -> float:
+        """Experts that have tokens, the mean over layers since `start_clocks`; 0 without any."""
+        return sum(self.num_read) / max(1, len(self.num_read))
+
+    def _count_experts(self, kernels: Any) -> None:
+        route = kernels.route
+
+        def counted(*args: Any) -> Any:
+            weights_TK, ids_TK = route(*args)
+            self.num_read.append(len(ids_TK.unique()))
+            return weights_TK, ids_TK
+
+        kernels.route = counted
 
     def _clock(self, owner: Any, attribute: str, name: str) -> None:
         function = getattr(owner, attribute)

@@ -16,19 +16,21 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.common import QWEN3_0_6B, model_or_random, write_result
+from benchmarks.common import model_or_random, write_result
 from benchmarks.rank_pool import PoolExecutor, WorkerPool
 from cluster.limits import limits_of
 from cluster.resources.placement import HUGE_PAGES
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
+from configs.shapes import SHAPES
 from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from scheduler.params import Sampling
 from scheduler.scheduler import Scheduler
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import resolve_config
-from workers.roofline import Machine, active_layer_parameters, probe_cpu
+from workers.models.size import count_parameters
+from workers.roofline import Machine, probe_cpu
 
 
 def main() -> None:
@@ -37,8 +39,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--model", help="directory; random weights in the shape of Qwen3-0.6B if left out"
+        "--model", help="directory; random weights in the shape of --shape if left out"
     )
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--num-layers", type=int, help="of the shape; by default all")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--quantization")
     parser.add_argument("--batch-size", type=int, default=16)
@@ -46,7 +50,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--name", default="step_profile", help="of the result")
     args = parser.parse_args()
-    with model_or_random(args.model, QWEN3_0_6B) as model:
+    raw = dict(SHAPES[args.shape])
+    raw["num_hidden_layers"] = args.num_layers or raw["num_hidden_layers"]
+    with model_or_random(args.model, raw) as model:
         options = EngineConfig(
             model=model,
             tensor_parallel_size=args.tp,
@@ -59,7 +65,7 @@ def main() -> None:
         os.environ.setdefault(HUGE_PAGES, "1")  # as in the actors of an engine
         pool = WorkerPool(args.tp)
         try:
-            ms, machines = measure(pool, config, args)
+            ms, machines, num_experts = measure(pool, config, args)
         finally:
             pool.close()
     step_ms = ms.pop("step")
@@ -67,14 +73,16 @@ def main() -> None:
         memory_bytes_per_s=max(m.memory_bytes_per_s for m in machines),
         flops_per_s=max(m.flops_per_s for m in machines),
     )
-    limits = floors(config, args.batch_size, args.context, fastest)
+    limits = floors(config, args.batch_size, args.context, fastest, num_experts)
     values = {
         "batch_size": args.batch_size,
         "context": args.context,
         "tp": args.tp,
         "threads_per_rank": threads_of(config),
         "quantization": args.quantization,
-        "model": "0.6B shape" if args.model is None else Path(args.model).name,
+        "model": f"{args.shape} shape" if args.model is None else Path(args.model).name,
+        "layers": config.model.num_hidden_layers,
+        "experts_per_layer": round(num_experts, 1),
         "memory_bytes_per_s": [round(m.memory_bytes_per_s) for m in machines],
         "flops_per_s": [round(m.flops_per_s) for m in machines],
         "ms_per_step": round(step_ms, 2),
@@ -97,9 +105,9 @@ def threads_of(config: ResolvedConfig) -> int:
 
 def measure(
     pool: WorkerPool, config: ResolvedConfig, args: argparse.Namespace
-) -> tuple[dict[str, float], list[Machine]]:
+) -> tuple[dict[str, float], list[Machine], float]:
     """Milliseconds per step by part, on rank 0, and of the whole step; the machine's speeds before
-    and after.
+    and after; the experts that have tokens, per layer with experts.
     """
     executor = PoolExecutor(pool, config, threads_of(config))
     scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
@@ -126,13 +134,17 @@ def measure(
     seconds["between steps"] = total - seconds.pop("launch")
     after = probe_cpu(config.dtype, config.quantization)
     seconds |= {"step": total}
-    return {name: 1000 * value / args.steps for name, value in seconds.items()}, [before, after]
+    num_experts: float = pool.call_all(args.tp, "experts_per_layer")[0]
+    ms = {name: 1000 * value / args.steps for name, value in seconds.items()}
+    return ms, [before, after], num_experts
 
 
 def floors(
-    config: ResolvedConfig, batch_size: int, context: int, machine: Machine
+    config: ResolvedConfig, batch_size: int, context: int, machine: Machine, num_experts: float
 ) -> dict[str, float]:
-    """The least milliseconds for each part that reads or computes much."""
+    """The least milliseconds for each part that reads or computes much. Of the experts of a layer,
+    `num_experts` are read.
+    """
     model, held = config.model, config.quantization
     item, of_weights = (torch_dtype(name).itemsize for name in (config.dtype, config.weight_dtype))
 
@@ -140,10 +152,16 @@ def floors(
         return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
 
     of_codes = held.bytes_per_weight if held else of_weights
-    layers, head = active_layer_parameters(model), model.vocab_size * model.hidden_size
+    parameters, head = count_parameters(model), model.vocab_size * model.hidden_size
+    layers = parameters.total - parameters.of_experts - parameters.vocabulary
+    of_chosen = parameters.active - parameters.total + parameters.of_experts
+    share_read = num_experts / model.experts.num_experts if model.experts else 0.0
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
         "products": least_ms(layers * of_codes, 2 * layers * batch_size),
+        "experts": least_ms(
+            parameters.of_experts * share_read * of_weights, 2 * of_chosen * batch_size
+        ),
         "vocabulary head": least_ms(
             head * (of_weights if held and not held.vocabulary else of_codes), 2 * head * batch_size
         ),

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.common import QWEN3_0_6B, write_result
 from benchmarks.transports import sent
 from configs.paths import CHECKOUT
 from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes.hosts import hosts, why_not
+from workers.models.random_checkpoint import write_random_checkpoint
 
 LAYERS = (2, 10)
 ROWS = (1, 16)
@@ -114,7 +114,7 @@ def main() -> None:
         for layers in LAYERS:
             raw = QWEN3_0_6B | {"num_hidden_layers": layers, "vocab_size": 4096}
             with tempfile.TemporaryDirectory(dir="/var/tmp") as model:  # each host has its own /tmp
-                write_fast_checkpoint(Path(model), raw, torch.bfloat16)
+                write_random_checkpoint(Path(model), raw, torch.bfloat16)
                 by_layers[layers] = measure(model, tp, share=share)
         few, many = (by_layers[layers] for layers in LAYERS)
         for less, more in zip(few, many, strict=True):

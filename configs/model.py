@@ -108,7 +108,8 @@ class ModelConfig:
     def from_dir(cls, model_dir: Path) -> ModelConfig:
         """Read `config.json`; the end-of-sequence ids are those of `generation_config.json` too."""
         path = model_dir / "config.json"
-        raw, generation_config = read_json(path), read_generation_config(model_dir)
+        raw = read_json(path)
+        generation_config = read_generation_config(model_dir)
         config = cls.from_dict(raw, str(path))
         try:
             eos_token_ids = _as_ids(generation_config.get("eos_token_id"))

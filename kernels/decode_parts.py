@@ -25,12 +25,12 @@ _PROGRAMS_PER_SM = 4
 _ROWS_PER_SPARE_PART = 10
 
 
-def max_decode_parts(num_rows: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
+def max_decode_parts(num_rows: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> int:
     """How many parts to launch for `num_rows` rows of up to `max_seq_len` tokens: at least one for
-    each row, and enough to fill a device of `num_sms` multiprocessors, as each part is `kv_heads`
-    programs.
+    each row, and enough to fill a device of `num_sms` multiprocessors, as each part is
+    `num_kv_heads` programs.
     """
-    parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // kv_heads)
+    parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // num_kv_heads)
     max_parts = max(num_rows + num_rows // _ROWS_PER_SPARE_PART, parts_to_fill_device)
     return min(max_parts, num_rows * min(MAX_PARTS_PER_ROW, max(1, -(-max_seq_len // PART_TOKENS))))
 
@@ -42,7 +42,8 @@ def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
     `PART_TOKENS` with which there are at most `max_parts`, which is at least B.
     """
     chunks_B = -(-seq_lens_B // PART_TOKENS)
-    total_chunks, longest_row_chunks = int(chunks_B.sum()), int(chunks_B.max(initial=0))
+    total_chunks = int(chunks_B.sum())
+    longest_row_chunks = int(chunks_B.max(initial=0))
     # The parts of length n number between total / n and total / n + B.
     min_part_chunks = max(
         1, -(-total_chunks // max_parts), -(-longest_row_chunks // MAX_PARTS_PER_ROW)

@@ -174,9 +174,11 @@ class ExpertKernels(Protocol):
         """As `Kernels.first_step`, for these kernels."""
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], experts [T, K]) of each token."""
+        """(weights [T, K], experts [T, K]) of each token. Behind the first `num_live_1` tokens
+        (None: all) is a graph's padding, for which a backend with graphs chooses expert X: none.
+        """
 
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
         """The weights in the layout that `mlp` needs for inputs of `dtype`, perhaps in the memory
@@ -207,10 +209,12 @@ class SamplingKernels(Protocol):
     def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
         """Weights within the limit, summed per block and per row."""
 
-    def draw_index(
+    def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int, /
     ) -> Tensor:
-        """Where each row's drawn token lies in the running sum of this rank's weights."""
+        """Which weight each row draws: where its token lies in the running sum of this rank's
+        weights.
+        """
 
     def pick_column(
         self,
@@ -230,7 +234,7 @@ class SamplingKernels(Protocol):
         list_NRK: Tensor,
         top_k_R: Tensor,
         top_p_R: Tensor,
-        max_logit_gap_R: Tensor,
+        min_p_limit_R: Tensor,
         /,
     ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
@@ -273,7 +277,7 @@ class Kernels(Protocol):
     experts: ExpertKernels
 
     def kv_cache_shapes(
-        self, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, /
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, /
     ) -> tuple[Shape, Shape]:
         """Shapes of one layer's keys and of its values, equal in their number of elements."""
 
@@ -312,7 +316,7 @@ class Kernels(Protocol):
         """Rotated queries [T, H, D]; keys and values are written to the caches."""
 
     def max_decode_parts(
-        self, num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device, /
+        self, num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device, /
     ) -> int:
         """`DecodeParts.max_parts` for `num_rows` rows of up to `max_seq_len` tokens; 0 where
         `paged_attention` does not use them.

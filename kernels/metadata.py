@@ -1,4 +1,4 @@
-"""What attention needs to know about one step: built once per step, passed as an argument, shared
+"""What kernels need to know about one step: built once per step, passed as an argument, shared
 by all layers.
 
 Legend: T tokens of the step, B rows, K KV heads of this rank, W blocks in a row's table.
@@ -43,6 +43,7 @@ class AttentionMetadata:
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
     decode         : for backends that ask for it with `Kernels.max_decode_parts`; others ignore it.
+    num_live_1     : int32 [1], the number of tokens before those of a graph's padding; None: all T.
     """
 
     query_start_B1: Tensor
@@ -53,6 +54,7 @@ class AttentionMetadata:
     max_query_len: int
     max_seq_len: int
     decode: DecodeParts | None = None
+    num_live_1: Tensor | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -177,7 +177,8 @@ class Scheduler:
         """Plan every running sequence that has tokens to compute. Hot: runs once per sequence
         and step.
         """
-        block_manager, block_size = self.block_manager, self.limits.block_size
+        block_manager = self.block_manager
+        block_size = self.limits.block_size
         step_id = self._last_step_id + 1
         slots, num_new_tokens = step.slots, step.num_new_tokens
         samples, sampling_sequences = step.samples, step.sampling_sequences
@@ -323,7 +324,8 @@ class Scheduler:
         token.
         """
         block_size, step_id = self.limits.block_size, step.step_id
-        output_sequences, output_token_ids = output.sequences, output.token_ids
+        output_sequences = output.sequences
+        output_token_ids = output.token_ids
         for seq, token_id in zip(step.sampling_sequences, sampled_token_ids, strict=True):
             if seq.status is FINISHED or step_id < seq.valid_from_step:
                 continue  # it ran one step too many, or without its mask

@@ -150,7 +150,8 @@ def step_of(result: StepResult, submitted: deque[SubmittedStep]) -> SubmittedSte
             f"got the result of step {result.step_id} of epoch {result.epoch}, expected"
             f" {expected_step}"
         )
-    num_tokens, num_rows = len(result.token_ids), len(oldest_step.sampling_sequences)
+    num_tokens = len(result.token_ids)
+    num_rows = len(oldest_step.sampling_sequences)
     if num_tokens != num_rows:
         raise EngineError(f"step {result.step_id} sampled {num_tokens} tokens for {num_rows} rows")
     if result.logprobs is not None and len(result.logprobs) != num_tokens:

@@ -26,7 +26,6 @@ import cluster.commands.doctor
 import cluster.commands.generate
 import cluster.serve.run
 import launch
-from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.commands.bench import BenchJob
 from cluster.resources.session import SESSION
 from cluster.serve.run import ServeJob
@@ -34,6 +33,7 @@ from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.errors import EngineError
 from scheduler.params import SamplingParams
+from workers.models.random_checkpoint import write_random_checkpoint
 
 CHECKOUT = Path(launch.__file__).resolve().parent
 RAW: dict[str, Any] = {
@@ -55,7 +55,7 @@ RAW: dict[str, Any] = {
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small checkpoint without a tokenizer."""
     path = tmp_path_factory.mktemp("model")
-    write_fast_checkpoint(path, RAW, torch.float32)
+    write_random_checkpoint(path, RAW, torch.float32)
     return path
 
 
@@ -400,9 +400,11 @@ FLAGS = {
             "--temperature",
             "--request-rate",
             "--num-warmup",
+            "--shape",
+            "--num-layers",
         }
     ),
-    "doctor": set(),
+    "doctor": {"--model"},
 }
 ENGINE_FLAGS_AND_VALUES = {
     "--model": "m",
@@ -734,6 +736,28 @@ def test_doctor_names_what_clashes_and_exits_with_2(monkeypatch: pytest.MonkeyPa
     run = invoke("doctor")
     assert run.exit_code == 2
     assert run.stdout.endswith("PROBLEM: the moon is in the way\n1 problem found\n")
+
+
+def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "cluster.commands.doctor.os.sysconf",
+        {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 24 * 10**6}.__getitem__,
+    )
+    lines = cluster.commands.doctor._model_lines("qwen3-30b-a3b")
+    assert "30.5 billion parameters, 3.35 billion of them for each token" in lines[0]
+    assert "a rank with --tp 4: 15.3 GB of weights in bfloat16, 14.5 GB of experts" in lines
+    assert "memory of this machine, 24.0 GB: too little for the weights of all ranks" in lines
+    dense = cluster.commands.doctor._model_lines("qwen3-8b")
+    assert "memory of this machine, 24.0 GB: enough for the weights of all ranks" in dense
+    assert "experts" not in "".join(dense)
+
+
+def test_doctor_refuses_what_is_no_model() -> None:
+    run = invoke("doctor", "--model", "qwen4")
+    assert run.exit_code == 2
+    assert "'qwen4' is neither a directory nor a shape; shapes are qwen3-60m," in run.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")

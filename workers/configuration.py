@@ -67,7 +67,8 @@ def resolve(
     _check_experts(engine_config, model, device)
     dtype = _dtype(engine_config, model, device, backend)
     keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
-    max_num_seqs, num_steps_ahead = num_seqs(engine_config, device), engine_config.num_steps_ahead
+    max_num_seqs = num_seqs(engine_config, device)
+    num_steps_ahead = engine_config.num_steps_ahead
     return ResolvedConfig(
         engine=engine_config,
         model=model,

@@ -31,7 +31,7 @@ Put = Callable[[Array], Tensor]
 # alignment.
 _ALIGN = 16
 # Time between checks for completion: far shorter than a step, far longer than a check takes.
-_LOOK_S = 5e-5
+_CHECK_PERIOD_S = 5e-5
 
 
 class Event(Protocol):
@@ -177,7 +177,7 @@ class Device:
                 raise StepTimeoutError(
                     f"{what} did not finish on {self.torch} within {limit_s:g} s"
                 )
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_PERIOD_S)
 
     def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
         """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the

@@ -43,7 +43,7 @@ from workers.sampling.prompt_logprobs import (
     score_slice,
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
-from workers.sampling.shard import TokenColumns
+from workers.sampling.shard import LogprobTensors
 from workers.sampling.state import PARAMETERS
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
@@ -139,7 +139,8 @@ class ModelRunner:
             max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
         )
         parts = (config, model, self.cache, self.state, self.device, self.uploads, self._hidden_SE)
-        self.graphs, self.mixed_graphs = DecodeGraphs(*parts), MixedGraphs(*parts)
+        self.graphs = DecodeGraphs(*parts)
+        self.mixed_graphs = MixedGraphs(*parts)
         largest = self.graphs.capture(self.mixed_graphs.capture())
         self.next_tokens.capture(self._hidden_SE, largest)
 
@@ -247,15 +248,15 @@ class ModelRunner:
     ) -> PendingStep:
         logprobs = None if sampled is None else sampled.logprobs
         tensors = [] if sampled is None else [sampled.token_ids_B]
-        tensors += [] if logprobs is None else logprobs.columns
-        tensors += [] if scored is None else (*scored.columns, scored.rank_P)
+        tensors += [] if logprobs is None else logprobs.tensors
+        tensors += [] if scored is None else (*scored.tensors, scored.rank_P)
         copies, ended = self.device.to_host(*tensors)
         copied = iter(copies)
         token_ids_R = None if sampled is None else next(copied)
         if logprobs is not None:
-            logprobs = replace(logprobs, columns=_next_columns(copied))
+            logprobs = replace(logprobs, tensors=_next_logprobs(copied))
         if scored is not None:
-            scored = replace(scored, columns=_next_columns(copied), rank_P=next(copied))
+            scored = replace(scored, tensors=_next_logprobs(copied), rank_P=next(copied))
         return PendingStep(
             device=self.device,
             token_ids_R=token_ids_R,
@@ -267,21 +268,21 @@ class ModelRunner:
         )
 
 
-def _next_columns(tensors: Iterator[Tensor]) -> TokenColumns:
-    return TokenColumns._make(itertools.islice(tensors, len(TokenColumns._fields)))
+def _next_logprobs(tensors: Iterator[Tensor]) -> LogprobTensors:
+    return LogprobTensors._make(itertools.islice(tensors, len(LogprobTensors._fields)))
 
 
 def make_sampler(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> Sampler:
     """The sampler of this rank's shard of the vocabulary."""
-    start, shard = model.head.first_id, model.head.shard
+    start, shard_size = model.head.first_id, model.head.shard_size
     return Sampler(
         group,
         kernels.sampling,
         config.model.vocab_size,
         start,
-        start + shard,
+        start + shard_size,
         config.max_num_seqs,
         group.device,
     )

@@ -15,8 +15,8 @@ GRACE_S = 1.0
 class WorkerReport:
     """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name.
 
-    checkpoint: changes when the files of the checkpoint do, the same on all ranks. loaded: changes
-    when the weights of this rank do. processor: see `workers.processor`.
+    checkpoint_hash: of the files of the checkpoint, the same on all ranks. weights_hash: of the
+    weights of this rank. processor: see `workers.processor`.
     """
 
     rank: int
@@ -24,6 +24,6 @@ class WorkerReport:
     seconds: dict[str, float]
     num_kv_blocks: int
     ledger: KVCacheLedger
-    checkpoint: str = ""
-    loaded: str = ""
+    checkpoint_hash: str = ""
+    weights_hash: str = ""
     processor: str = ""

@@ -6,7 +6,7 @@ with.
     total_flops = 2 * active_layer_parameters * T + 2 * head_parameters * S
                   + 4 * heads * head_dim * layers * (sum of contexts)
     total_bytes = weight_bytes * D
-                  + 2 * kv_heads * head_dim * itemsize * layers
+                  + 2 * num_kv_heads * head_dim * itemsize * layers
                   * (sum of contexts of decoded tokens)
 
 T counts the tokens that must run: per request, the prompt (a prefix that it shares with another
@@ -34,6 +34,7 @@ import torch
 from configs.model import ModelConfig
 from configs.quantization import INT8, Quantization
 from workers.batch.kv_cache import torch_dtype
+from workers.models.size import count_parameters
 
 PROBE_BYTES = 256 * 2**20
 PROBE_MATRIX_DIM = 2048
@@ -117,7 +118,8 @@ def floor_s(
     decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
     prefilled = sum(_sum_of_contexts(w.num_shared, w.num_prompt) for w in works)
     attention = model.num_hidden_layers * model.head_dim * (decoded + prefilled)
-    in_layers, in_head = active_layer_parameters(model), model.vocab_size * model.hidden_size
+    in_layers = active_layer_parameters(model)
+    in_head = model.vocab_size * model.hidden_size
     flops = (
         2 * in_layers * num_run
         + 2 * in_head * num_sampled
@@ -135,21 +137,8 @@ def active_layer_parameters(model: ModelConfig) -> int:
     """Parameters of all layers and the last norm that are active for one token, without embedding
     and head: of the experts of a layer, those that one token chooses.
     """
-    hidden, q = model.hidden_size, model.num_attention_heads * model.head_dim
-    kv = model.num_key_value_heads * model.head_dim
-    bias = q + 2 * kv + hidden if model.attention_bias else 0
-    attention = hidden * (q + 2 * kv) + q * hidden + bias + 2 * hidden + 2 * model.head_dim
-    mlps = sum(_mlp_parameters(model, layer) for layer in range(model.num_hidden_layers))
-    return model.num_hidden_layers * attention + mlps + hidden
-
-
-def _mlp_parameters(model: ModelConfig, layer: int) -> int:
-    """Those of the dense MLP, or of the router and of the experts of one token."""
-    experts = model.experts
-    if experts is None or not experts.has_layer(layer):
-        return 3 * model.hidden_size * model.intermediate_size
-    features = 3 * experts.num_per_token * experts.intermediate_size
-    return model.hidden_size * (experts.num_experts + features)
+    parameters = count_parameters(model)
+    return parameters.active - parameters.vocabulary
 
 
 def report(

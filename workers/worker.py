@@ -1,11 +1,11 @@
 """One tensor-parallel rank, as a plain class that runs in any process.
 
-Owns the rank's group, model, cache, and the outcomes of steps that have not been read yet. Never
-imports Ray or transformers, never decides what runs: plans come from the driver. `launch` and
-`result` may be called from different threads (one each): `launch` starts steps in order, `result`
-waits for one. An error that a step raises is kept under the step's id and raised by `result`; later
-steps are not run. Life: `open_rendezvous` (rank 0), `start`, `allocate_cache`, then the steps of
-one epoch; every later epoch has new workers. One that stands by waits for `take_over` first.
+Owns the rank's group, model and cache. Never imports Ray or transformers, never decides what runs:
+plans come from the driver. `launch` and `result` may be called from different threads (one each):
+`launch` starts steps in order, `result` waits for one (`handover.py`). An error that a step raises
+is kept under the step's id and raised by `result`; later steps are not run. Life: `open_rendezvous`
+(rank 0), `start`, `allocate_cache`, then the steps of one epoch; every later epoch has new workers.
+One that stands by waits for `take_over` first.
 """
 
 from __future__ import annotations
@@ -23,27 +23,24 @@ import torch
 
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
-from scheduler.errors import ConfigError, EaglerayError, StepTimeoutError, WorkerError
+from scheduler.errors import ConfigError, EaglerayError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers import faults
-from workers.batch.kv_cache import gpu_budget, torch_dtype
+from workers.batch.kv_cache import gpu_budget
 from workers.batch.kv_plan import plan_kv_cache
 from workers.compilation import compile_first_step, compile_other_steps_beside, load_first_step
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
+from workers.handover import Outcome, StepHandover
+from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.inheritance import InheritedMemory, RankMemory
-from workers.memory.lasting import is_supported
-from workers.memory.weights import adopt_weights, keep_weights
-from workers.model_runner import ModelRunner, PendingStep, run_largest_step, warm_up
-from workers.models.fingerprint import LoadedHash, fingerprint
-from workers.models.loader import held_dtype, kept_quantization, load_weights
-from workers.models.local import local_checkpoint
+from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.processor import processor_of
 from workers.progress import Progress
-from workers.report import GRACE_S, WorkerReport
+from workers.report import WorkerReport
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +61,13 @@ class Worker:
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
         self._kernels: Kernels | None = None
-        self._model: Qwen3 | None = None
+        self._loaded: LoadedModel | None = None
         self._runner: ModelRunner | None = None
-        self._weights = self._inherited.weights  # where they lie, if that outlives this process
-        self._checkpoint, self._loaded = self._inherited.checkpoint, self._inherited.loaded
         self._seconds: dict[str, float] = {}
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failed: str | None = None  # why no further step runs
-        self._outcomes: dict[tuple[int, int], PendingStep | Exception] = {}  # by (epoch, step id)
-        self._masks: dict[tuple[int, int], StepMask] = {}
-        self._changed = threading.Condition()
+        self._handover = StepHandover(rank)
         self._finishing = threading.Lock()
         self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
 
@@ -98,9 +91,10 @@ class Worker:
         held = config.quantization
         has_experts = config.model.experts is not None
         load_first_step(kernels, size, config.dtype, config.weight_dtype, held, has_experts)
-        if self._weights is not None:
-            self._kernels, self._group = kernels, self._new_group(torch.device("cpu"))
-            self._model = adopt_weights(self._weights, config.model, self._group, kernels)
+        if (weights := self._inherited.weights) is not None:
+            self._kernels = kernels
+            self._group = self._new_group(torch.device("cpu"))
+            self._loaded = adopt_model(self._inherited, weights, config, self._group, kernels)
 
     def start(
         self,
@@ -136,27 +130,30 @@ class Worker:
                 _launch_smallest(kernels, device.torch)
         group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
-            model = self._model or self._load(group, kernels)
+            loaded = self._loaded or load_model(self.config, group, kernels, self.progress)
         if self.config.device == "cuda":
             with self._phase("warm_up"), self._memory_of_the_start():
-                warm_up(self.config, model, group, kernels)
+                warm_up(self.config, loaded.model, group, kernels)
         with self._phase("kv_cache"):
-            measure = partial(self._gpu_budget, model, group, kernels, device)
+            measure = partial(self._gpu_budget, loaded.model, group, kernels, device)
             ledger = plan_kv_cache(self.config, self.rank, measure, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
         if self.config.device == "cpu":
             self._rendezvous = None  # nobody meets there any more; NCCL may ask its store later
         group.set_timeout(engine_config.step_timeout_s)
-        self._device, self._group, self._kernels, self._model = device, group, kernels, model
+        self._device = device
+        self._group = group
+        self._kernels = kernels
+        self._loaded = loaded
         return WorkerReport(
             rank=self.rank,
             backend=kernels.capabilities.description,
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
-            checkpoint=self._checkpoint,
-            loaded=self._loaded,
+            checkpoint_hash=loaded.checkpoint_hash,
+            weights_hash=loaded.weights_hash,
             processor=processor_of(device.torch),
         )
 
@@ -171,13 +168,16 @@ class Worker:
         Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
         engine began.
         """
-        device, group, kernels, model = self._device, self._group, self._kernels, self._model
-        if device is None or group is None or kernels is None or model is None:
+        device = self._device
+        group = self._group
+        kernels = self._kernels
+        loaded = self._loaded
+        if device is None or group is None or kernels is None or loaded is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._memory_of_the_start():
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
-                self.config, model, group, kernels, device, num_blocks, self._inherited.cache
+                self.config, loaded.model, group, kernels, device, num_blocks, self._inherited.cache
             )
             if not stands_by:
                 self._runner.cache.allow_writing()
@@ -185,13 +185,13 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """What this rank will leave. After `allocate_cache`."""
-        assert self._runner is not None
-        cache = self._runner.cache.memory
+        assert self._runner is not None and self._loaded is not None
+        weights, cache = self._loaded.memory, self._runner.cache.memory
         return RankMemory(
-            weights=self._weights.card if self._weights is not None else None,
+            weights=weights.card if weights is not None else None,
             cache=cache.card if cache is not None else None,
-            checkpoint=self._checkpoint,
-            loaded=self._loaded,
+            checkpoint_hash=self._loaded.checkpoint_hash,
+            weights_hash=self._loaded.weights_hash,
         )
 
     def take_over(self, epoch: int) -> None:
@@ -214,24 +214,21 @@ class Worker:
             assert self._runner is not None
             self.progress.step_id = plan.step_id
             faults.reach("step", self.rank)
-            outcome: PendingStep | Exception = self._runner.run(
-                plan, partial(self._wait_for_mask, plan)
+            wait_for_mask = partial(
+                self._handover.take_mask, plan, self.config.engine.step_timeout_s
             )
+            outcome: Outcome = self._runner.run(plan, wait_for_mask)
         except Exception as error:
             outcome = error
             if plan.epoch == self.epoch and self._failed is None:
                 self._failed = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
         if plan.epoch == self.epoch:
             self._next_step_id = plan.step_id + 1
-        with self._changed:
-            self._outcomes[plan.epoch, plan.step_id] = outcome
-            self._changed.notify_all()
+        self._handover.put_outcome(plan, outcome)
 
     def mask(self, mask: StepMask) -> None:
         """Take the mask of a step, which may be launched later. Any thread may call."""
-        with self._changed:
-            self._masks[mask.epoch, mask.step_id] = mask
-            self._changed.notify_all()
+        self._handover.put_mask(mask)
 
     def result(self, step_id: int, epoch: int) -> StepResult:
         """Wait for the tokens of a step, which may be launched later. Rank 0's result has the
@@ -240,16 +237,8 @@ class Worker:
         Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
         and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before.
         """
-        key = (epoch, step_id)
         limit_s = self.config.engine.step_timeout_s
-        with self._changed:
-            while key not in self._outcomes and self._changed.wait(limit_s + GRACE_S):
-                pass  # a new step was launched: the time limit starts again
-            outcome = self._outcomes.pop(key, None)
-        if outcome is None:
-            raise StepTimeoutError(
-                f"rank {self.rank}: step {step_id} of epoch {epoch} did not run in {limit_s} s"
-            )
+        outcome = self._handover.take_outcome(step_id, epoch, limit_s)
         if isinstance(outcome, EaglerayError):
             raise outcome
         if isinstance(outcome, Exception):
@@ -285,20 +274,9 @@ class Worker:
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
-        self._group = self._model = self._kernels = self._rendezvous = None
+        self._group = self._loaded = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _wait_for_mask(self, plan: StepPlan) -> StepMask:
-        key = (plan.epoch, plan.step_id)
-        limit_s = self.config.engine.step_timeout_s
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._masks, limit_s):
-                raise StepTimeoutError(
-                    f"rank {self.rank}: the mask of step {plan.step_id} of epoch {plan.epoch} did"
-                    f" not come within {limit_s} s"
-                )
-            return self._masks.pop(key)
 
     def _check_turn(self, plan: StepPlan) -> None:
         where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -340,38 +318,6 @@ class Worker:
     def _new_group(self, device: torch.device) -> TensorParallelGroup:
         size = self.config.engine.tensor_parallel_size
         return TensorParallelGroup(self.rank, size, device, self.progress)
-
-    def _load(self, group: TensorParallelGroup, kernels: Kernels) -> Qwen3:
-        config = self.config
-        model_dir = local_checkpoint(config)
-        self._checkpoint = fingerprint(model_dir)
-        dtype = torch_dtype(config.dtype)
-        length = config.max_model_len
-        quantization = kept_quantization(model_dir, config.model, config.quantization)
-        weight_dtype = torch_dtype(config.weight_dtype)
-        model = Qwen3(
-            config.model,
-            group,
-            kernels,
-            dtype,
-            length,
-            quantization,
-            held_dtype(model_dir, config.model, dtype, weight_dtype, quantization),
-        )
-
-        def progress(done: int) -> None:
-            self.progress.loaded_bytes = done
-
-        with LoadedHash() as loaded:
-            load_weights(model.slices(), model_dir, config.model, progress, loaded)
-        self._loaded = loaded.hexdigest()
-        model.pack()
-        if config.device == "cpu" and config.engine.spares != "off" and is_supported():
-            try:
-                self._weights = keep_weights(model, "eagleray-weights")
-            except OSError as error:
-                logger.warning("spares cannot share the weights: %s", error)
-        return model
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -217,11 +217,11 @@ def merge(by_process: Iterable[list[Family]]) -> list[Family]:
 def render(families: list[Family]) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry()
-    registry.register(_Given(families))
+    registry.register(_FamilyCollector(families))
     return generate_latest(registry)
 
 
-class _Given(Collector):
+class _FamilyCollector(Collector):
     def __init__(self, families: list[Family]) -> None:
         self._families = families
 

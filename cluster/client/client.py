@@ -61,9 +61,9 @@ class Client:
         self.builder = builder
         self._link = link
         self._send_async = send
-        self._sending = ThreadPoolExecutor(NUM_SENDERS, "eagleray-send")
+        self._send_executor = ThreadPoolExecutor(NUM_SENDERS, "eagleray-send")
         # More threads than grammars that are slow to compile may be under way.
-        self._compiling = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
+        self._compile_executor = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
         link.after_news(self._wake_relays)
 
@@ -108,7 +108,7 @@ class Client:
             isinstance(of_prompt, SamplingParams) and of_prompt.structured_outputs
             for of_prompt in (params if isinstance(params, list | tuple) else [params])
         )
-        executor = self._compiling if has_grammar else self._sending
+        executor = self._compile_executor if has_grammar else self._send_executor
         job = executor.submit(build)
         submitting = asyncio.wrap_future(job)
         if self._send_async is not None:

@@ -1,6 +1,6 @@
 """`launch.py bench`: a workload through the engine, timed as a client sees it, in one JSON line.
 
-engine, model, dtype, quantization, tp, device
+engine, model, dtype, quantization, tp, device   the model: as given, or the shape
 requests, input_tokens, output_tokens, cached_tokens
 total_s, output_tokens_per_s  from when the first request is due to when the last one ends
 ttft_s, inter_token_s         p50 and p99, see `cluster.commands.timing`
@@ -15,11 +15,14 @@ roofline                      lower bound on the time of the workload on this ma
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
 import math
 import random
+import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +34,13 @@ from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
 from cluster.commands.timing import TimedRun, arrival_times_s, run_timed
 from cluster.llm import LLM
 from configs.engine import EngineConfig, ResolvedConfig
+from configs.model import ModelConfig
+from configs.shapes import SHAPES
 from scheduler.errors import ConfigError, RequestError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
+from workers.models.random_checkpoint import write_random_checkpoint
+from workers.models.size import count_parameters
 from workers.roofline import Machine, probe_cpu, report, works_of
 
 DEFAULT_NUM_SEQS = 256
@@ -50,10 +57,13 @@ class BenchJob:
     """What to time: the requests of a file, or synthetic ones, where None means the default.
     `config` must have a seed.
 
-    `request_rate` is in requests per second; None sends all at once.
+    `request_rate` is in requests per second; None sends all at once. `shape`: instead of the model
+    of `config`, random weights in this shape, of which `num_layers` layers (None: all).
     """
 
     config: EngineConfig
+    shape: str | None = None
+    num_layers: int | None = None
     input: Path | None
     num_seqs: int | None
     max_input: int | None
@@ -69,6 +79,16 @@ def run_bench(job: BenchJob) -> None:
     fits.
     """
     _check_job(job)
+    if job.shape is None:
+        _run(job, job.config.model)
+        return
+    with tempfile.TemporaryDirectory(prefix="eagleray-") as folder:
+        name = _write_shape(Path(folder), job.shape, job.num_layers)
+        config = dataclasses.replace(job.config, model=folder)
+        _run(dataclasses.replace(job, config=config), name)
+
+
+def _run(job: BenchJob, model_name: str) -> None:
     setup = prepare(job.config)
     config = setup.foreseen
     with contextlib.closing(setup.request_builder()) as builder:
@@ -84,7 +104,7 @@ def run_bench(job: BenchJob) -> None:
         run = run_timed(
             llm, requests, arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
         )
-        result = _result(llm, config, run, stats_before, machine)
+        result = _result(llm, config, run, stats_before, machine) | {"model": model_name}
     print(json.dumps(result), flush=True)
 
 
@@ -126,7 +146,28 @@ def synthetic_requests(
     return requests
 
 
+def _write_shape(folder: Path, shape: str, num_layers: int | None) -> str:
+    """Write a random checkpoint; returns what to call it. Raises `ConfigError` if the folder has
+    too little room.
+    """
+    raw = dict(SHAPES[shape])
+    if num_layers is not None:
+        raw["num_hidden_layers"] = num_layers
+    needed = 2 * count_parameters(ModelConfig.from_dict(raw, shape)).total
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"random weights in the shape {shape} take {needed / 1e9:.1f} GB, and"
+            f" {folder} has room for {free / 1e9:.1f} GB; name another folder in TMPDIR, or"
+            " take fewer layers (--num-layers)"
+        )
+    logger.info("writing %.1f GB of random weights to %s", needed / 1e9, folder)
+    write_random_checkpoint(folder, raw, torch.bfloat16)
+    return shape if num_layers is None else f"{shape}, {num_layers} layers"
+
+
 def _check_job(job: BenchJob) -> None:
+    _check_shape(job)
     synthetic_options = {
         "--num-seqs": job.num_seqs,
         "--max-input": job.max_input,
@@ -152,6 +193,22 @@ def _check_job(job: BenchJob) -> None:
     if job.request_rate is not None and not 0 < job.request_rate < math.inf:
         raise RequestError(
             f"--request-rate must be above 0 requests per second, got {job.request_rate}"
+        )
+
+
+def _check_shape(job: BenchJob) -> None:
+    if job.shape is None:
+        if job.num_layers is not None:
+            raise RequestError("--num-layers is for --shape; a checkpoint has the layers it has")
+        return
+    if job.config.model != EngineConfig().model:
+        raise RequestError("give --model or --shape, not both")
+    if job.shape not in SHAPES:
+        raise RequestError(f"--shape {job.shape!r} is not known; possible are {', '.join(SHAPES)}")
+    most = SHAPES[job.shape]["num_hidden_layers"]
+    if job.num_layers is not None and not 1 <= job.num_layers <= most:
+        raise RequestError(
+            f"--num-layers must be between 1 and {most} for {job.shape}, got {job.num_layers}"
         )
 
 
@@ -210,7 +267,7 @@ def _result(
     )
     return {
         "engine": "eagleray",
-        "model": engine_config.model,
+        "model": None,
         "dtype": config.dtype,
         "quantization": config.quantization and config.quantization.name,
         "tp": engine_config.tensor_parallel_size,

@@ -11,9 +11,14 @@ import platform
 import shutil
 from pathlib import Path
 
+from configs.engine import EngineConfig
 from configs.formats.table import POSSIBLE
+from configs.model import ModelConfig
 from configs.paths import CHECKOUT, IS_INSTALLED
+from configs.shapes import SHAPES
+from scheduler.errors import ConfigError
 from workers.configuration import has_cuda
+from workers.models.size import count_parameters, parameters_line
 from workers.toolchain import missing
 
 PACKAGES = (
@@ -30,13 +35,52 @@ PACKAGES = (
 )
 
 MIN_SHM_BYTES = 2**30
+_BYTES = 2  # of a weight in bfloat16
 
 
-def examine() -> tuple[list[str], list[str]]:
-    """The lines of the report, and the problems found."""
+def examine(model: str | None = None) -> tuple[list[str], list[str]]:
+    """The lines of the report, and the problems found. `model`: a directory, or a name of
+    `configs.shapes`, whose size is reported too. Raises `ConfigError` for other models.
+    """
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
     lines += [f"{package} {_version(package) or 'not installed'}" for package in PACKAGES]
-    return [*lines, *_device_lines(), _ray_address_line()], _problems()
+    lines += [*_device_lines(), _ray_address_line()]
+    return [*lines, *(_model_lines(model) if model is not None else ())], _problems()
+
+
+def _model_lines(name: str) -> list[str]:
+    """The parameters of a model, the bytes of each rank's weights, and where those fit."""
+    import torch
+
+    if name not in SHAPES and not Path(name).is_dir():
+        raise ConfigError(
+            f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
+        )
+    raw = SHAPES.get(name)
+    model = ModelConfig.from_dir(Path(name)) if raw is None else ModelConfig.from_dict(raw)
+    lines = [f"model {name}: {parameters_line(model)}"]
+    rank_bytes = {}
+    for num_ranks in model.possible_tensor_parallel_sizes():
+        rank = count_parameters(model, num_ranks)
+        rank_bytes[num_ranks] = _BYTES * rank.total
+        of_experts = f", {_gigabytes(_BYTES * rank.of_experts)} of experts" if model.experts else ""
+        weights = f"{_gigabytes(_BYTES * rank.total)} of weights in bfloat16{of_experts}"
+        lines.append(f"a rank with --tp {num_ranks}: {weights}")
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    verdict = "enough" if rank_bytes[1] < memory_bytes else "too little"
+    size = _gigabytes(memory_bytes)
+    lines.append(f"memory of this machine, {size}: {verdict} for the weights of all ranks")
+    for i in range(torch.cuda.device_count()):
+        memory_bytes = torch.cuda.get_device_properties(i).total_memory
+        usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
+        fitting = (size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes)
+        verdict = next((f"enough with --tp {size}" for size in fitting), "too little")
+        lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
+    return lines
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"
 
 
 def _device_lines() -> list[str]:

@@ -29,6 +29,7 @@ from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeou
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.memory.inheritance import RankMemory
 from workers.models.local import check_again
+from workers.models.size import parameters_line
 from workers.report import GRACE_S, WorkerReport
 
 NODE_CHECK_PERIOD_S = 1.0
@@ -243,7 +244,11 @@ class RankGroup:
         return GroupReport(
             num_blocks=num_blocks,
             seconds={phase: max(r.seconds[phase] for r in reports) for phase in reports[0].seconds},
-            log_lines=(f"kernels: {reports[0].backend}", reports[0].ledger.line()),
+            log_lines=(
+                f"model: {parameters_line(self._config.model)}",
+                f"kernels: {reports[0].backend}",
+                reports[0].ledger.line(),
+            ),
             checkpoint_id=_checkpoint_id(reports),
         )
 
@@ -340,7 +345,7 @@ class RankGroup:
         self, first_report: GroupReport | None, reports: Seq[WorkerReport], places: Seq[Place]
     ) -> None:
         """Raise unless all ranks have the same files, and those of the first epoch."""
-        if len({report.checkpoint for report in reports}) > 1:
+        if len({report.checkpoint_hash for report in reports}) > 1:
             raise ConfigError(
                 f"the nodes {sorted({place.host for place in places})} have different files at"
                 f" {self._config.model_dir}: give all of them the same checkpoint"
@@ -430,7 +435,8 @@ def _check_processors(reports: Seq[WorkerReport], places: Seq[Place]) -> None:
 
 def _checkpoint_id(reports: Seq[WorkerReport]) -> str:
     """Identifies the files of the checkpoint and the weights that each rank has loaded."""
-    return ",".join([reports[0].checkpoint, *(report.loaded for report in reports)])
+    hashes = [reports[0].checkpoint_hash, *(report.weights_hash for report in reports)]
+    return ",".join(hashes)
 
 
 def _error_of_ranks(

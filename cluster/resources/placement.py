@@ -30,14 +30,16 @@ from scheduler.errors import ConfigError, WorkerError
 from workers.faults import VARIABLE as FAULTS
 
 PLACEMENT_TIMEOUT_S = 30.0
-LOOK_S = 0.25
-SAY_S = 10.0
+CHECK_PERIOD_S = 0.25
+LOG_PERIOD_S = 10.0
 
 logger = logging.getLogger("eagleray")
 
 
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch reads it when it is imported
-# How often a thread of torch's OpenMP library looks for work before it sleeps, when it is imported.
+# Environment variables that torch reads when it is imported: whether its large tensors lie in huge
+# pages; how often a thread of its OpenMP library looks for work before it sleeps, and whether it
+# sleeps at all.
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 OPENMP_SPINS, OPENMP_WAITS = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
 _SPINS = "3000"  # about 0.1 ms; left to itself it is 10 ms, while others wait for the core
 
@@ -240,23 +242,23 @@ class Placement:
 
     def _wait(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Whether the present group is placed in time. Logs now and then what it waits for."""
-        began_s = said_s = time.monotonic()
+        began_s = logged_s = time.monotonic()
         pause_s = 0.005
         try:
             while not self.is_whole():
                 now_s = time.monotonic()
                 if now_s - began_s > limit_s or self._known is None or not is_wanted():
                     return False
-                if pause_s == LOOK_S:
+                if pause_s == CHECK_PERIOD_S:
                     self.missing_resources = shortage(
                         self.size, self.device, "there is no room yet for"
                     )
-                if now_s - said_s > SAY_S:
-                    said_s = now_s
+                if now_s - logged_s > LOG_PERIOD_S:
+                    logged_s = now_s
                     passed = f"waiting for {now_s - began_s:.0f} s, at most {limit_s:.0f} s"
                     logger.warning("%s: %s", passed, self.missing_resources)
                 time.sleep(pause_s)
-                pause_s = min(LOOK_S, 2 * pause_s)
+                pause_s = min(CHECK_PERIOD_S, 2 * pause_s)
         finally:
             self.missing_resources = ""
         return True

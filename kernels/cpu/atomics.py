@@ -115,7 +115,8 @@ def _clock(clock_id: int) -> Callable[..., Any]:
 
 
 # Nanoseconds: of a clock that never goes back, and that the calling thread has run on a core.
-now_ns, thread_ns = _clock(time.CLOCK_MONOTONIC), _clock(time.CLOCK_THREAD_CPUTIME_ID)
+now_ns = _clock(time.CLOCK_MONOTONIC)
+thread_ns = _clock(time.CLOCK_THREAD_CPUTIME_ID)
 
 
 @intrinsic
@@ -131,6 +132,8 @@ def put_byte(typing_context: Any, descriptor: Any) -> Any:
 
 
 def _transfer(name: str) -> Callable[..., Any]:
+    """A call of the system's `read` or `write`, as `name` says, with one byte."""
+
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = cgutils.alloca_once_value(builder, _BYTE(0))
         function = _function(builder, name, _WORD, [_INT, byte.type, _WORD])

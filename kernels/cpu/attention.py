@@ -119,10 +119,13 @@ def _add_widened(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_ad
 def _add_tiles(
     a_MK: Array, first_step: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
 ) -> None:
-    """c += a @ b for a's elements from step `first_step` on, for whole vectors of columns."""
+    """c += a @ b for a's elements from step `first_step` on, for whole vectors of columns. A step
+    is `STEP_BYTES` of a row of a, as in `tile.py`.
+    """
     rows, columns = c_MN.shape
     a = a_MK.ctypes.data + STEP_BYTES * first_step, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
-    b_bytes, c_stride = b_KNW.itemsize * b_KNW.shape[2], c_MN.itemsize * columns
+    b_bytes = b_KNW.itemsize * b_KNW.shape[2]
+    c_stride = c_MN.itemsize * columns
     column = 0
     while column + LANES <= columns:
         b = b_KNW.ctypes.data + b_bytes * column, b_bytes * columns, b_KNW[0, 0, 0]
@@ -202,20 +205,23 @@ def _attend_tile(
     """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
     `head`. `prefetch_address`: address of the keys that the thread's next tile begins with.
     """
-    kv_heads, block_size = k_NKDPW.shape[1], k_NKDPW.shape[3]
+    num_kv_heads, block_size = k_NKDPW.shape[1], k_NKDPW.shape[3]
     num_heads, head_dim = q_THD.shape[1:]
-    group_size = num_heads // kv_heads
+    group_size = num_heads // num_kv_heads
     num_rows = num_queries * group_size
     q_MD = np.empty((num_rows, head_dim), like.dtype)
     acc_MD = np.empty((num_rows, head_dim), np.float32)
     s_MP = np.empty((num_rows, block_size), np.float32)
     p_MP = np.empty((num_rows, block_size), like.dtype)
-    max_M, sum_M = np.empty(num_rows, np.float32), np.empty(num_rows, np.float32)
+    max_M = np.empty(num_rows, np.float32)
+    sum_M = np.empty(num_rows, np.float32)
     ends_M = np.empty(num_rows, np.int64)
     for i in range(num_queries):
         for g in range(group_size):
             m = i * group_size + g
-            ends_M[m], max_M[m], sum_M[m] = first_position + i + 1, -np.inf, 0
+            ends_M[m] = first_position + i + 1
+            max_M[m] = -np.inf
+            sum_M[m] = 0
             for d in range(head_dim):
                 acc_MD[m, d] = 0
                 query = widen(q_THD[first_token + i, head * group_size + g, d])
@@ -266,7 +272,8 @@ def _attend(
     head_group = index // (num_tiles * heads_per_group)
     place_in_group = index % (num_tiles * heads_per_group)
     row, first_query, num_queries = tiles[place_in_group // heads_per_group]
-    first_token, end_token = np.int64(starts_B1[row]), np.int64(starts_B1[row + 1])
+    first_token = np.int64(starts_B1[row])
+    end_token = np.int64(starts_B1[row + 1])
     head = head_group * heads_per_group + place_in_group % heads_per_group
     next_place_in_group = (
         place_in_group + 1 if place_in_group + 1 < num_tiles * heads_per_group else place_in_group
@@ -307,10 +314,10 @@ def _paged_attention(
     tiles = _tiles(starts_B1, _QUERIES_PER_TILE)
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
-    kv_heads = k_NKDPW.shape[1]
-    heads_per_group = kv_heads // num_threads if kv_heads % num_threads == 0 else 1
+    num_kv_heads = k_NKDPW.shape[1]
+    heads_per_group = num_kv_heads // num_threads if num_kv_heads % num_threads == 0 else 1
     parallel_for(
-        kv_heads * len(tiles),
+        num_kv_heads * len(tiles),
         _attend,
         (
             tiles,

@@ -72,8 +72,10 @@ class CpuKernels:
 def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
     """See `CpuKernels.first_step`."""
     k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _DIM)
-    k_cache, v_cache = torch.zeros(k_shape, dtype=dtype), torch.zeros(v_shape, dtype=dtype)
-    x, weight = torch.zeros(1, _DIM, dtype=dtype), torch.zeros(_DIM, dtype=dtype)
+    k_cache = torch.zeros(k_shape, dtype=dtype)
+    v_cache = torch.zeros(v_shape, dtype=dtype)
+    x = torch.zeros(1, _DIM, dtype=dtype)
+    weight = torch.zeros(_DIM, dtype=dtype)
     query_starts = torch.tensor([0, 1], dtype=torch.int32)
     attn = AttentionMetadata(
         query_start_B1=query_starts,

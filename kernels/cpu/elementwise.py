@@ -195,7 +195,7 @@ def _store_token(
     qkv_XD, q_HD, place = qkv_TXD[t], q_THD[t], kv_places_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, head_dim = q_HD.shape
-    kv_heads, _, block_size, width = k_NKDPW.shape[1:]
+    num_kv_heads, _, block_size, width = k_NKDPW.shape[1:]
     rotated_D = np.empty(head_dim, np.float32)
     for h in range(num_heads):
         _norm_rope_head(qkv_XD[h], q_weight_D, eps, cos_sin_D, rotated_D)
@@ -204,7 +204,7 @@ def _store_token(
     if place < 0:
         return
     block, place_in_block = place // block_size, place % block_size
-    for k in range(kv_heads):
+    for k in range(num_kv_heads):
         _norm_rope_head(qkv_XD[num_heads + k], k_weight_D, eps, cos_sin_D, rotated_D)
         for feature_group in range(head_dim // width):
             for w in range(width):
@@ -212,9 +212,10 @@ def _store_token(
                 k_NKDPW[block, k, feature_group, place_in_block, w] = stored_as(
                     key, k_NKDPW[0, 0, 0, 0, 0]
                 )
-        token_group, place_in_group = place_in_block // width, place_in_block % width
+        token_group = place_in_block // width
+        place_in_group = place_in_block % width
         for d in range(head_dim):
-            value = qkv_XD[num_heads + kv_heads + k, d]
+            value = qkv_XD[num_heads + num_kv_heads + k, d]
             v_NKPDW[block, k, token_group, d, place_in_group] = stored_as(
                 value, v_NKPDW[0, 0, 0, 0, 0]
             )
@@ -233,7 +234,8 @@ def _qk_norm_rope_store(
     kv_places_T: Array,
     q_THD: Array,
 ) -> None:
-    weights, rotary = (q_weight_D, k_weight_D, eps), (cos_sin_LD, positions_T)
+    weights = (q_weight_D, k_weight_D, eps)
+    rotary = (cos_sin_LD, positions_T)
     caches = (k_NKDPW, v_NKPDW, kv_places_T)
     parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 

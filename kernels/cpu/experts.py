@@ -70,15 +70,16 @@ class CpuExperts:
         x, ids = torch.zeros(1, 2, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
         return [
             partial(self.mlp, x, one, ids, experts),
-            partial(self.route, one.to(dtype), 1, True),
+            partial(self.route, one.to(dtype), 1, True, None),
         ]
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that where logits are NaN other experts may be chosen: still
         `num_chosen` different ones, all of them below X.
         """
+        assert num_live_1 is None, "without graphs there is no padding"
         weights_TK = torch.empty(len(logits_TX), num_chosen)
         ids_TK = torch.empty(len(logits_TX), num_chosen, dtype=torch.int32)
         _route(as_array(logits_TX), normalizes, as_array(weights_TK), as_array(ids_TK))

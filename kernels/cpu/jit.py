@@ -73,7 +73,8 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
 
 
 def _flip_of(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
-    sign_shift, magnitude_mask = integer(8 * integer(0).itemsize - 1), np.iinfo(integer).max
+    sign_shift = integer(8 * integer(0).itemsize - 1)
+    magnitude_mask = np.iinfo(integer).max
 
     @inlined_jit
     def flip(bits: Any) -> Any:

@@ -19,14 +19,14 @@ from kernels.interface import Shape
 
 
 def head_major_shapes(
-    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Shape, Shape]:
-    """Keys [blocks, kv_heads, head_dim, block_size], values [blocks, kv_heads, block_size,
+    """Keys [blocks, num_kv_heads, head_dim, block_size], values [blocks, num_kv_heads, block_size,
     head_dim].
     """
-    return (num_blocks, kv_heads, head_dim, block_size), (
+    return (num_blocks, num_kv_heads, head_dim, block_size), (
         num_blocks,
-        kv_heads,
+        num_kv_heads,
         block_size,
         head_dim,
     )
@@ -37,11 +37,11 @@ def as_laid_out(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[T
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.
     """
-    num_blocks, kv_heads, head_dim, block_size = k_cache.shape
+    num_blocks, num_kv_heads, head_dim, block_size = k_cache.shape
     side_by_side = width(dtype, head_dim, block_size)
     return k_cache.view(
-        num_blocks, kv_heads, head_dim // side_by_side, block_size, side_by_side
-    ), v_cache.view(num_blocks, kv_heads, block_size // side_by_side, head_dim, side_by_side)
+        num_blocks, num_kv_heads, head_dim // side_by_side, block_size, side_by_side
+    ), v_cache.view(num_blocks, num_kv_heads, block_size // side_by_side, head_dim, side_by_side)
 
 
 @functools.cache

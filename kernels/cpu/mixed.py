@@ -58,7 +58,9 @@ class CpuMixed:
     ) -> Tensor:
         """See `MixedKernels`."""
         out_TY = torch.empty(len(x_TX), size_out)
-        x, panels, out = as_array(x_TX.contiguous()), as_array(panels_NXP), as_array(out_TY)
+        x = as_array(x_TX.contiguous())
+        panels = as_array(panels_NXP)
+        out = as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
         for first in range(0, len(x), _CACHED_ROWS):
             _linear(

@@ -119,8 +119,10 @@ def _take_tasks(thread: int) -> int:
     it has run.
     """
     loop = _line(_LOOP)
-    function, argument = load_acquire(loop + _FUNCTION), load_acquire(loop + _ARGUMENT)
-    num_tasks, num_parts = load_acquire(loop + _NUM_TASKS), load_acquire(loop + _NUM_PARTS)
+    function = load_acquire(loop + _FUNCTION)
+    argument = load_acquire(loop + _ARGUMENT)
+    num_tasks = load_acquire(loop + _NUM_TASKS)
+    num_parts = load_acquire(loop + _NUM_PARTS)
     num_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
     for distance in range(num_parts):
         part = (thread + distance) % num_parts
@@ -163,7 +165,8 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
 @exact_jit
 def _await_helpers() -> None:
     """Return when no helper is inside the loop, which is closed."""
-    state, pipe = _line(_STATE), load_acquire(_thread_line(0, _SLEEP) + _PIPE_END)
+    state = _line(_STATE)
+    pipe = load_acquire(_thread_line(0, _SLEEP) + _PIPE_END)
     until_ns = now_ns() + _AWAIT_NS
     while load_acquire(state) & _INSIDE and now_ns() < until_ns:
         for _ in range(_PAUSES_PER_LOOK):

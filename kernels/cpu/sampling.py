@@ -21,8 +21,8 @@ from kernels.cpu.pool import get_num_threads
 from kernels.cpu.sampling_weights import GapArrays
 from kernels.interface import GapRows
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES
-from kernels.reference.sampling import draw_index as draw_index
 from kernels.reference.sampling import pack_value_and_id as pack_value_and_id
+from kernels.reference.sampling import target_weight as target_weight
 from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_id
 
 
@@ -30,7 +30,8 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
-    max_B, column_B = torch.empty(num_rows), torch.empty(num_rows, dtype=torch.int64)
+    max_B = torch.empty(num_rows)
+    column_B = torch.empty(num_rows, dtype=torch.int64)
     sampling_weights.row_best(
         as_array(logits_BV), block_max_BX.numpy(), max_B.numpy(), column_B.numpy()
     )
@@ -65,15 +66,15 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     limit_R, kept_NR = (
-        torch.empty_like(max_logit_gap_R),
+        torch.empty_like(min_p_limit_R),
         torch.empty(list_NRK.shape[:2], dtype=torch.int64),
     )
     arrays = (
-        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, max_logit_gap_R, limit_R, kept_NR)
+        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_NR)
     )
     sampling_limits.listed_limits(*arrays)
     return limit_R, kept_NR

@@ -103,7 +103,10 @@ def _list_row(
 ) -> None:
     logits_BV, block_max_BX, rows_R, max_R, temperature_R = gap_rows
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, top_k, list_K = max_R[r], temperature_R[r], top_k_R[r], list_RK[r]
+    largest = max_R[r]
+    temperature = temperature_R[r]
+    top_k = top_k_R[r]
+    list_K = list_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
     _gaps_of(block_max_X, largest, temperature, block_gaps)
     nearest_gaps = np.full(top_k, INFINITY, np.float32)
@@ -139,16 +142,16 @@ def _gap_of_entry(entry: Any) -> Any:
 
 
 @exact_jit
-def _top_p_target(mass: Any, top_p: Any) -> Any:
+def _top_p_target(weight: Any, top_p: Any) -> Any:
     """As `kernels.reference.sampling.top_p_target`."""
-    mass_high, mass_low = mass >> 31, mass & _LOW_31
-    return max(1, mass_high * top_p * 2 + ((mass_low * top_p + (TOP_P_ONE - 1)) >> 30))
+    weight_high, weight_low = weight >> 31, weight & _LOW_31
+    return max(1, weight_high * top_p * 2 + ((weight_low * top_p + (TOP_P_ONE - 1)) >> 30))
 
 
 @exact_jit
 def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
-    num_kept_entries, num_tokens, kept_mass = 0, np.int64(0), np.int64(0)
+    num_kept_entries, num_tokens, kept_weight = 0, np.int64(0), np.int64(0)
     while num_kept_entries < len(entries) and num_tokens < top_k:
         num_tokens += entries[num_kept_entries] & _LOW_32
         num_kept_entries += 1
@@ -156,12 +159,12 @@ def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= limit:
         num_kept_entries += 1
     for i in range(num_kept_entries):
-        kept_mass += weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+        kept_weight += weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
     if top_p < TOP_P_ONE:
-        missing_mass = _top_p_target(kept_mass, top_p)
+        missing_weight = _top_p_target(kept_weight, top_p)
         for i in range(num_kept_entries):
-            missing_mass -= weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
-            if missing_mass <= 0:
+            missing_weight -= weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+            if missing_weight <= 0:
                 return _gap_of_entry(entries[i])
     return limit
 
@@ -171,7 +174,7 @@ def listed_limits(
     list_NRK: Array,
     top_k_R: Array,
     top_p_R: Array,
-    max_logit_gap_R: Array,
+    min_p_limit_R: Array,
     limit_R: Array,
     kept_NR: Array,
 ) -> None:
@@ -180,7 +183,7 @@ def listed_limits(
         entries = list_NRK[:, r].copy().reshape(-1)
         if num_ranks > 1:
             entries.sort()
-        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), max_logit_gap_R[r])
+        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), min_p_limit_R[r])
         for n in range(num_ranks):
             kept_NR[n, r] = 0
             for entry in list_NRK[n, r]:
@@ -223,10 +226,14 @@ def _count_part(
     num_parts, num_bins = histogram_RSX.shape[1:]
     r, part = task // num_parts, task % num_parts
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest, temperature, gap_limit, prefix = max_R[r], temperature_R[r], limit_R[r], prefix_R[r]
+    largest = max_R[r]
+    temperature = temperature_R[r]
+    gap_limit = limit_R[r]
+    prefix = prefix_R[r]
     histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
-    gaps, amounts = np.empty(BLOCK_COLUMNS, np.float32), np.ones(BLOCK_COLUMNS, np.int64)
+    gaps = np.empty(BLOCK_COLUMNS, np.float32)
+    amounts = np.ones(BLOCK_COLUMNS, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
         nearest_gap = gap_of(block_max_X[block], largest, temperature)
         if (

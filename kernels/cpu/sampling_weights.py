@@ -173,7 +173,9 @@ def _weights_of_blocks(
     r, first_block = _row_and_block(task, sums_RX.shape[1])
     row, sums_X = rows_R[r], sums_RX[r]
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
-    largest, temperature, limit = max_R[r], temperature_R[r], min(limit_R[r], _WEIGHTLESS)
+    largest = max_R[r]
+    temperature = temperature_R[r]
+    limit = min(limit_R[r], _WEIGHTLESS)
     for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(sums_X))):
         sums_X[block] = 0
         if gap_of(block_max_X[block], largest, temperature) <= limit:

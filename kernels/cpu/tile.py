@@ -138,7 +138,8 @@ def add_tile(
         builder.position_at_end(end_block)
         return context.get_dummy_value()
 
-    literals, integers = (min_height, max_height, num_vectors), (types.int64, types.int64)
+    literals = (min_height, max_height, num_vectors)
+    integers = (types.int64, types.int64)
     operands = (types.Tuple((*integers, *element)) for element in ([a_element], [b_element], []))
     return types.void(*literals, types.int64, *operands, *integers, types.int64), generate
 

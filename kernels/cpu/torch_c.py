@@ -70,8 +70,10 @@ def _torch_library() -> ctypes.CDLL:
 @functools.cache
 def _capsule_functions() -> tuple[Any, Any]:
     """Python's functions that take a pointer out of a capsule, and put one into it."""
-    pointer_of, new = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_New
-    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    new.restype = ctypes.py_object
-    new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
-    return pointer_of, new
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    pointer_of.restype = ctypes.c_void_p
+    pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    new_capsule.restype = ctypes.py_object
+    new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return pointer_of, new_capsule

@@ -78,8 +78,8 @@ def _attend_prefill(
 ) -> None:
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
-    block_size, kv_heads = k_cache_NPKD.shape[1:3]
-    group_size = num_heads // kv_heads
+    block_size, num_kv_heads = k_cache_NPKD.shape[1:3]
+    group_size = num_heads // num_kv_heads
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
     # Before Hopper, widening 8-bit numbers leaves no registers for a large tile.
     has_registers = k_cache_NPKD.dtype is not torch.uint8 or _capability(q_THD.device) >= (9, 0)
@@ -88,7 +88,7 @@ def _attend_prefill(
     launch = prefill_launch(q_THD.dtype, head_dim, large_tile, on_hopper)
     launch = tune(launch) if tune else launch
     num_rows = len(attn.seq_lens_B) - first_row
-    grid = (num_tokens * group_size // launch.tile_m + num_rows, kv_heads)
+    grid = (num_tokens * group_size // launch.tile_m + num_rows, num_kv_heads)
     prefill_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -103,7 +103,7 @@ def _attend_prefill(
         q_THD.stride(1),
         scale_log2,
         GROUP=group_size,
-        KV_HEADS=kv_heads,
+        KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         TILE_M=launch.tile_m,
@@ -129,8 +129,8 @@ def attend_decode(
     `paged_attention`; `scale_log2` is the scale for powers of two.
     """
     num_heads, head_dim = q_THD.shape[1:]
-    block_size, kv_heads = k_cache_NPKD.shape[1:3]
-    group_size = num_heads // kv_heads
+    block_size, num_kv_heads = k_cache_NPKD.shape[1:3]
+    group_size = num_heads // num_kv_heads
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group_size)
     launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
@@ -142,7 +142,7 @@ def attend_decode(
             torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
     heads_adjacent = launch.heads_adjacent and decode.max_parts <= _MAX_GRID_Y
-    grid = (kv_heads, decode.max_parts) if heads_adjacent else (decode.max_parts, kv_heads)
+    grid = (num_kv_heads, decode.max_parts) if heads_adjacent else (decode.max_parts, num_kv_heads)
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -161,7 +161,7 @@ def attend_decode(
         q_THD.stride(1),
         scale_log2,
         GROUP=group_size,
-        KV_HEADS=kv_heads,
+        KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         TILE_M=launch.tile_m,
@@ -178,9 +178,9 @@ def attend_decode(
 # What launches depend on
 
 
-def max_parts_of(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+def max_parts_of(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
     """`max_decode_parts` for the rows of a step on this device."""
-    return max_decode_parts(num_rows, kv_heads, max_seq_len, _num_sms(device))
+    return max_decode_parts(num_rows, num_kv_heads, max_seq_len, _num_sms(device))
 
 
 @functools.cache
@@ -560,7 +560,8 @@ def _attend(
         mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
-        k_CD, v_CD = loaded(k_CD, q_MD.dtype, READ_FP8), loaded(v_CD, q_MD.dtype, READ_FP8)
+        k_CD = loaded(k_CD, q_MD.dtype, READ_FP8)
+        v_CD = loaded(v_CD, q_MD.dtype, READ_FP8)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))

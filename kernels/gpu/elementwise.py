@@ -101,8 +101,8 @@ def qk_norm_rope_store(
         k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
     )
     num_tokens, num_rows, dim = qkv_TXD.shape
-    kv_heads = k_cache_NPKD.shape[2]
-    num_heads = num_rows - 2 * kv_heads
+    num_kv_heads = k_cache_NPKD.shape[2]
+    num_heads = num_rows - 2 * num_kv_heads
     q_THD = torch.empty(num_tokens, num_heads, dim, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
     _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS_PER_PROGRAM),)](
         qkv_TXD,
@@ -117,7 +117,7 @@ def qk_norm_rope_store(
         _row_stride(qkv_TXD),
         eps,
         H=num_heads,
-        K=kv_heads,
+        K=num_kv_heads,
         D=dim,
         HALF=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS_PER_PROGRAM,

@@ -63,7 +63,7 @@ class TritonExperts(ReferenceExperts):
     """`ExpertKernels` in Triton. Each kernel is compiled at its first use."""
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that NaN and minus infinity count as the smallest number.
         One program per token.
@@ -75,6 +75,7 @@ class TritonExperts(ReferenceExperts):
         ids_TK = torch.empty(shape, dtype=torch.int32, device=device)
         _route[(num_tokens,)](
             logits_TX,
+            num_live_1,
             weights_TK,
             ids_TK,
             X=num_experts,
@@ -123,7 +124,7 @@ class TritonExperts(ReferenceExperts):
 
 def _sorted_pairs(ids_TK: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor, Tensor]:
     """(pairs by expert, int32 [P]; tiles, int32 [M, 3]). One program per expert. Each expert with
-    tokens has at most one tile that is not full.
+    tokens has at most one tile that is not full. Pairs of no expert, X, are in no tile.
     """
     num_pairs = ids_TK.numel()
     num_tiles = min(num_experts, num_pairs) + num_pairs // tile_rows
@@ -146,6 +147,7 @@ def _sorted_pairs(ids_TK: Tensor, num_experts: int, tile_rows: int) -> tuple[Ten
 @triton.jit
 def _route(  # type: ignore[no-untyped-def]
     logits_TX,
+    num_live_1,
     weights_TK,
     ids_TK,
     X: tl.constexpr,
@@ -171,6 +173,9 @@ def _route(  # type: ignore[no-untyped-def]
         weights = tl.where(chosen == k, tl.exp(best - largest) / total, weights)
     if NORMALIZES:
         weights = weights / tl.sum(weights)
+    if num_live_1 is not None:
+        is_live = token < tl.load(num_live_1)
+        ids, weights = tl.where(is_live, ids, X), tl.where(is_live, weights, 0.0)
     tl.store(weights_TK + token * K + chosen, weights, mask=chosen < K)
     tl.store(ids_TK + token * K + chosen, ids, mask=chosen < K)
 
@@ -194,7 +199,7 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
     for first in range(0, num_pairs, CHUNK):
         is_pair = first + i < num_pairs
         ids = tl.load(ids_P + first + i, mask=is_pair, other=0)
-        counts += tl.histogram(ids, BINS, mask=is_pair)
+        counts += tl.histogram(ids, BINS, mask=is_pair & (ids < X))
     num_tiles_of = (counts + tile_rows - 1) // tile_rows
     start = tl.sum(tl.where(bins < expert, counts, 0))
     num_rows = tl.sum(tl.where(bins == expert, counts, 0))
@@ -278,6 +283,7 @@ def _add_up(  # type: ignore[no-untyped-def]
     total = tl.zeros([FEATURES], tl.float32)
     for k in range(K):
         weight = tl.load(weights_TK + token * K + k)
-        product = tl.load(product_PE + (token * K + k) * E + e, mask=e < E, other=0.0)
+        num_products = tl.where(weight == 0.0, 0, E)  # padding has none
+        product = tl.load(product_PE + (token * K + k) * E + e, mask=e < num_products, other=0.0)
         total += weight * product.to(tl.float32)
     tl.store(out_TE + token * E + e, total, mask=e < E)

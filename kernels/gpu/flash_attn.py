@@ -188,7 +188,8 @@ def _load(name: str) -> FlashAttn | None:
 
 
 def _flash_attn_2(module: ModuleType) -> FlashAttn:
-    with_kvcache, varlen = module.flash_attn_with_kvcache, module.flash_attn_varlen_func
+    with_kvcache = module.flash_attn_with_kvcache
+    varlen = module.flash_attn_varlen_func
 
     def paged_attention(
         q_THD: Tensor,
@@ -252,12 +253,12 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         first_row: int,
         scale: float,
     ) -> None:
-        num_heads, kv_heads = q_THD.shape[1], k_cache_NPKD.shape[2]
+        num_heads, num_kv_heads = q_THD.shape[1], k_cache_NPKD.shape[2]
         max_query_len = attn.max_query_len
         if only_tma:
-            max_query_len = max(max_query_len, _TILE_ROWS // (num_heads // kv_heads) + 1)
+            max_query_len = max(max_query_len, _TILE_ROWS // (num_heads // num_kv_heads) + 1)
         num_rows = len(attn.seq_lens_B) - first_row
-        splits_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, kv_heads)
+        splits_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, num_kv_heads)
         operator(
             q_THD,
             k_cache_NPKD,
@@ -295,13 +296,13 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
 
 
 def may_split(
-    num_tokens: int, num_rows: int, max_query_len: int, num_heads: int, kv_heads: int
+    num_tokens: int, num_rows: int, max_query_len: int, num_heads: int, num_kv_heads: int
 ) -> bool:
     """Whether FlashAttention-3 may choose to split the keys of rows of up to `max_query_len`
     queries: where they alone keep few processors busy, and joining the parts is cheap.
     """
     num_join_programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
-    keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * kv_heads < _NUM_SMS
+    keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * num_kv_heads < _NUM_SMS
     return keeps_few_busy and num_join_programs <= _MAX_JOIN_PROGRAMS
 
 

@@ -79,7 +79,8 @@ def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
 
 def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
-    values, ids = torch.empty_like(packed, dtype=torch.float32), torch.empty_like(packed)
+    values = torch.empty_like(packed, dtype=torch.float32)
+    ids = torch.empty_like(packed)
     _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
         packed, values, ids, len(packed), ROWS=_ROWS_PER_PROGRAM, num_warps=1
     )
@@ -92,12 +93,12 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
-    """See `kernels.reference.sampling.draw_index`."""
+def target_weight(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
+    """See `kernels.reference.sampling.target_weight`."""
     num_ranks, num_rows = kept_NR.shape
     assert kept_NR.is_contiguous()
     target_weight_R = torch.empty_like(positions_R)
-    _draw_index[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
+    _target_weight[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         seeds_R,
         positions_R,
         kept_NR,
@@ -139,7 +140,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
     may lie elsewhere; they are counted separately.
     """
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     near_RX = (
         gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
         .topk(min(max_top_k, num_blocks), sorted=False)
@@ -179,21 +181,21 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.listed_limits`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
         list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
     )
-    limit_R = torch.empty_like(max_logit_gap_R)
+    limit_R = torch.empty_like(min_p_limit_R)
     kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
     _listed_limits[(num_rows,)](
         list_NRK,
         list_RC,
         top_k_R,
         top_p_R,
-        max_logit_gap_R,
+        min_p_limit_R,
         limit_R,
         kept_NR,
         num_ranks,
@@ -213,7 +215,8 @@ def gap_histogram(
 ) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
         num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
@@ -250,7 +253,8 @@ def _width(length: int) -> int:
 
 def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
-    num_rows, num_blocks = len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1]
+    num_rows = len(gap_rows.rows_R)
+    num_blocks = gap_rows.block_max_BX.shape[1]
     sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
         gap_rows.logits_BV,
@@ -410,7 +414,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     limit = tl.load(limit_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
@@ -431,7 +437,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mix(z):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._mix`; the masks turn arithmetic shifts into logical ones."""
+    """The finalizer of SplitMix64, as `kernels.reference.sampling._mix`; the masks turn arithmetic
+    shifts into logical ones.
+    """
     z = (z ^ ((z >> 30) & 0x3FFFFFFFF)) * _MIX_1
     z = (z ^ ((z >> 27) & 0x1FFFFFFFFF)) * _MIX_2
     return z ^ ((z >> 31) & 0x1FFFFFFFF)
@@ -440,16 +448,17 @@ def _mix(z):  # type: ignore[no-untyped-def]
 @triton.jit(
     do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"]
 )
-def _draw_index(  # type: ignore[no-untyped-def]
+def _target_weight(  # type: ignore[no-untyped-def]
     seeds_R, positions_R, kept_NR, target_weight_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
 ):
-    """As `kernels.reference.sampling.draw_index`, with `uniform_bits` and `pick_index` in it."""
+    """As `kernels.reference.sampling.target_weight`, with `uniform_bits` and `uniform_below`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
     start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN)
     position = tl.load(positions_R + rows, mask=mask, other=0)
     bits = (_mix(start + (position + 1) * _GOLDEN) >> 2) & 0x3FFFFFFFFFFFFFFF
-    total, weight_before = tl.zeros([ROWS], tl.int64), tl.zeros([ROWS], tl.int64)
+    total = tl.zeros([ROWS], tl.int64)
+    weight_before = tl.zeros([ROWS], tl.int64)
     for peer in range(num_ranks):
         kept_weight = tl.load(kept_NR + peer * num_rows + rows, mask=mask, other=0)
         total += kept_weight
@@ -476,7 +485,9 @@ def _pick_column(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     target_weight = tl.load(target_weight_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
@@ -510,7 +521,9 @@ def _near_gaps(  # type: ignore[no-untyped-def]
 ):
     """Gaps of the tokens of some blocks per row; infinite for NaN."""
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     offsets_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask_X = offsets_X < num_near
     blocks_X = tl.load(near_RX + r * num_near + offsets_X, mask=mask_X, other=0)
@@ -575,10 +588,10 @@ def _first_gap(gaps_C, amounts_C, target):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
+def _top_p_target(weight, top_p):  # type: ignore[no-untyped-def]
     """As `kernels.reference.sampling.top_p_target`."""
-    mass_high, mass_low = mass >> 31, mass & 0x7FFFFFFF
-    return tl.maximum(mass_high * top_p * 2 + ((mass_low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
+    weight_high, weight_low = weight >> 31, weight & 0x7FFFFFFF
+    return tl.maximum(weight_high * top_p * 2 + ((weight_low * top_p + (_TOP_P_ONE - 1)) >> 30), 1)
 
 
 @triton.jit(
@@ -587,7 +600,7 @@ def _top_p_target(mass, top_p):  # type: ignore[no-untyped-def]
         "list_RC",
         "top_k_R",
         "top_p_R",
-        "max_logit_gap_R",
+        "min_p_limit_R",
         "num_ranks",
         "max_top_k",
     ]
@@ -597,7 +610,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     list_RC,
     top_k_R,
     top_p_R,
-    max_logit_gap_R,
+    min_p_limit_R,
     limit_R,
     kept_NR,
     num_ranks,
@@ -616,7 +629,7 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     weights_C = _listed_weights(list_C, limit)
     top_p_limit = _first_gap(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
     limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
-    limit = tl.minimum(limit, tl.load(max_logit_gap_R + r))
+    limit = tl.minimum(limit, tl.load(min_p_limit_R + r))
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
         rank_row = rank * num_rows + r
@@ -655,7 +668,9 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
-    row, largest, temperature = tl.load(rows_R + r), tl.load(max_R + r), tl.load(temperature_R + r)
+    row = tl.load(rows_R + r)
+    largest = tl.load(max_R + r)
+    temperature = tl.load(temperature_R + r)
     limit, prefix = tl.load(limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)

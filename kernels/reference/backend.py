@@ -32,14 +32,16 @@ from kernels.reference.tables import look_up_tokens_reference, write_tokens_refe
 
 
 def token_major_shapes(
-    num_blocks: int, block_size: int, kv_heads: int, head_dim: int
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Shape, Shape]:
-    """Keys and values, both [blocks, block_size, kv_heads, head_dim]."""
-    shape = (num_blocks, block_size, kv_heads, head_dim)
+    """Keys and values, both [blocks, block_size, num_kv_heads, head_dim]."""
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return shape, shape
 
 
-def no_decode_parts(num_rows: int, kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+def no_decode_parts(
+    num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device
+) -> int:
     """For backends that attend to any batch in one way."""
     return 0
 

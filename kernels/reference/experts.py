@@ -17,18 +17,25 @@ from kernels.interface import ExpertWeights
 from kernels.reference.activation import silu_and_mul_reference
 
 
-def route_reference(logits_TX: Tensor, num_chosen: int, normalizes: bool) -> tuple[Tensor, Tensor]:
+def route_reference(
+    logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """(weights, float32 [T, K]; experts, int32 [T, K]): for each token the experts with the
     `num_chosen` largest logits, the largest first, of equal ones that with the smaller number.
 
     A weight is the expert's share in the softmax over all X logits, in float32; with `normalizes`,
-    a token's weights are divided by their sum. On any device.
+    a token's weights are divided by their sum. Tokens of padding, behind the first `num_live_1`,
+    have weights of 0 and choose expert X, which does not exist. On any device.
     """
     float_TX = logits_TX.to(torch.float32)
     ids_TK = float_TX.sort(dim=1, descending=True, stable=True).indices[:, :num_chosen]
     weights_TK = float_TX.softmax(dim=1).gather(1, ids_TK)
     if normalizes:
         weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
+    if num_live_1 is not None:
+        is_padding_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_live_1
+        weights_TK = weights_TK.masked_fill(is_padding_T1, 0)
+        ids_TK = ids_TK.masked_fill(is_padding_T1, logits_TX.shape[1])
     return weights_TK, ids_TK.to(torch.int32)
 
 
@@ -36,7 +43,7 @@ def expert_mlp_reference(
     x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights
 ) -> Tensor:
     """[T, E] in the dtype of x: the sum over k of weight * down(silu(gate(x)) * up(x)) of expert
-    `ids_TK[:, k]`.
+    `ids_TK[:, k]`; where that is X, nothing.
 
     Each expert is computed once, for all of its tokens. Products are rounded to the dtype of x, as
     those of a dense MLP are; the sum is taken in float32, in the order of k, and rounded once: a
@@ -47,10 +54,11 @@ def expert_mlp_reference(
     num_tokens, num_chosen = ids_TK.shape
     ids_P = ids_TK.flatten().long()
     pairs_P = ids_P.sort(stable=True).indices
-    num_pairs_X = ids_P.bincount(minlength=len(experts.gate_up)).tolist()
-    product_PE = torch.empty(len(ids_P), x_TE.shape[1], dtype=x_TE.dtype, device=x_TE.device)
-    for expert, pairs in enumerate(pairs_P.split(num_pairs_X)):
-        if not len(pairs):
+    num_experts = len(experts.gate_up)
+    num_pairs = ids_P.bincount(minlength=num_experts + 1).tolist()
+    product_PE = torch.zeros(len(ids_P), x_TE.shape[1], dtype=x_TE.dtype, device=x_TE.device)
+    for expert, pairs in enumerate(pairs_P.split(num_pairs)):
+        if not len(pairs) or expert == num_experts:
             continue
         gate_up, down = (
             weight[expert].to(x_TE.dtype) for weight in (experts.gate_up, experts.down)
@@ -78,10 +86,10 @@ class ReferenceExperts:
         return weights
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         """See `route_reference`."""
-        return route_reference(logits_TX, num_chosen, normalizes)
+        return route_reference(logits_TX, num_chosen, normalizes, num_live_1)
 
     def mlp(
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /

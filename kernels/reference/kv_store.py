@@ -23,6 +23,7 @@ def store_kv_reference(
     """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
     written_T = kv_places_T >= 0
     places = kv_places_T[written_T]
-    blocks, offsets = places // k_cache_NPKD.shape[1], places % k_cache_NPKD.shape[1]
+    blocks = places // k_cache_NPKD.shape[1]
+    offsets = places % k_cache_NPKD.shape[1]
     k_cache_NPKD[blocks, offsets] = stored_as(k_TKD[written_T], k_cache_NPKD.dtype)
     v_cache_NPKD[blocks, offsets] = stored_as(v_TKD[written_T], v_cache_NPKD.dtype)

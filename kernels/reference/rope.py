@@ -51,9 +51,9 @@ def qk_norm_rope_store_reference(
 
     The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device.
     """
-    kv_heads = k_cache_NPKD.shape[2]
+    num_kv_heads = k_cache_NPKD.shape[2]
     q_THD, k_TKD, v_TKD = qkv_TXD.split(
-        (qkv_TXD.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1
+        (qkv_TXD.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1
     )
     q_THD, k_TKD = qk_norm_rope_reference(
         q_THD, k_TKD, q_weight_D, k_weight_D, eps, cos_sin_LD, positions_T

@@ -194,21 +194,21 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 
 
 def listed_limits(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, max_logit_gap_R: Tensor
+    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
     int64 [N, R]).
 
     `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
     their ties, so the lists contain everything needed. `top_p_R` int64 in units of 2**-30;
-    `max_logit_gap_R` float32, infinite for none.
+    `min_p_limit_R` float32, infinite for none.
     """
     gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
     top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
     weights_RC = token_weights(gaps_RC, top_k_limit_R) * counts_RC
     top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
     top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
-    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), max_logit_gap_R)
+    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), min_p_limit_R)
     kept_weights = [
         token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)
     ]
@@ -265,11 +265,11 @@ def next_digit(histogram_RX: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
     return digit_R1.squeeze(1), target_R - sum_before_R1.squeeze(1)
 
 
-def top_p_target(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
-    """Least kept weight, ceil(mass * top_p / 2**30) and at least 1, exactly; `top_p_R` is in units
-    of 2**-30.
+def top_p_target(weight_R: Tensor, top_p_R: Tensor) -> Tensor:
+    """What top-p keeps at the least of the weight `weight_R`: ceil(weight * top_p / 2**30) and at
+    least 1, exactly; `top_p_R` is in units of 2**-30.
     """
-    high_R, low_R = mass_R >> 31, mass_R & _LOW_31
+    high_R, low_R = weight_R >> 31, weight_R & _LOW_31
     low_product_R = low_R * top_p_R + (TOP_P_ONE - 1)
     return (high_R * top_p_R * 2 + (low_product_R >> 30)).clamp_(min=1)
 
@@ -277,20 +277,20 @@ def top_p_target(mass_R: Tensor, top_p_R: Tensor) -> Tensor:
 # The pick
 
 
-def draw_index(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
+def target_weight(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
     """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R];
     below 0 or beyond them where another rank has it. The ranks' weights, `kept_NR` int64, follow
     each other in token-id order.
 
     `seeds_R`, `positions_R`: int64, see `uniform_bits`.
     """
-    target_weight_R = pick_index(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
+    target_weight_R = uniform_below(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
     return target_weight_R - kept_NR[:rank].sum(dim=0)
 
 
-def pick_index(bits_R: Tensor, total_R: Tensor) -> Tensor:
-    """floor(bits / 2**62 * total) exactly, for a total below 2**58: products of 31-bit halves never
-    overflow.
+def uniform_below(bits_R: Tensor, total_R: Tensor) -> Tensor:
+    """A number from 0 to total - 1, uniform as the bits are: floor(bits / 2**62 * total) exactly,
+    for a total below 2**58: products of 31-bit halves never overflow.
     """
     bits_high, bits_low = bits_R >> 31, bits_R & _LOW_31
     total_high, total_low = total_R >> 31, total_R & _LOW_31

@@ -242,8 +242,8 @@ def test_batches_reach_every_way_of_launching_attention(
             ),
         ),
         (
-            "draw_index",
-            lambda seeds, places, kept, rank: TRITON.sampling.draw_index(
+            "target_weight",
+            lambda seeds, places, kept, rank: TRITON.sampling.target_weight(
                 seeds, places, kept, rank + 1
             ),
         ),
@@ -257,7 +257,7 @@ def test_wrong_sampling_does_not_pass(name: str, wrong: Callable[..., Any]) -> N
         "gap_histogram": gpu_check_numerics._same_histograms,
         "block_weights": gpu_check_numerics._same_weights,
         "pick_column": gpu_check_numerics._same_picks,
-        "draw_index": lambda kernels, gaps: gpu_check_numerics._same_draws(small(), kernels),
+        "target_weight": lambda kernels, gaps: gpu_check_numerics._same_draws(small(), kernels),
     }[name]
     assert not part(Replaced(TRITON.sampling, **{name: wrong}), gaps)["passed"]
 

@@ -109,7 +109,7 @@ def test_choices_and_weights_are_those_of_the_definition(
 ) -> None:
     """In bfloat16 some logits are equal."""
     logits = (4 * normal(50, num_experts)).to(dtype)
-    shares, ids = OURS.route(logits, num_chosen, normalizes)
+    shares, ids = OURS.route(logits, num_chosen, normalizes, None)
     expected_shares, expected_ids = route_reference(logits, num_chosen, normalizes)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares, rtol=1e-6, atol=1e-9)
@@ -118,7 +118,7 @@ def test_choices_and_weights_are_those_of_the_definition(
 def test_of_equal_experts_the_first_is_chosen() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
     for route in (OURS.route, route_reference):
-        shares, ids = route(logits, 3, False)
+        shares, ids = route(logits, 3, False, None)
         assert ids.tolist() == [[1, 2, 4], [0, 1, 2]]
         assert torch.equal(shares[1], torch.full((3,), 0.2))
 
@@ -128,19 +128,19 @@ def test_no_tokens_give_no_rows(form: tuple[torch.dtype, torch.dtype]) -> None:
     weights, x = weights_of(8, 64, 32, form[1]), torch.empty(0, 64, dtype=form[0])
     packed = OURS.pack_weights(copy_of(weights), form[0])
     for kernels, experts in ((ReferenceExperts(), weights), (OURS, packed)):
-        shares, ids = kernels.route(torch.empty(0, 8, dtype=form[0]), 2, True)
+        shares, ids = kernels.route(torch.empty(0, 8, dtype=form[0]), 2, True, None)
         assert shares.shape == ids.shape == (0, 2)
         out = kernels.mlp(x, shares, ids, experts)
         assert out.shape == (0, 64) and out.dtype == form[0]
 
 
 def test_very_unequal_logits_give_finite_weights() -> None:
-    shares, ids = OURS.route(torch.tensor([[-1e30, 3e38, 0.0, -torch.inf]]), 3, True)
+    shares, ids = OURS.route(torch.tensor([[-1e30, 3e38, 0.0, -torch.inf]]), 3, True, None)
     assert ids.tolist() == [[1, 2, 0]] and shares.tolist() == [[1.0, 0.0, 0.0]]
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
-    _, ids = OURS.route(torch.full((2, 8), torch.nan), 3, True)
+    _, ids = OURS.route(torch.full((2, 8), torch.nan), 3, True, None)
     assert all(len(set(row)) == 3 and 0 <= min(row) <= max(row) < 8 for row in ids.tolist())
 
 

@@ -201,7 +201,7 @@ def test_keys_are_split_only_where_that_pays(
     num_tokens: int, num_rows: int, bound: int, splits: bool
 ) -> None:
     """Of the 0.6B shape."""
-    assert may_split(num_tokens, num_rows, bound, num_heads=16, kv_heads=8) is splits
+    assert may_split(num_tokens, num_rows, bound, num_heads=16, num_kv_heads=8) is splits
 
 
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(1, 0), (512, 0), (513, 1)])

@@ -88,7 +88,7 @@ def test_choices_and_weights_are_those_of_the_reference(
     num_experts: int, num_chosen: int, normalizes: bool
 ) -> None:
     logits = (4 * normal(12, num_experts)).round(decimals=1).to(BFLOAT16)  # some are equal
-    shares, ids = OURS.route(logits, num_chosen, normalizes)
+    shares, ids = OURS.route(logits, num_chosen, normalizes, None)
     expected_shares, expected_ids = route_reference(logits, num_chosen, normalizes)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares, rtol=3e-6, atol=1e-9)
@@ -96,7 +96,7 @@ def test_choices_and_weights_are_those_of_the_reference(
 
 def test_no_tokens_give_no_rows() -> None:
     weights, x = weights_of(8, 64, 32, BFLOAT16), normal(0, 64, dtype=BFLOAT16)
-    shares, ids = OURS.route(normal(0, 8, dtype=BFLOAT16), 2, True)
+    shares, ids = OURS.route(normal(0, 8, dtype=BFLOAT16), 2, True, None)
     assert shares.shape == ids.shape == (0, 2)
     for mlp in (OURS.mlp, expert_mlp_reference):
         assert mlp(x, shares, ids, weights).shape == (0, 64)
@@ -104,7 +104,7 @@ def test_no_tokens_give_no_rows() -> None:
 
 def test_logits_without_order_choose_experts_that_there_are() -> None:
     logits = torch.tensor([[torch.nan] * 5, [-torch.inf] * 5, [1.0, -torch.inf, 2.0, 0.0, 0.0]])
-    _, ids = OURS.route(logits.to(DEVICE), 3, True)
+    _, ids = OURS.route(logits.to(DEVICE), 3, True, None)
     assert ids.tolist() == [[0, 1, 2], [0, 1, 2], [2, 0, 3]]
 
 
@@ -117,3 +117,20 @@ def test_a_token_gets_the_same_bits_in_any_batch_of_the_same_tiles() -> None:
     together = OURS.mlp(x, shares, ids, weights)
     alone = OURS.mlp(x[7:8].clone(), shares[7:8].clone(), ids[7:8].clone(), weights)
     assert torch.equal(alone[0], together[7])
+
+
+def test_padding_chooses_no_expert_and_reads_none() -> None:
+    weights, num_live = weights_of(32, 64, 32, BFLOAT16), torch.tensor([3], dtype=torch.int32)
+    x, logits = normal(16, 64, dtype=BFLOAT16), normal(16, 32, seed=4, dtype=BFLOAT16)
+    shares, ids = OURS.route(logits, 4, True, num_live.to(DEVICE))
+    live_shares, live_ids = OURS.route(logits[:3].contiguous(), 4, True, None)
+    assert torch.equal(ids[:3], live_ids) and torch.equal(shares[:3], live_shares)
+    _, tiles = _sorted_pairs(ids, 32, 16)
+    experts_read = {expert for expert, _, num_rows in tiles.tolist() if num_rows}
+    assert experts_read == set(live_ids.flatten().tolist())
+    out = OURS.mlp(x, shares, ids, weights)
+    assert torch.equal(out[:3], OURS.mlp(x[:3].contiguous(), live_shares, live_ids, weights))
+    assert not out[3:].any()
+    reference = route_reference(logits, 4, True, num_live.to(DEVICE))
+    assert torch.equal(ids, reference[1])
+    assert not expert_mlp_reference(x, *reference, weights)[3:].any()

@@ -227,7 +227,7 @@ def test_drawn_indices_are_those_of_the_reference(num_ranks: int, num_rows: int)
     kept[:, 0], kept[-1, -1] = 0, 2**57
     for rank in range(num_ranks):
         arguments = (seeds, positions, kept, rank)
-        assert torch.equal(gpu.draw_index(*arguments), reference.draw_index(*arguments))
+        assert torch.equal(gpu.target_weight(*arguments), reference.target_weight(*arguments))
 
 
 @kinds
@@ -247,15 +247,15 @@ def test_limits_of_lists_are_the_reference_s_and_each_rank_keeps_what_it_weighs(
     rows = make_rows(make_logits(kind, 1003, dtype))
     top_k = torch.tensor([20, 1, 256, 40, 5])
     top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 1, TOP_P_ONE])
-    max_logit_gap = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
+    min_p_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
     shards = [
         dataclasses.replace(rows, logits_BV=part, block_max_BX=reference.row_best(part)[2])
         for part in parts
     ]
     lists = torch.stack([reference.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = gpu.listed_limits(lists, top_k, top_p, max_logit_gap)
-    assert torch.equal(limit, reference.listed_limits(lists, top_k, top_p, max_logit_gap)[0])
+    limit, kept = gpu.listed_limits(lists, top_k, top_p, min_p_limit)
+    assert torch.equal(limit, reference.listed_limits(lists, top_k, top_p, min_p_limit)[0])
     for rank, shard in enumerate(shards):
         assert torch.equal(kept[rank], gpu.block_weights(shard, limit)[1])
 

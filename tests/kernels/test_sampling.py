@@ -183,7 +183,7 @@ def test_descent_finds_the_weighted_quantile_exactly() -> None:
         assert float(found) == min(gap for gap, mass in within.items() if mass >= target)
 
 
-def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
+def test_uniform_below_and_top_p_target_are_exact_in_large_integers() -> None:
     generator = random.Random(2)
     totals = [
         1,
@@ -196,14 +196,14 @@ def test_pick_index_and_top_p_target_are_exact_in_large_integers() -> None:
     ]
     bits = [generator.getrandbits(62) for _ in totals]
     bits[:6] = [0, 2**62 - 1, 2**62 - 1, 2**31, 2**62 - 1, 2**62 - 1]
-    index = kernels.pick_index(torch.tensor(bits), torch.tensor(totals)).tolist()
-    assert index == [b * t >> 62 for b, t in zip(bits, totals, strict=True)]
+    numbers = kernels.uniform_below(torch.tensor(bits), torch.tensor(totals)).tolist()
+    assert numbers == [b * t >> 62 for b, t in zip(bits, totals, strict=True)]
     parts = [generator.randint(0, 2**30) for _ in totals]
     target = kernels.top_p_target(torch.tensor(totals), torch.tensor(parts)).tolist()
     assert target == [max(1, -(-t * p // 2**30)) for t, p in zip(totals, parts, strict=True)]
 
 
-def test_drawn_index_counts_from_the_start_of_each_ranks_weights() -> None:
+def test_target_weight_counts_from_the_start_of_each_ranks_weights() -> None:
     seeds, positions = torch.arange(50) - 20, torch.arange(50) * 7
     kept = torch.randint(2**40, (3, 50), generator=torch.Generator().manual_seed(0))
     bits = kernels.uniform_bits(seeds, positions).tolist()
@@ -213,4 +213,4 @@ def test_drawn_index_counts_from_the_start_of_each_ranks_weights() -> None:
             index - before
             for index, before in zip(whole, kept[:rank].sum(dim=0).tolist(), strict=True)
         ]
-        assert kernels.draw_index(seeds, positions, kept, rank).tolist() == want
+        assert kernels.target_weight(seeds, positions, kept, rank).tolist() == want

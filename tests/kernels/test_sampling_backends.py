@@ -335,14 +335,14 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
     rows = make_rows(make_logits(kind, 1003, dtype))
     top_k = torch.tensor([20, 1, 256, 40, 5])
     top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 0, TOP_P_ONE])
-    max_logit_gap = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
+    min_p_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
     shards = [
         dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
         for part in parts
     ]
     lists = torch.stack([kernels.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = kernels.listed_limits(lists, top_k, top_p, max_logit_gap)
+    limit, kept = kernels.listed_limits(lists, top_k, top_p, min_p_limit)
     everything = limits_of(rows, torch.inf)
     for r, gaps in enumerate(gaps_of(rows)):
         weights = weights_alone(kernels, rows, everything)[r]
@@ -356,7 +356,7 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
                 if gap <= want and int(weights[gaps <= gap].sum()) >= target
             )
             want = next(enough, want)
-        assert float(limit[r]) == min(want, float(max_logit_gap[r]))
+        assert float(limit[r]) == min(want, float(min_p_limit[r]))
     for rank, shard in enumerate(shards):
         assert torch.equal(kept[rank], kernels.block_weights(shard, limit)[1])
 

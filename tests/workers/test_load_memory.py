@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.checkpoints import write_fast_checkpoint
 from benchmarks.rank_pool import WorkerPool
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
@@ -21,6 +20,7 @@ from kernels.cpu.capabilities import has_int8
 from kernels.cpu.linear import packs
 from tests.workers.conftest import config_of
 from workers.models.checkpoint import expected_tensors
+from workers.models.random_checkpoint import write_random_checkpoint
 
 MIB = 2**20
 CONFIG = {
@@ -55,7 +55,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The checkpoints by their stored dtype."""
     found = {name: tmp_path_factory.mktemp(name) for name in ("float32", "bfloat16")}
     for name, model_dir in found.items():
-        write_fast_checkpoint(model_dir, CONFIG | {"dtype": name}, getattr(torch, name))
+        write_random_checkpoint(model_dir, CONFIG | {"dtype": name}, getattr(torch, name))
     return found
 
 
@@ -109,7 +109,7 @@ def test_rank_of_a_model_with_experts_holds_its_share_and_no_more(
     fill whole panels, those of one layer are, while they are packed.
     """
     experts = EXPERTS | {"moe_intermediate_size": features}
-    write_fast_checkpoint(tmp_path, CONFIG | experts | {"dtype": "bfloat16"}, torch.bfloat16)
+    write_random_checkpoint(tmp_path, CONFIG | experts | {"dtype": "bfloat16"}, torch.bfloat16)
     config = config_of(tmp_path, tensor_parallel_size=size, spares="off", dtype=dtype)
     load(pool, config)
     row_bytes, num_rows = 2 * 32 * 512, 2 * features // size  # of gate and up of a layer's experts

@@ -4,6 +4,7 @@ tensor-parallel size, however requests are batched. See `test_exactness.py`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -33,13 +34,13 @@ SHAPES = [
     Shape(name="8_top_1", extra=experts(8, 1)),
     Shape(name="8_top_2_raw_weights", tied=True, extra=experts(8, 2, norm_topk_prob=False)),
     Shape(name="16_top_4_odd", hidden=48, head_dim=32, extra=experts(16, 4, features=20)),
-    Shape(name="128_top_8", extra=experts(128, 8, features=16)),
-    Shape(name="some_dense", layers=3, extra=experts(8, 2, mlp_only_layers=[1])),
+    Shape(name="128_top_8", heads=8, extra=experts(128, 8, features=16)),
+    Shape(name="some_dense", heads=8, layers=3, extra=experts(8, 2, mlp_only_layers=[1])),
     Shape(name="every_second", layers=4, tied=True, extra=experts(8, 2, decoder_sparse_step=2)),
     Shape(name="all_experts", kv_heads=1, num_shards=3, extra=experts(8, 8)),
     Shape(name="bfloat16", dtype=torch.bfloat16, extra=experts(16, 4)),
 ]
-NAMES = [shape.name for shape in SHAPES]
+CASES = [(shape.name, size) for shape in SHAPES for size in (1, 2, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +53,41 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.fixture(scope="module")
+def eight_processes() -> Iterator[WorkerPool]:
+    pool = WorkerPool(8)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize(("name", "size"), CASES)
 def test_greedy_tokens_equal_transformers(
     pool: WorkerPool, reference: Any, name: str, size: int
 ) -> None:
-    expected: Reference = reference(name)
+    check_greedy_tokens(pool, reference(name), size)
+
+
+@pytest.mark.parametrize("name", ["128_top_8", "some_dense"])
+def test_greedy_tokens_of_eight_ranks_equal_transformers(
+    eight_processes: WorkerPool, reference: Any, name: str
+) -> None:
+    check_greedy_tokens(eight_processes, reference(name), 8)
+
+
+def check_greedy_tokens(pool: WorkerPool, expected: Reference, size: int) -> None:
     config = config_of(expected.model_dir, tensor_parallel_size=size, dtype="float32")
     with executor_of(pool, config) as executor:
         outputs = Scenario(executor, expected.prompts).run()
     wrong, near = compare(expected, outputs)
-    print(f"exactness {name} tp {size}: {len(wrong)} differences, near ties {near}")
+    print(
+        f"exactness {expected.model_dir.name} tp {size}: {len(wrong)} differences, near ties {near}"
+    )
     assert not wrong
     distinct = {token for tokens in outputs.values() for token in tokens}
     assert len(distinct) >= 30, "the outputs collapsed: the comparison says little"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "size"), CASES)
 def test_teacher_forced_logits_equal_transformers(
     pool: WorkerPool, reference: Any, name: str, size: int
 ) -> None:

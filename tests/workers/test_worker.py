@@ -28,7 +28,7 @@ from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
-from workers import worker as worker_module
+from workers import handover
 from workers.device import Device, open_device
 from workers.model_runner import PendingStep
 from workers.worker import Worker
@@ -109,7 +109,7 @@ def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> 
 def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(handover, "GRACE_S", 0.0)
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
     launchers = [
         threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))
@@ -127,13 +127,13 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
 ) -> None:
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
     events = [LateEvent(), LateEvent()]
-    for i, event in enumerate(events):
+    for i, (plan, event) in enumerate(zip(plans(2), events, strict=True)):
         pending = PendingStep(
             device=Device(torch.device("cpu")),
             token_ids_R=torch.tensor([i]),
             ended=event,
         )
-        worker._outcomes[0, i] = pending
+        worker._handover.put_outcome(plan, pending)
     with ThreadPoolExecutor() as threads:
         results = []
         for i in range(2):

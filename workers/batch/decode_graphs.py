@@ -74,7 +74,9 @@ class DecodeGraphs:
         # What a step sends, filled as if all rows were padding: the arrays, and tensors like them.
         self._numbers = [np.full(largest, value, np.int32) for value in _PADDING]
         self._part_start_S1 = np.arange(largest + 1, dtype=np.int32)
-        self._inputs = [uploads.keep(array) for array in (*self._numbers, self._part_start_S1)]
+        self._num_live_1 = np.zeros(1, np.int32)
+        kept = (*self._numbers, self._part_start_S1, self._num_live_1)
+        self._inputs = [uploads.keep(array) for array in kept]
         self._uploads = uploads
         self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of parts
 
@@ -117,6 +119,7 @@ class DecodeGraphs:
         for kept_S, numbers_R, padding in zip(self._numbers, numbers, _PADDING, strict=True):
             kept_S[:num_rows] = numbers_R
             kept_S[num_rows:size] = padding
+        self._num_live_1[0] = num_rows
         if max_parts:
             seq_lens_B = self._numbers[-1][:size]
             self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
@@ -126,8 +129,9 @@ class DecodeGraphs:
         return self._state.max_decode_parts(size, bound)
 
     def _run(self, size: int, max_parts: int) -> None:
-        slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in self._inputs[:-1])
-        part_start_B1 = self._inputs[-1][: size + 1]
+        *numbers, part_start_S1, num_live_1 = self._inputs
+        slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in numbers)
+        part_start_B1 = part_start_S1[: size + 1]
         token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
@@ -138,6 +142,7 @@ class DecodeGraphs:
             kv_places_T=kv_places_B,
             max_query_len=1,
             max_seq_len=self.bounds[-1],
+            num_live_1=num_live_1,
             decode=(
                 self._state.decode_parts(size, max_parts, part_start_B1) if max_parts else None
             ),

@@ -43,8 +43,8 @@ def block_bytes(config: ResolvedConfig) -> int:
     holds.
     """
     model = config.model
-    kv_heads = max(1, model.num_key_value_heads // config.engine.tensor_parallel_size)
-    elements = config.block_size * kv_heads * model.head_dim
+    num_kv_heads = max(1, model.num_key_value_heads // config.engine.tensor_parallel_size)
+    elements = config.block_size * num_kv_heads * model.head_dim
     return 2 * model.num_hidden_layers * elements * ITEM_BYTES[config.kv_cache_dtype]
 
 

@@ -16,6 +16,7 @@ import bisect
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -125,8 +126,10 @@ class MixedGraphs:
 
     def _run(self, make_inputs: Callable[[], StepInputs]) -> None:
         inputs = make_inputs()
+        # The last row has the tokens of padding.
+        attn = replace(inputs.attn, num_live_1=inputs.attn.query_start_B1[-2:-1])
         hidden_TE = self._model.forward(
-            inputs.token_ids_T, inputs.positions_T, inputs.attn, self._cache.layers
+            inputs.token_ids_T, inputs.positions_T, attn, self._cache.layers
         )
         hidden_BE = hidden_TE.index_select(0, inputs.logits_indices_R)
         self._hidden_SE[: len(hidden_BE)].copy_(hidden_BE)

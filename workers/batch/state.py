@@ -116,7 +116,9 @@ class StepInputs:
 
 
 class BatchState:
-    """`max_num_seqs` slots of up to `max_model_len` tokens, for attention over `kv_heads` heads."""
+    """`max_num_seqs` slots of up to `max_model_len` tokens, for attention over `num_kv_heads`
+    heads.
+    """
 
     def __init__(
         self,
@@ -124,11 +126,11 @@ class BatchState:
         num_blocks: int,
         device: Device,
         kernels: Kernels,
-        kv_heads: int,
+        num_kv_heads: int,
     ) -> None:
         slots = config.max_num_seqs
         self._kernels = kernels
-        self._kv_heads = kv_heads
+        self._num_kv_heads = num_kv_heads
         self.block_size = config.block_size
         self.num_blocks = num_blocks
         self.max_tokens = config.max_model_len
@@ -137,7 +139,7 @@ class BatchState:
         self.block_table_SW = torch.zeros(
             slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch
         )
-        self._arrived_SK = torch.zeros(slots, kv_heads, dtype=torch.int32, device=device.torch)
+        self._arrived_SK = torch.zeros(slots, num_kv_heads, dtype=torch.int32, device=device.torch)
         self.used_S = np.zeros(slots, np.bool_)
         # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
         self._counts_NS = np.zeros((5, slots), np.int32)
@@ -170,10 +172,13 @@ class BatchState:
         max_query_len = int(new_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
-            slots_T, positions_T, num_cached_T = slots_B, start_B, num_cached_B
+            slots_T = slots_B
+            positions_T = start_B
+            num_cached_T = num_cached_B
         else:
             num_decode_rows = int((new_B > 1).argmax())
-            slots_T, num_cached_T = np.repeat(slots_B, new_B), np.repeat(num_cached_B, new_B)
+            slots_T = np.repeat(slots_B, new_B)
+            num_cached_T = np.repeat(num_cached_B, new_B)
             positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
             positions_T += np.repeat(start_B - query_start_B1[:-1], new_B)
         rows = StepRows(
@@ -242,7 +247,7 @@ class BatchState:
         if num_rows == 0:
             return 0
         return self._kernels.max_decode_parts(
-            num_rows, self._kv_heads, max_seq_len, self.device.torch
+            num_rows, self._num_kv_heads, max_seq_len, self.device.torch
         )
 
     def stage_decode(
@@ -315,7 +320,8 @@ class BatchState:
             _ints(rows.num_tokens),
             _ints(rows.num_blocks),
         )
-        cached_A, prompt_A = _ints(rows.num_cached_tokens), _ints(rows.num_prompt_tokens)
+        cached_A = _ints(rows.num_cached_tokens)
+        prompt_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
         _demand(~self.used_S[slots_A], "an admitted slot is free", slots_A)
         _demand(
@@ -385,7 +391,8 @@ class BatchState:
         self._check_slots(slots_B, "scheduled")
         _demand(self.used_S[slots_B], "a scheduled slot is in use", slots_B)
         _demand(new_B >= 1, "a scheduled row has a token to compute", new_B)
-        end_B, known_B = self.num_computed_S[slots_B] + new_B, self.num_tokens_S[slots_B]
+        end_B = self.num_computed_S[slots_B] + new_B
+        known_B = self.num_tokens_S[slots_B]
         _demand(end_B <= known_B, "a row computes only tokens it has", slots_B)
         _demand(
             end_B[samples_B] == known_B[samples_B],

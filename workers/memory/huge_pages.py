@@ -50,7 +50,8 @@ def use_huge_pages(descriptor: int, num_bytes: int) -> int:
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     first_address, libc = ctypes.addressof(pages), _libc()
-    num_huge_bytes, whole_pages_bytes = 0, num_bytes - num_bytes % HUGE_PAGE_BYTES
+    num_huge_bytes = 0
+    whole_pages_bytes = num_bytes - num_bytes % HUGE_PAGE_BYTES
     for start in range(0, whole_pages_bytes, _PIECE_BYTES):
         piece_bytes = min(_PIECE_BYTES, whole_pages_bytes - start)
         error_number = errno.EAGAIN  # while others use the pages

@@ -12,14 +12,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Where the memory of a living rank is; None for what ends with its process. checkpoint,
-    loaded: identify the weights, as in `WorkerReport`.
+    """Where the memory of a living rank is; None for what ends with its process.
+    checkpoint_hash, weights_hash: as in `WorkerReport`.
     """
 
     weights: MemoryCard | None = None
     cache: MemoryCard | None = None
-    checkpoint: str = ""
-    loaded: str = ""
+    checkpoint_hash: str = ""
+    weights_hash: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +28,8 @@ class InheritedMemory:
 
     weights: LastingMemory | None = None
     cache: LastingMemory | None = None
-    checkpoint: str = ""
-    loaded: str = ""
+    checkpoint_hash: str = ""
+    weights_hash: str = ""
 
     @classmethod
     def open(cls, memory: RankMemory) -> InheritedMemory:
@@ -44,4 +44,9 @@ class InheritedMemory:
                 part.close()
             return cls()
         weights, cache = opened
-        return cls(weights=weights, cache=cache, checkpoint=memory.checkpoint, loaded=memory.loaded)
+        return cls(
+            weights=weights,
+            cache=cache,
+            checkpoint_hash=memory.checkpoint_hash,
+            weights_hash=memory.weights_hash,
+        )

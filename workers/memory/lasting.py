@@ -128,7 +128,8 @@ class LastingMemory:
         with SIGSEGV.
         """
         libc = ctypes.CDLL(None, use_errno=True)
-        address, num_bytes = ctypes.c_void_p(self._address), ctypes.c_size_t(self.num_bytes)
+        address = ctypes.c_void_p(self._address)
+        num_bytes = ctypes.c_size_t(self.num_bytes)
         if libc.mprotect(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE):
             raise OSError(ctypes.get_errno(), "mprotect")
 

@@ -112,8 +112,8 @@ def adopt_weights(
     parts = _shared_parts(kernels, group)
     model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
     assert isinstance(model, Qwen3)
-    if model.model != config:
-        raise ValueError(f"the memory holds the weights of {model.model}, not of {config}")
+    if model.model_config != config:
+        raise ValueError(f"the memory holds the weights of {model.model_config}, not of {config}")
     _touch(memory_B)
     return model
 

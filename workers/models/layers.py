@@ -75,15 +75,15 @@ class _ColumnParallel(_Matrix):
     """
 
     def _piece(
-        self, name: str, full: int, start: int, offset: int, length: int
+        self, name: str, full_size: int, start: int, offset: int, length: int
     ) -> Iterator[WeightSlice]:
-        """Copy `length` rows of the matrix `name` (of `full` rows), from row `start`, to our rows
-        from `offset`.
+        """Copy `length` of the `full_size` rows of the matrix `name`, from row `start` on, to our
+        rows from `offset` on.
         """
-        yield from self.weight.slices(name, (full, self.size_in), offset, length, 0, start)
+        yield from self.weight.slices(name, (full_size, self.size_in), offset, length, 0, start)
         if self.bias_Y is not None:
             yield WeightSlice(
-                f"{name}.bias", (full,), self.bias_Y[offset : offset + length], 0, start
+                f"{name}.bias", (full_size,), self.bias_Y[offset : offset + length], 0, start
             )
 
 
@@ -114,7 +114,8 @@ class QKVParallelLinear(_ColumnParallel):
         return self.weight.product(x_TE, self.bias_Y).view(len(x_TE), -1, self.model.head_dim)
 
     def slices(self) -> Iterator[WeightSlice]:
-        heads, kv_heads = self.model.num_attention_heads, self.model.num_key_value_heads
+        heads = self.model.num_attention_heads
+        kv_heads = self.model.num_key_value_heads
         first = self.rank * self.num_heads
         offset = 0
         for letter, total, start, count in (
@@ -122,8 +123,8 @@ class QKVParallelLinear(_ColumnParallel):
             ("k", kv_heads, self.first_kv_head, self.num_kv_heads),
             ("v", kv_heads, self.first_kv_head, self.num_kv_heads),
         ):
-            full, start, length = (n * self.model.head_dim for n in (total, start, count))
-            yield from self._piece(f"{self.name}.{letter}_proj", full, start, offset, length)
+            full_size, start, length = (n * self.model.head_dim for n in (total, start, count))
+            yield from self._piece(f"{self.name}.{letter}_proj", full_size, start, offset, length)
             offset += length
 
 
@@ -142,10 +143,10 @@ class MergedColumnParallelLinear(_ColumnParallel):
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names = names
-        self.full = size_out
+        self.full_size = size_out
         self.rank = group.rank
-        self.shard = size_out // group.size
-        super().__init__(len(names) * self.shard, size_in, False, form)
+        self.shard_size = size_out // group.size
+        super().__init__(len(names) * self.shard_size, size_in, False, form)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
@@ -154,7 +155,11 @@ class MergedColumnParallelLinear(_ColumnParallel):
     def slices(self) -> Iterator[WeightSlice]:
         for index, name in enumerate(self.names):
             yield from self._piece(
-                name, self.full, self.rank * self.shard, index * self.shard, self.shard
+                name,
+                self.full_size,
+                self.rank * self.shard_size,
+                index * self.shard_size,
+                self.shard_size,
             )
 
 
@@ -175,9 +180,9 @@ class RowParallelLinear(_Matrix):
     ) -> None:
         self.name = name
         self.group = group
-        self.full = size_in
-        self.shard = size_in // group.size
-        super().__init__(size_out, self.shard, bias, form)
+        self.full_size = size_in
+        self.shard_size = size_in // group.size
+        super().__init__(size_out, self.shard_size, bias, form)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank."""
@@ -187,8 +192,8 @@ class RowParallelLinear(_Matrix):
         return out_TY if self.bias_Y is None else out_TY.add_(self.bias_Y)
 
     def slices(self) -> Iterator[WeightSlice]:
-        size_out, start = self.weight.num_rows, self.group.rank * self.shard
-        yield from self.weight.slices(self.name, (size_out, self.full), 0, size_out, 1, start)
+        size_out, start = self.weight.num_rows, self.group.rank * self.shard_size
+        yield from self.weight.slices(self.name, (size_out, self.full_size), 0, size_out, 1, start)
         if self.bias_Y is not None:
             yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
 
@@ -211,10 +216,11 @@ class _VocabParallel:
         self.group = group
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.shard = -(-vocab_size // group.size)
-        self.first_id = group.rank * self.shard
-        self.num_ids = max(0, min(self.shard, vocab_size - self.first_id))  # without the padding
-        self.weight = form.vocabulary_matrix(self.shard, hidden_size)
+        self.shard_size = -(-vocab_size // group.size)
+        self.first_id = group.rank * self.shard_size
+        # Without the padding.
+        self.num_ids = max(0, min(self.shard_size, vocab_size - self.first_id))
+        self.weight = form.vocabulary_matrix(self.shard_size, hidden_size)
         self.weight.zero(self.num_ids)
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -233,7 +239,7 @@ class VocabParallelEmbedding(_VocabParallel):
         if self.group.size == 1:
             return self.weight.rows(token_ids_T)
         local_T = token_ids_T - self.first_id
-        outside_T = (local_T < 0) | (local_T >= self.shard)
+        outside_T = (local_T < 0) | (local_T >= self.shard_size)
         hidden_TE = self.weight.rows(local_T.masked_fill(outside_T, 0))
         return self.group.all_reduce(hidden_TE.masked_fill_(outside_T.unsqueeze(1), 0))
 
@@ -256,10 +262,10 @@ class ParallelLMHead(_VocabParallel):
             self.name = name
             self.group = group
             self.vocab_size = embedding.vocab_size
-            self.first_id, self.num_ids, self.shard = (
+            self.first_id, self.num_ids, self.shard_size = (
                 embedding.first_id,
                 embedding.num_ids,
-                embedding.shard,
+                embedding.shard_size,
             )
             self.weight = embedding.weight
         else:

@@ -44,10 +44,12 @@ class MoE:
         )
         self.experts = ExpertColumns(f"{name}.experts", model, group, form)
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
-        """[T, E], the same on every rank."""
+    def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
+        """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
         kernels = self.kernels.experts
-        weights_TK, ids_TK = kernels.route(self.router(x_TE), self.num_per_token, self.normalizes)
+        weights_TK, ids_TK = kernels.route(
+            self.router(x_TE), self.num_per_token, self.normalizes, num_live_1
+        )
         out_TE = kernels.mlp(x_TE, weights_TK, ids_TK, self.experts.weights)
         return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
 

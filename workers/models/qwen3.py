@@ -114,7 +114,7 @@ class MLP:
             form,
         )
 
-    def __call__(self, x_TE: Tensor) -> Tensor:
+    def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
         return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -158,7 +158,7 @@ class Qwen3:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model_config: ModelConfig,
         group: TensorParallelGroup,
         kernels: Kernels,
         dtype: torch.dtype,
@@ -174,28 +174,30 @@ class Qwen3:
             device=group.device,
             quantization=quantization,
         )
-        self.model = model
+        self.model_config = model_config
         self.kernels = kernels
         self.group = group
         self.dtype = dtype
         self.embedding = VocabParallelEmbedding(
-            "model.embed_tokens", model.vocab_size, model.hidden_size, group, form
+            "model.embed_tokens", model_config.vocab_size, model_config.hidden_size, group, form
         )
         self.layers = [
             DecoderLayer(
                 f"model.layers.{index}",
-                model,
+                model_config,
                 group,
                 form,
-                MoE if model.has_experts(index) else MLP,
+                MoE if model_config.has_experts(index) else MLP,
             )
-            for index in range(model.num_hidden_layers)
+            for index in range(model_config.num_hidden_layers)
         ]
-        self.norm = Replicated("model.norm", model.hidden_size, form)
+        self.norm = Replicated("model.norm", model_config.hidden_size, form)
         self.head = ParallelLMHead(
-            "lm_head", self.embedding, model.tie_word_embeddings, group, form
+            "lm_head", self.embedding, model_config.tie_word_embeddings, group, form
         )
-        self.cos_sin_LD = cos_sin_table(model.rope, model.head_dim, max_model_len, group.device)
+        self.cos_sin_LD = cos_sin_table(
+            model_config.rope, model_config.head_dim, max_model_len, group.device
+        )
         self.weight_bytes = 0  # weights of this rank, without the padding of the vocabulary
 
     @property
@@ -211,9 +213,9 @@ class Qwen3:
         kv: Sequence[LayerCache],
     ) -> Tensor:
         """Normalized hidden states [T, E], the same on every rank. Writes the KV of the tokens to
-        their slots.
+        their KV places.
         """
-        kernels, eps = self.kernels, self.model.rms_norm_eps
+        kernels, eps = self.kernels, self.model_config.rms_norm_eps
         residual_TE = self.embedding(token_ids_T)
         x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
         following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
@@ -222,7 +224,7 @@ class Qwen3:
             faults.reach("forward", self.group.rank)
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
-            x_TE = layer.mlp(x_TE)
+            x_TE = layer.mlp(x_TE, attn.num_live_1)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
         return x_TE
 

@@ -52,7 +52,7 @@ from workers.parallel.advance import (
 # each shorter one doubles it.
 _MAX_YIELD_S, _MIN_YIELD_S = 0.0002, 0.00001
 _MAX_SLEEP_S = 0.001
-_LOOK_S = 0.005  # how often a waiting rank checks that its peers are alive
+_CHECK_PERIOD_S = 0.005  # how often a waiting rank checks that its peers are alive
 
 _SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16}
 _INTEGERS = (torch.int64, torch.int32)
@@ -109,9 +109,14 @@ class SharedMemoryReducer:
         must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `who` names this
         rank in errors. Raises what `exchange` does.
         """
-        index, size, first_name = ranks.index(rank), len(ranks), f"rank {ranks[0]}"
+        index = ranks.index(rank)
+        size = len(ranks)
+        first_name = f"rank {ranks[0]}"
         compile_advance()  # nothing has to be cleaned up yet
-        token, path, reason, reasons = secrets.token_hex(16), "", "", ["the ranks did not agree"]
+        token = secrets.token_hex(16)
+        path = ""
+        reason = ""
+        reasons = ["the ranks did not agree"]
         descriptor, reducer = -1, None
         try:
             if index == 0:
@@ -208,7 +213,7 @@ class SharedMemoryReducer:
     def _wait(self, name: str, *operation: int) -> None:
         """Continue an operation until it is done, a peer is dead or gone, or the time is up."""
         started = time.monotonic()
-        next_look_s = _LOOK_S
+        next_check_s = _CHECK_PERIOD_S
         while code := advance(self._state, *operation):
             outcome, peer = divmod(code, OUTCOME)
             waited_s = time.monotonic() - started
@@ -226,8 +231,8 @@ class SharedMemoryReducer:
                     f"part {part} of rank {self._ranks[peer]} did not come in {self.timeout_s} s:"
                     " it is gone or stuck",
                 )
-            if waited_s > next_look_s:
-                next_look_s = waited_s + _LOOK_S
+            if waited_s > next_check_s:
+                next_check_s = waited_s + _CHECK_PERIOD_S
                 dead = self._dead_peer()
                 if dead is not None:
                     # What it published before it died may have been all that we were waiting for.

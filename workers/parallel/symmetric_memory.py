@@ -41,7 +41,10 @@ class SymmetricMemoryReducer:
         """Meets the other ranks, which make this call at the same time. `group`: the name by which
         torch knows them. Raises `RuntimeError` where torch cannot share memory between their GPUs.
         """
-        self._nccl, self._size, self._group, self._who = nccl, size, group, who
+        self._nccl = nccl
+        self._size = size
+        self._group = group
+        self._who = who
         library = _library()
         self._room = library.empty(LIMIT_BYTES, dtype=torch.uint8, device=nccl.device)
         memory = library.rendezvous(self._room, group)

@@ -1,8 +1,8 @@
 """From hidden states to the next tokens: logits, sampling, and the tokens written where the next
 step reads them.
 
-Where the device has graphs, all of it is one graph if every row is sampled in a usual way:
-greedily, with a temperature alone, or with a temperature and a small top-k. Without a graph it is
+Where the device has graphs, all of it is one graph if every row is of a kind that has one:
+greedy, with a temperature alone, or with a temperature and a small top-k. Without a graph it is
 10 to 30 kernels, and launching them takes the host longer than a small model takes the GPU. A batch
 uses the next larger captured size; a row of padding is sampled like the others, and its token is
 written nowhere. A step whose rows ask for anything else, such as penalties, masks or log
@@ -101,7 +101,7 @@ class NextTokens:
         self._slots_S[:num_rows] = slots_R
         self._positions_S[:num_rows] = positions_R
         may_replay = bool(self.graphs) and wait_for_mask is None
-        kind = self._sampler.state.usual_kind(slots_R) if may_replay else None
+        kind = self._sampler.state.graph_kind(slots_R) if may_replay else None
         if kind is not None:
             size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
             self._positions_S[num_rows:size] = 0  # where `write_tokens` writes nothing

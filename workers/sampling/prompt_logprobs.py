@@ -23,7 +23,7 @@ from scheduler.messages import PromptLogprobs, StepPlan
 from scheduler.params import Sampling
 from workers.batch.state import BatchState, StepRows
 from workers.device import Put
-from workers.sampling.shard import TokenColumns, VocabularyShard
+from workers.sampling.shard import LogprobTensors, VocabularyShard
 
 # 39 MB of logits in float32 at 151,936 columns.
 POSITIONS_AT_ONCE = 64
@@ -55,7 +55,7 @@ class ScoredTokens:
     """The scores of `rows`, one after another; rank_P int64."""
 
     rows: ScoredRows
-    columns: TokenColumns
+    tensors: LogprobTensors
     rank_P: Tensor
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
@@ -73,10 +73,10 @@ class ScoredTokens:
         return PromptLogprobs(
             first=first,
             num_top=num_top,
-            logprobs=_floats(self.columns.logprob_L[part]),
+            logprobs=_floats(self.tensors.logprob_L[part]),
             ranks=_ints(self.rank_P[part]),
-            top_token_ids=_ints(self.columns.top_ids_LM[part, :num_top]),
-            top_logprobs=_floats(self.columns.top_logprobs_LM[part, :num_top]),
+            top_token_ids=_ints(self.tensors.top_ids_LM[part, :num_top]),
+            top_logprobs=_floats(self.tensors.top_logprobs_LM[part, :num_top]),
         )
 
 
@@ -129,10 +129,10 @@ class PromptScorer:
                 strict=True,
             )
         ]
-        columns_of_slices, ranks_of_slices = zip(*slices, strict=True)
-        columns = map(torch.cat, zip(*columns_of_slices, strict=True))
+        tensors_of_slices, ranks_of_slices = zip(*slices, strict=True)
+        tensors = map(torch.cat, zip(*tensors_of_slices, strict=True))
         return ScoredTokens(
-            rows=rows, columns=TokenColumns(*columns), rank_P=torch.cat(ranks_of_slices)
+            rows=rows, tensors=LogprobTensors(*tensors), rank_P=torch.cat(ranks_of_slices)
         )
 
 
@@ -142,11 +142,11 @@ def score_slice(
     hidden_SE: Tensor,
     ids_S: Tensor,
     num_top: int,
-) -> tuple[TokenColumns, Tensor]:
+) -> tuple[LogprobTensors, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
-    columns = shard.logprobs(logits_SV, ids_S, num_top)
-    return columns, shard.ranks(logits_SV, columns.logit_L)
+    tensors = shard.logprobs(logits_SV, ids_S, num_top)
+    return tensors, shard.token_ranks(logits_SV, tensors.logit_L)
 
 
 def _floats(tensor: Tensor) -> array[float]:

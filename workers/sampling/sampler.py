@@ -25,7 +25,7 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
 from scheduler.params import Sampling
-from workers.sampling.shard import Group, Ints, TokenColumns, VocabularyShard
+from workers.sampling.shard import Group, Ints, LogprobTensors, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
@@ -44,7 +44,7 @@ class SampledLogprobs:
 
     rows: tuple[int, ...]
     num_top: tuple[int, ...]
-    columns: TokenColumns
+    tensors: LogprobTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,9 @@ def to_logprobs(
     if logprobs is None:
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
-    columns = [tensor.tolist() for tensor in logprobs.columns]
+    lists = [tensor.tolist() for tensor in logprobs.tensors]
     for row, num, logprob, ids, values, _ in zip(
-        logprobs.rows, logprobs.num_top, *columns, strict=True
+        logprobs.rows, logprobs.num_top, *lists, strict=True
     ):
         out[row] = TokenLogprobs(
             logprob=logprob, top_token_ids=tuple(ids[:num]), top_logprobs=tuple(values[:num])
@@ -166,12 +166,12 @@ class Sampler:
     def _logprobs(
         self, logits_BV: Tensor, token_ids_B: Tensor, rows: LogprobRows
     ) -> SampledLogprobs:
-        columns = self.shard.logprobs(
+        tensors = self.shard.logprobs(
             logits_BV.index_select(0, rows.rows_L),
             token_ids_B.index_select(0, rows.rows_L),
             max(1, *rows.num_top),
         )
-        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, columns=columns)
+        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, tensors=tensors)
 
     def _adjust(self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None) -> Tensor:
         """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
@@ -207,10 +207,10 @@ class Sampler:
 
     def _draw(self, gap_rows: GapRows, rows: DrawRows) -> Tensor:
         limit_R, kept_NR = self._limits(gap_rows, rows.filters)
-        sums_RX, mine_R = self._kernels.block_weights(gap_rows, limit_R)
+        sums_RX, kept_R = self._kernels.block_weights(gap_rows, limit_R)
         if kept_NR is None:
-            kept_NR = self._group.all_gather(mine_R)
-        target_weight_R = self._kernels.draw_index(
+            kept_NR = self._group.all_gather(kept_R)
+        target_weight_R = self._kernels.target_weight(
             rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
         )
         column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
@@ -227,7 +227,7 @@ class Sampler:
         list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
         return self._kernels.listed_limits(
-            lists_NRK, filters.top_k_R, filters.top_p_R, filters.max_logit_gap_R
+            lists_NRK, filters.top_k_R, filters.top_p_R, filters.min_p_limit_R
         )
 
     def _descend(self, gap_rows: GapRows, filters: Filters) -> Tensor:
@@ -238,7 +238,7 @@ class Sampler:
             torch.full_like(gap_rows.max_R, torch.inf),
             torch.full_like(gap_rows.max_R, -1.0),
         )
-        within_R, limit_R = everything_R, filters.max_logit_gap_R
+        within_R, limit_R = everything_R, filters.min_p_limit_R
         if filters.max_top_k > 0:
             has_R = filters.top_k_R > 0
             within_R = self._limit(
@@ -247,7 +247,7 @@ class Sampler:
             within_R = torch.where(has_R, within_R, everything_R)
         if filters.uses_top_p:
             has_R = filters.top_p_R < sampling.TOP_P_ONE
-            bound_R = torch.where(has_R, torch.minimum(within_R, filters.bound_R), nothing_R)
+            bound_R = torch.where(has_R, torch.minimum(within_R, filters.top_p_bound_R), nothing_R)
             _, kept_R = self._kernels.block_weights(
                 gap_rows, torch.where(has_R, within_R, nothing_R)
             )

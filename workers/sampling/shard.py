@@ -39,7 +39,7 @@ class Group(Protocol):
 _COLUMNS_AT_ONCE = 1 << 20
 
 
-class TokenColumns(NamedTuple):
+class LogprobTensors(NamedTuple):
     """Natural-log probabilities under the raw logits: of one token per row, and of the best tokens,
     best first.
 
@@ -97,13 +97,14 @@ class VocabularyShard:
             step = max(1, _COLUMNS_AT_ONCE // max(1, self.num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> TokenColumns:
+    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> LogprobTensors:
         """Log probabilities of the tokens `ids_L`, and of the `num_top` best ones, at least 1.
         `logits_LV`: the real columns. The sum of exponentials is the same integer sum as in a draw.
         """
         logits_LV = logits_LV.to(torch.float32)
         top_LM, top_ids_LM = self._top(logits_LV, num_top)
-        max_L, one_L = top_LM[:, 0].contiguous(), torch.ones_like(top_LM[:, 0])
+        max_L = top_LM[:, 0].contiguous()
+        one_L = torch.ones_like(top_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
         gap_rows = GapRows(
             logits_BV=logits_LV,
@@ -112,25 +113,25 @@ class VocabularyShard:
             max_R=max_L,
             temperature_R=one_L,
         )
-        _, mass_L = self._kernels.block_weights(gap_rows, torch.full_like(max_L, torch.inf))
+        _, total_weight_L = self._kernels.block_weights(gap_rows, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self.start
         here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
         own_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
         # Only one rank contributes, so the sum has its bits.
         bits_L = torch.where(here_L, own_L.view(torch.int32), 0).to(torch.int64)
-        mass_L, bits_L = self._group.all_reduce(torch.stack((mass_L, bits_L)))
+        total_weight_L, bits_L = self._group.all_reduce(torch.stack((total_weight_L, bits_L)))
         log_total_L = max_L.to(torch.float64) + torch.log(
-            mass_L.to(torch.float64) / sampling.WEIGHT_ONE
+            total_weight_L.to(torch.float64) / sampling.WEIGHT_ONE
         )
         logit_L = bits_L.to(torch.int32).view(torch.float32)
-        return TokenColumns(
+        return LogprobTensors(
             logprob_L=(logit_L - log_total_L).to(torch.float32),
             top_ids_LM=top_ids_LM,
             top_logprobs_LM=(top_LM - log_total_L[:, None]).to(torch.float32),
             logit_L=logit_L,
         )
 
-    def ranks(self, logits_LV: Tensor, logit_L: Tensor) -> Tensor:
+    def token_ranks(self, logits_LV: Tensor, logit_L: Tensor) -> Tensor:
         """How many tokens of each row have at least this logit, over all ranks, int64."""
         return self._group.all_reduce((logits_LV >= logit_L[:, None]).sum(dim=1))
 

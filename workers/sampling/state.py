@@ -31,21 +31,21 @@ from workers.sampling.shard import Ints, VocabularyShard
 class Filters:
     """Top-k, top-p and min-p of one draw.
 
-    top_k_R     : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
-    top_p_R     : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row does
-        not.
-    max_logit_gap_R   : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
+    top_k_R       : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
+    top_p_R       : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row
+        does not.
+    min_p_limit_R : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
         -log(min_p); infinite where the row has none.
-    bound_R     : float32, a gap beyond which top-p keeps no token.
-    listed      : every row has a top-k of at most `MAX_LISTED`.
+    top_p_bound_R : float32, a gap beyond which top-p keeps no token.
+    listed        : every row has a top-k of at most `MAX_LISTED`.
     """
 
     top_k_R: Tensor
     max_top_k: int
     top_p_R: Tensor
     uses_top_p: bool
-    max_logit_gap_R: Tensor
-    bound_R: Tensor
+    min_p_limit_R: Tensor
+    top_p_bound_R: Tensor
     listed: bool
 
 
@@ -131,24 +131,25 @@ class StaticSamplingRows:
             "top_k": np.ones(max_rows, np.int64),
             "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
             "temperature": np.ones(max_rows, np.float32),
-            "max_logit_gap": np.full(max_rows, math.inf, np.float32),
-            "bound": np.full(max_rows, math.inf, np.float32),
+            "min_p_limit": np.full(max_rows, math.inf, np.float32),
+            "top_p_bound": np.full(max_rows, math.inf, np.float32),
         }
-        self._positions_S, self._is_drawn_S = keep(self.positions_S), keep(self.is_drawn_S)
+        self._positions_S = keep(self.positions_S)
+        self._is_drawn_S = keep(self.is_drawn_S)
         self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
         """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
-        `MAX_KEPT_TOP_K`.
+        `MAX_GRAPH_TOP_K`.
         """
         tensors = {name: tensor[:num_rows] for name, tensor in self._tensors.items()}
         filters = Filters(
             top_k_R=tensors["top_k"],
-            max_top_k=MAX_KEPT_TOP_K,
+            max_top_k=MAX_GRAPH_TOP_K,
             top_p_R=tensors["top_p"],
             uses_top_p=True,
-            max_logit_gap_R=tensors["max_logit_gap"],
-            bound_R=tensors["bound"],
+            min_p_limit_R=tensors["min_p_limit"],
+            top_p_bound_R=tensors["top_p_bound"],
             listed=True,
         )
         drawn = DrawRows(
@@ -189,8 +190,8 @@ class SamplingState:
         self._sampling[slot] = sampling
         top_k = sampling.top_k if sampling.top_k < self._shard.vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
-        max_logit_gap = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
-        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, max_logit_gap)
+        min_p_limit = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
+        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, min_p_limit)
         row = {
             "seed": sampling.seed,
             "top_k": top_k,
@@ -200,8 +201,8 @@ class SamplingState:
             "num_prompt_tokens": num_prompt_tokens,
             "logprobs": sampling.logprobs,
             "temperature": sampling.temperature,
-            "max_logit_gap": max_logit_gap,
-            "bound": self._bound(top_p),
+            "min_p_limit": min_p_limit,
+            "top_p_bound": self._top_p_bound(top_p),
             "repetition": sampling.repetition_penalty,
             "presence": sampling.presence_penalty,
             "frequency": sampling.frequency_penalty,
@@ -248,23 +249,24 @@ class SamplingState:
             logprobs=self._logprob_rows(slots_B, put),
         )
 
-    def usual_kind(self, slots_B: Ints) -> int | None:
-        """The kind of draw of these rows, greedy ones apart: `GREEDY`, `PLAIN`, or `LISTED` with a
-        top-k of at most `MAX_KEPT_TOP_K`. None if they are of several or of others, or if any slot
-        in use has penalties, a bias, a minimum of tokens or logprobs.
+    def graph_kind(self, slots_B: Ints) -> int | None:
+        """The kind of the graph that samples these rows, which may be greedy in any: one of
+        `GRAPH_KINDS`. None if no graph does: they are of several kinds or of others, are `LISTED`
+        with a top-k above `MAX_GRAPH_TOP_K`, or any slot in use has penalties, a bias, a minimum of
+        tokens or logprobs.
         """
         if self.penalized or self._bias or self._stop_columns or self._reporting:
             return None
         kind_B = self._table["kind"][slots_B]
         kind = int(kind_B.max(initial=GREEDY))
         has_kind_B = kind_B == kind
-        is_usual = kind in GRAPH_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
-        if kind == LISTED and is_usual:
-            is_usual = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_KEPT_TOP_K
-        return kind if is_usual else None
+        fits_graph = kind in GRAPH_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
+        if kind == LISTED and fits_graph:
+            fits_graph = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_GRAPH_TOP_K
+        return kind if fits_graph else None
 
     def fill(self, static_rows: StaticSamplingRows, slots_B: Ints, positions_B: Ints) -> None:
-        """Write the parameters of these rows, which have a `usual_kind`."""
+        """Write the parameters of these rows, which a graph samples."""
         num_rows = len(slots_B)
         for name, values_S in static_rows.parameters.items():
             values_S[:num_rows] = self._table[name][slots_B]
@@ -275,7 +277,7 @@ class SamplingState:
         # and need numbers that filters take.
         static_rows.parameters["temperature"][:num_rows][~is_drawn_B] = 1
         top_k_B = static_rows.parameters["top_k"][:num_rows]
-        np.clip(top_k_B, 1, MAX_KEPT_TOP_K, out=top_k_B)
+        np.clip(top_k_B, 1, MAX_GRAPH_TOP_K, out=top_k_B)
 
     def check(self) -> None:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
@@ -302,7 +304,7 @@ class SamplingState:
                     f" {sampling.seed}"
                 )
 
-    def _bound(self, top_p: int) -> float:
+    def _top_p_bound(self, top_p: int) -> float:
         """The gap beyond which top-p keeps nothing: all tokens beyond it together weigh less than 1
         - top_p of the best token's weight. The slack covers the rounding of the exponentials.
         """
@@ -325,14 +327,15 @@ class SamplingState:
         )
 
     def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
-        top_k, top_p = self._table["top_k"][slots], self._table["top_p"][slots]
+        top_k = self._table["top_k"][slots]
+        top_p = self._table["top_p"][slots]
         return Filters(
             top_k_R=put(top_k),
             max_top_k=int(top_k.max()),
             top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            max_logit_gap_R=put(self._table["max_logit_gap"][slots]),
-            bound_R=put(self._table["bound"][slots]),
+            min_p_limit_R=put(self._table["min_p_limit"][slots]),
+            top_p_bound_R=put(self._table["top_p_bound"][slots]),
             listed=listed,
         )
 
@@ -414,13 +417,13 @@ class SamplingState:
         )
 
 
-def _kind(temperature: float, top_k: int, top_p: int, max_logit_gap: float) -> int:
+def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int:
     """The kind of draw that a row needs."""
     if temperature == 0:
         return GREEDY
     if 0 < top_k <= MAX_LISTED:
         return LISTED
-    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and max_logit_gap == math.inf else DESCENDED
+    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf else DESCENDED
 
 
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
@@ -428,9 +431,9 @@ def _kind(temperature: float, top_k: int, top_p: int, max_logit_gap: float) -> i
 GREEDY, PLAIN, LISTED, DESCENDED = range(4)
 # Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
 GRAPH_KINDS = (GREEDY, PLAIN, LISTED)
-MAX_KEPT_TOP_K = 32
+MAX_GRAPH_TOP_K = 32
 _INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOATS = ("temperature", "max_logit_gap", "bound", "repetition", "presence", "frequency")
+_FLOATS = ("temperature", "min_p_limit", "top_p_bound", "repetition", "presence", "frequency")
 # What is kept of each slot.
 PARAMETERS = np.dtype(
     [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]

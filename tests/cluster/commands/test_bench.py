@@ -18,7 +18,6 @@ import torch
 from typer.testing import CliRunner
 
 import launch
-from benchmarks.checkpoints import write_fast_checkpoint
 from cluster.client.outputs import Chunk
 from cluster.commands import bench
 from cluster.commands.bench import synthetic_requests
@@ -26,6 +25,7 @@ from cluster.commands.timing import Timeline, arrival_times_s, percentiles
 from cluster.resources.session import SESSION
 from configs.paths import CHECKOUT
 from scheduler.params import SamplingParams
+from workers.models.random_checkpoint import write_random_checkpoint
 
 RAW: dict[str, Any] = {
     "model_type": "qwen3",
@@ -141,7 +141,7 @@ def test_percentiles_are_linear_between_neighbors() -> None:
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench")
-    write_fast_checkpoint(path, RAW, torch.float32)
+    write_random_checkpoint(path, RAW, torch.float32)
     return path
 
 
@@ -213,6 +213,35 @@ def test_bad_arguments_are_one_message_and_exit_code_2(
         and message in result.stderr
         and result.stderr.count("\n") == 1
     )
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "x", "--shape", "qwen3-8b"], "give --model or --shape, not both"),
+        (["--shape", "qwen4"], "--shape 'qwen4' is not known; possible are qwen3-60m, qwen3-0.6b,"),
+        (["--num-layers", "4"], "--num-layers is for --shape"),
+        (
+            ["--shape", "qwen3-30b-a3b", "--num-layers", "49"],
+            "--num-layers must be between 1 and 48 for qwen3-30b-a3b, got 49",
+        ),
+        (
+            ["--shape", "qwen3-coder-480b-a35b"],
+            "random weights in the shape qwen3-coder-480b-a35b take 960.3 GB, and",
+        ),
+    ],
+)
+def test_bad_shapes_are_one_message_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    class Usage:
+        free = 10**9
+
+    monkeypatch.setattr("cluster.commands.bench.shutil.disk_usage", lambda _: Usage)
+    result = CliRunner().invoke(launch.app, ["bench", "--num-seqs", "1", *arguments])
+    assert result.exit_code == 2, result.stderr
+    assert message in result.stderr and result.stderr.count("\n") == 1
 
 
 # The command
@@ -306,3 +335,11 @@ def test_an_engine_of_two_tokens_a_sequence_is_warmed_up_within_them(model_dir: 
     arguments = "--num-seqs 1 --max-input 1 --max-output 1 --max-model-len 2 --model"
     line = run_bench_here(*arguments.split(), model_dir)
     assert (line["input_tokens"], line["output_tokens"]) == (1, 1)
+
+
+@pytest.mark.engine
+@pytest.mark.usefixtures("users_ray", "restored")
+def test_a_shape_is_timed_without_a_checkpoint_and_named_in_the_result() -> None:
+    arguments = "--shape qwen3-60m --num-layers 2 --num-seqs 2 --max-input 9 --max-output 3"
+    line = run_bench_here(*arguments.split(), "--spares", "off")
+    assert line["model"] == "qwen3-60m, 2 layers" and line["requests"] == 2

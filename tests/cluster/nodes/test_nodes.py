@@ -36,6 +36,10 @@ def test_an_engine_over_two_nodes_outlives_the_loss_of_either() -> None:
     assert "the driver's node" in run("losing_nodes", 300.0)
 
 
+def test_a_model_with_experts_over_two_nodes_gives_the_tokens_of_transformers() -> None:
+    assert "of 2 nodes equal" in run("experts", 120.0)
+
+
 # A host has its own home directory.
 ENVIRONMENT = os.environ | {
     "EAGLERAY_CACHE_DIR": str(cache_dir()),

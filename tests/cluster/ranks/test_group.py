@@ -333,8 +333,8 @@ def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
             seconds={},
             num_kv_blocks=1,
             ledger=no_ledger,
-            checkpoint=checkpoint,
-            loaded=loaded,
+            checkpoint_hash=checkpoint,
+            weights_hash=loaded,
         )
 
     ways = [("files", "a", "b"), ("files", "a", "c"), ("files", "b", "a"), ("other", "a", "b")]

@@ -12,7 +12,7 @@ from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import Spares
 from workers.memory.inheritance import RankMemory
 
-MEMORIES = [RankMemory(loaded="a"), RankMemory(loaded="b")]
+MEMORIES = [RankMemory(weights_hash="a"), RankMemory(weights_hash="b")]
 
 
 class World:

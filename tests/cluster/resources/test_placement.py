@@ -29,7 +29,7 @@ class MadeUpRay:
         monkeypatch.setattr(placement_module, "remove_placement_group", self.remove)
         monkeypatch.setattr(placement_module, "PlacementGroup", lambda id_: id_)
         monkeypatch.setattr(placement_module, "PlacementGroupID", bytes.hex)
-        monkeypatch.setattr(placement_module, "LOOK_S", 0.01)
+        monkeypatch.setattr(placement_module, "CHECK_PERIOD_S", 0.01)
 
     def nodes(self) -> list[dict[str, Any]]:
         return [

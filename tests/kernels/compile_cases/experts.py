@@ -10,8 +10,12 @@ from kernels.gpu import experts
 from tests.kernels.compile_cases import CompileCase
 
 
-def _route(num_experts: int, num_chosen: int, dtype: str = "bf16") -> CompileCase:
-    constants: dict[str, Any] = {
+def _route(
+    num_experts: int, num_chosen: int, dtype: str = "bf16", padded: bool = False
+) -> CompileCase:
+    """padded: in a graph."""
+    num_live: dict[str, Any] = {} if padded else {"num_live_1": None}
+    constants: dict[str, Any] = num_live | {
         "X": num_experts,
         "K": num_chosen,
         "NORMALIZES": True,
@@ -19,10 +23,15 @@ def _route(num_experts: int, num_chosen: int, dtype: str = "bf16") -> CompileCas
         "CHOSEN": num_chosen,
     }
     return CompileCase(
-        name=f"route-{num_experts}-{num_chosen}-{dtype}",
+        name=f"route-{num_experts}-{num_chosen}-{dtype}{'-padded' * padded}",
         kernel=experts._route,
         num_warps=1,
-        signature={"logits_TX": f"*{dtype}", "weights_TK": "*fp32", "ids_TK": "*i32"}
+        signature={
+            "logits_TX": f"*{dtype}",
+            "num_live_1": "*i32",
+            "weights_TK": "*fp32",
+            "ids_TK": "*i32",
+        }
         | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
     )
@@ -87,6 +96,7 @@ def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
 
 CASES = [
     _route(128, 8),
+    _route(128, 8, padded=True),
     _route(1024, 16, "fp32"),
     _sort_pairs(128, experts._CHUNKS[0]),
     _sort_pairs(128, experts._CHUNKS[1]),

@@ -93,7 +93,7 @@ _LISTED_LIMITS = CompileCase(
         "list_RC": "*i64",
         "top_k_R": "*i64",
         "top_p_R": "*i64",
-        "max_logit_gap_R": "*fp32",
+        "min_p_limit_R": "*fp32",
     }
     | {
         "limit_R": "*fp32",
@@ -107,8 +107,8 @@ _LISTED_LIMITS = CompileCase(
 )
 
 _DRAW_INDEX = CompileCase(
-    name="draw_index",
-    kernel=sampling._draw_index,
+    name="target_weight",
+    kernel=sampling._target_weight,
     signature={
         "seeds_R": "*i64",
         "positions_R": "*i64",

@@ -201,7 +201,7 @@ def memory_bytes(state: State) -> int:
 def _logits(model: Qwen3, length: int) -> bytes:
     kernels, num_blocks = model.kernels, -(-max(LENGTHS) // BLOCK)
     k_shape, v_shape = kernels.kv_cache_shapes(
-        num_blocks, BLOCK, model.num_kv_heads, model.model.head_dim
+        num_blocks, BLOCK, model.num_kv_heads, model.model_config.head_dim
     )
     kv = [
         (torch.zeros(k_shape, dtype=model.dtype), torch.zeros(v_shape, dtype=model.dtype))
@@ -217,7 +217,7 @@ def _logits(model: Qwen3, length: int) -> bytes:
         max_query_len=length,
         max_seq_len=length,
     )
-    tokens_T = torch.arange(length) * 37 % model.model.vocab_size
+    tokens_T = torch.arange(length) * 37 % model.model_config.vocab_size
     with torch.inference_mode():
         hidden_TE = model.forward(tokens_T, torch.arange(length, dtype=torch.int32), attn, kv)
         logits_TV = model.logits(hidden_TE).to(torch.float32)

@@ -94,7 +94,7 @@ def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCapture
     weights, cache = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
     gone = dataclasses.replace(cache.card, path="/proc/1/fd/999")
     before = num_descriptors()
-    inherited = InheritedMemory.open(RankMemory(weights=weights.card, cache=gone, loaded="a"))
+    inherited = InheritedMemory.open(RankMemory(weights=weights.card, cache=gone, weights_hash="a"))
     assert inherited == InheritedMemory()
     assert "the memory of a rank cannot be shared" in caplog.text
     assert num_descriptors() == before, "a descriptor was left open"

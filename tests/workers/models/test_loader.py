@@ -137,7 +137,7 @@ def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) ->
         assert model.embedding.weight is model.head.weight
         assert model.weight_bytes == loaded
         first, count = model.embedding.first_id, model.embedding.num_ids
-        rows = model.embedding.weight.rows(torch.arange(model.embedding.shard))
+        rows = model.embedding.weight.rows(torch.arange(model.embedding.shard_size))
         wanted = stored["model.embed_tokens.weight"][first : first + count].to(torch.float32)
         assert torch.equal(rows[:count], wanted) and not rows[count:].any()
 

@@ -187,7 +187,7 @@ class Faulty(ReferenceExperts):
         self.last_ids: Tensor | None = None
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, /
+        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
     ) -> tuple[Tensor, Tensor]:
         if self.fault == "weights that are not normalized":
             return route_reference(logits_TX, num_chosen, False)
@@ -308,7 +308,7 @@ def choices_of(
 
 def logits_of(model: Qwen3) -> Tensor:
     kernels = model.kernels
-    shapes = kernels.kv_cache_shapes(1, 128, model.num_kv_heads, model.model.head_dim)
+    shapes = kernels.kv_cache_shapes(1, 128, model.num_kv_heads, model.model_config.head_dim)
     kv = [
         (torch.zeros(shapes[0], dtype=model.dtype), torch.zeros(shapes[1], dtype=model.dtype))
         for _ in model.layers

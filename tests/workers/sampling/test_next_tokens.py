@@ -96,7 +96,7 @@ def test_sizes_end_in_the_largest_batch(max_num_seqs: int, expected: tuple[int, 
 
 
 @pytest.mark.parametrize("name", USUAL)
-def test_rows_of_one_usual_kind_are_one_graph(make: MakeRunner, name: str) -> None:
+def test_rows_of_one_kind_that_has_a_graph_are_one_graph(make: MakeRunner, name: str) -> None:
     pair = Pair(make, 5)  # sizes 5, 4, 2, 1
     rows = rows_of(pair, *[USUAL[name]] * 5)
     kind = list(USUAL).index(name)
@@ -137,7 +137,7 @@ def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
     shard = Sampler(TensorParallelGroup(0, 1, cpu), sampling, 100, 0, 100, 4, cpu).state
     shard.admit(2, Sampling(**row), 3)
     slots, static_rows = np.array([2]), state.StaticSamplingRows(4, torch.from_numpy)
-    if (kind := shard.usual_kind(slots)) is None:
+    if (kind := shard.graph_kind(slots)) is None:
         return None
     shard.fill(static_rows, slots, np.array([3]))
     return repr(static_rows.batch(1, kind))
@@ -166,7 +166,7 @@ def test_the_largest_list_of_a_graph_gives_the_tokens_of_the_list_a_step_needs(
     make: MakeRunner,
 ) -> None:
     pair = Pair(make, 4)
-    tops = (1, 2, 31, state.MAX_KEPT_TOP_K)
+    tops = (1, 2, 31, state.MAX_GRAPH_TOP_K)
     rows = rows_of(pair, *[{"temperature": 1.5, "top_k": k} for k in tops])
     for _ in range(6):
         assert sampled_by(pair, rows, 3 if not rows[0].output else 1) is not None
@@ -203,9 +203,9 @@ def test_all_ranks_sample_a_step_the_same_way(name: str) -> None:
     shards = [sampler.state for sampler in samplers]
     for shard in shards:
         shard.admit(2, Sampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
-    kinds = [shard.usual_kind(np.array([2])) for shard in shards]
+    kinds = [shard.graph_kind(np.array([2])) for shard in shards]
     assert kinds == [list(USUAL).index(name) if name in USUAL else None] * 4
     for shard in shards:
         shard.release(2)
         shard.admit(1, Sampling(seed=0, max_tokens=100, temperature=0.0), 3)
-    assert {shard.usual_kind(np.array([1])) for shard in shards} == {state.GREEDY}
+    assert {shard.graph_kind(np.array([1])) for shard in shards} == {state.GREEDY}

@@ -1,0 +1,97 @@
+"""The model of one rank with its weights: loaded from the checkpoint, or found in the memory of the
+rank whose place it may have to take.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from configs.engine import ResolvedConfig
+from kernels.interface import Kernels
+from workers.batch.kv_cache import torch_dtype
+from workers.memory.inheritance import InheritedMemory
+from workers.memory.lasting import LastingMemory, is_supported
+from workers.memory.weights import adopt_weights, keep_weights
+from workers.models.fingerprint import LoadedHash, fingerprint
+from workers.models.loader import held_dtype, kept_quantization, load_weights
+from workers.models.local import local_checkpoint
+from workers.models.qwen3 import Qwen3
+from workers.parallel.group import TensorParallelGroup
+from workers.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A packed model. memory: where its weights lie, if that outlives this process.
+    checkpoint_hash, weights_hash: as in `WorkerReport`.
+    """
+
+    model: Qwen3
+    memory: LastingMemory | None
+    checkpoint_hash: str
+    weights_hash: str
+
+
+def load_model(
+    config: ResolvedConfig, group: TensorParallelGroup, kernels: Kernels, progress: Progress
+) -> LoadedModel:
+    """Read this rank's slices of the checkpoint and pack them; on a CPU that has spares, move them
+    to memory that outlives the process. `progress` counts the bytes. Raises `ConfigError`.
+    """
+    model_dir = local_checkpoint(config)
+    checkpoint_hash = fingerprint(model_dir)
+    dtype = torch_dtype(config.dtype)
+    weight_dtype = torch_dtype(config.weight_dtype)
+    quantization = kept_quantization(model_dir, config.model, config.quantization)
+    model = Qwen3(
+        config.model,
+        group,
+        kernels,
+        dtype,
+        config.max_model_len,
+        quantization,
+        held_dtype(model_dir, config.model, dtype, weight_dtype, quantization),
+    )
+
+    def count(loaded_bytes: int) -> None:
+        progress.loaded_bytes = loaded_bytes
+
+    with LoadedHash() as weights_hash:
+        load_weights(model.slices(), model_dir, config.model, count, weights_hash)
+    model.pack()
+    return LoadedModel(
+        model=model,
+        memory=_lasting_memory(config, model),
+        checkpoint_hash=checkpoint_hash,
+        weights_hash=weights_hash.hexdigest(),
+    )
+
+
+def adopt_model(
+    inherited: InheritedMemory,
+    weights: LastingMemory,
+    config: ResolvedConfig,
+    group: TensorParallelGroup,
+    kernels: Kernels,
+) -> LoadedModel:
+    """The model whose `weights` this rank has inherited. Raises as `adopt_weights`."""
+    return LoadedModel(
+        model=adopt_weights(weights, config.model, group, kernels),
+        memory=weights,
+        checkpoint_hash=inherited.checkpoint_hash,
+        weights_hash=inherited.weights_hash,
+    )
+
+
+def _lasting_memory(config: ResolvedConfig, model: Qwen3) -> LastingMemory | None:
+    """Where the weights of the model lie from now on, if spares can share them."""
+    if config.device != "cpu" or config.engine.spares == "off" or not is_supported():
+        return None
+    try:
+        return keep_weights(model, "eagleray-weights")
+    except OSError as error:
+        logger.warning("spares cannot share the weights: %s", error)
+        return None
