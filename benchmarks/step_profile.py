@@ -151,11 +151,11 @@ def floors(
     def least_ms(num_bytes: float, flops: float) -> float:
         return 1000 * max(num_bytes / machine.memory_bytes_per_s, flops / machine.flops_per_s)
 
+    of_codes = held.bytes_per_weight if held else of_weights
     parameters, head = count_parameters(model), model.vocab_size * model.hidden_size
     layers = parameters.total - parameters.of_experts - parameters.vocabulary
     of_chosen = parameters.active - parameters.total + parameters.of_experts
     share_read = num_experts / model.experts.num_experts if model.experts else 0.0
-    of_codes = held.bytes_per_weight if held else of_weights
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
         "products": least_ms(layers * of_codes, 2 * layers * batch_size),
