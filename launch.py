@@ -9,7 +9,7 @@
     python launch.py down chat
     python launch.py top
     python launch.py bench --num-seqs 64 --max-input 256 --max-output 256
-    python launch.py bench --shape qwen3-30b-a3b --num-layers 4
+    python launch.py bench --shape qwen3-30b-a3b --num-layers 4 --num-seqs 16
     python launch.py doctor --model qwen3-30b-a3b
 
 Exit codes: 0 for success; 2 for a mistake in the command or its input; 1 for a fault of the engine;

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -748,10 +749,24 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
     lines = cluster.commands.doctor._model_lines("qwen3-30b-a3b")
     assert "30.5 billion parameters, 3.35 billion of them for each token" in lines[0]
     assert "a rank with --tp 4: 15.3 GB of weights in bfloat16, 14.5 GB of experts" in lines
-    assert "memory of this machine, 24.0 GB: too little for the weights of all ranks" in lines
+    assert "memory of this machine, 24.0 GB: too little for such weights of all ranks" in lines
     dense = cluster.commands.doctor._model_lines("qwen3-8b")
-    assert "memory of this machine, 24.0 GB: enough for the weights of all ranks" in dense
+    [memory] = [line for line in dense if line.startswith("memory of this machine")]
+    assert "enough for such weights of all ranks with --spares off" in memory
     assert "experts" not in "".join(dense)
+
+
+def test_doctor_says_how_many_gpus_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=85 * 10**9)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    lines = cluster.commands.doctor._model_lines("qwen3-235b-a22b")
+    assert (
+        "memory of cuda:1, 85.0 GB: enough with --tp 8, on 8 GPUs like this one; there are 2"
+        in [line.strip() for line in lines]
+    )
+    lines = cluster.commands.doctor._model_lines("qwen3-8b")
+    assert "memory of cuda:0, 85.0 GB: enough with --tp 1" in lines
 
 
 def test_doctor_refuses_what_is_no_model() -> None:

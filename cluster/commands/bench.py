@@ -83,7 +83,8 @@ def run_bench(job: BenchJob) -> None:
         _run(job, job.config.model)
         return
     with tempfile.TemporaryDirectory(prefix="eagleray-") as folder:
-        name = _write_shape(Path(folder), job.shape, job.num_layers)
+        num_ranks = job.config.tensor_parallel_size
+        name = _write_shape(Path(folder), job.shape, job.num_layers, num_ranks)
         config = dataclasses.replace(job.config, model=folder)
         _run(dataclasses.replace(job, config=config), name)
 
@@ -146,14 +147,16 @@ def synthetic_requests(
     return requests
 
 
-def _write_shape(folder: Path, shape: str, num_layers: int | None) -> str:
-    """Write a random checkpoint; returns what to call it. Raises `ConfigError` if the folder has
-    too little room.
+def _write_shape(folder: Path, shape: str, num_layers: int | None, num_ranks: int) -> str:
+    """Write a random checkpoint; returns what to call it. Raises `ConfigError` if so many ranks
+    cannot split it, or the folder has too little room.
     """
     raw = dict(SHAPES[shape])
     if num_layers is not None:
         raw["num_hidden_layers"] = num_layers
-    needed = 2 * count_parameters(ModelConfig.from_dict(raw, shape)).total
+    model = ModelConfig.from_dict(raw, shape)
+    model.check_tensor_parallel_size(num_ranks)
+    needed = 2 * count_parameters(model).total
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ConfigError(

@@ -67,16 +67,31 @@ def _model_lines(name: str) -> list[str]:
         weights = f"{_gigabytes(_BYTES * rank.total)} of weights in bfloat16{of_experts}"
         lines.append(f"a rank with --tp {num_ranks}: {weights}")
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    verdict = "enough" if rank_bytes[1] < memory_bytes else "too little"
     size = _gigabytes(memory_bytes)
-    lines.append(f"memory of this machine, {size}: {verdict} for the weights of all ranks")
-    for i in range(torch.cuda.device_count()):
+    lines.append(f"memory of this machine, {size}: {_verdict(rank_bytes[1], memory_bytes)}")
+    for i in range(num_gpus := torch.cuda.device_count()):
         memory_bytes = torch.cuda.get_device_properties(i).total_memory
         usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
-        fitting = (size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes)
-        verdict = next((f"enough with --tp {size}" for size in fitting), "too little")
+        fitting = [size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes]
+        verdict = "too little for a part of such weights"
+        if fitting:
+            verdict = f"enough with --tp {fitting[0]}"
+            if fitting[0] > num_gpus:
+                verdict += f", on {fitting[0]} GPUs like this one; there are {num_gpus}"
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
     return lines
+
+
+def _verdict(weight_bytes: int, memory_bytes: int) -> str:
+    """Whether all ranks fit into the memory of one machine without a GPU."""
+    if 2 * weight_bytes < memory_bytes:
+        return "enough for such weights of all ranks"
+    if weight_bytes < memory_bytes:
+        return (
+            "enough for such weights of all ranks with --spares off; a start with spares takes"
+            " them twice"
+        )
+    return "too little for such weights of all ranks"
 
 
 def _gigabytes(num_bytes: int) -> str:

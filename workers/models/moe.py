@@ -76,9 +76,9 @@ class ExpertColumns:
         experts = model.experts
         assert experts is not None and form.quantization is None, "the configuration was checked"
         self.name = name
-        self.full = experts.intermediate_size
-        self.shard = self.full // group.size
-        self.start = group.rank * self.shard
+        self.full_size = experts.intermediate_size
+        self.shard_size = self.full_size // group.size
+        self.start = group.rank * self.shard_size
         self.kernels, self.dtype = form.kernels, form.dtype
 
         def empty(num_rows: int, size_in: int) -> Tensor:
@@ -86,8 +86,8 @@ class ExpertColumns:
             return torch.empty(shape, dtype=form.weight_dtype, device=form.device)
 
         self.weights = ExpertWeights(
-            gate_up=empty(2 * self.shard, model.hidden_size),
-            down=empty(model.hidden_size, self.shard),
+            gate_up=empty(2 * self.shard_size, model.hidden_size),
+            down=empty(model.hidden_size, self.shard_size),
         )
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -95,12 +95,12 @@ class ExpertColumns:
         for expert, (gate_up, down) in enumerate(
             zip(self.weights.gate_up, self.weights.down, strict=True)
         ):
-            gate, up = gate_up.split(self.shard)
+            gate, up = gate_up.split(self.shard_size)
             for matrix, target in (("gate", gate), ("up", up)):
                 name = f"{self.name}.{expert}.{matrix}_proj.weight"
-                yield WeightSlice(name, (self.full, size), target, 0, self.start)
+                yield WeightSlice(name, (self.full_size, size), target, 0, self.start)
             name = f"{self.name}.{expert}.down_proj.weight"
-            yield WeightSlice(name, (size, self.full), down, 1, self.start)
+            yield WeightSlice(name, (size, self.full_size), down, 1, self.start)
 
     def pack(self) -> None:
         """Call once, after every slice is filled."""
