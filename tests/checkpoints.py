@@ -140,10 +140,12 @@ def pack_checkpoint(
         zero_YX = zeros_GY[group_X].T
         codes_YX = (values_YX / scale_YX + zero_YX).round().clamp(0, largest_code)
         weights[name].copy_((codes_YX - zero_YX) * scale_YX)
-        stored_zeros_GY = zeros_GY - 1 if checkpoint_format == "gptq" else zeros_GY
+        zero_words = _words(zeros_GY, bits)
+        if checkpoint_format == "gptq":  # 1 is subtracted from each, with what that borrows
+            zero_words = zero_words - (0x11111111 if bits == 4 else 0x01010101)
         tensors |= {
             name.replace("weight", "qweight"): _words(codes_YX, bits).T.contiguous(),
-            name.replace("weight", "qzeros"): _words(stored_zeros_GY % 2**bits, bits),
+            name.replace("weight", "qzeros"): zero_words,
             name.replace("weight", "scales"): scales_GY,
             name.replace("weight", "g_idx"): group_X.int(),
         }

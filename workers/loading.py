@@ -45,7 +45,12 @@ def load_model(
     checkpoint_hash = fingerprint(model_dir)
     dtype = torch_dtype(config.dtype)
     weight_dtype = torch_dtype(config.weight_dtype)
-    quantization = kept_quantization(model_dir, config.model, config.quantization)
+    quantization = kept_quantization(
+        model_dir,
+        config.model,
+        config.quantization,
+        is_asked_for=config.engine.quantization is not None,
+    )
     model = Qwen3(
         config.model,
         group,

@@ -14,7 +14,7 @@ _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight consecutive rows, from the lowest 
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
     config.choose("version", "gemm", "GEMM", default="gemm")
-    config.choose("zero_point", True, default=True)
+    config.choose("zero_point", True, False, default=True)  # zero points are stored either way
     config.choose("lm_head", False, default=False)
     return StoredFormat(
         name="AWQ",

@@ -14,7 +14,8 @@ _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
     bits = config.choose("bits", 4, 8)
-    checkpoint_format = config.choose("checkpoint_format", *_ZERO_OFFSETS, default="gptq")
+    other_key = config.choose("format", *_ZERO_OFFSETS, default="gptq")
+    checkpoint_format = config.choose("checkpoint_format", *_ZERO_OFFSETS, default=other_key)
     config.choose("pack_dtype", "int32", default="int32")
     config.choose("lm_head", False, default=False)
     _check_exceptions(config)

@@ -5,6 +5,7 @@ values that are stored, at every tensor-parallel size.
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,8 @@ def test_groups_that_are_no_whole_words_are_refused(tmp_path: Path) -> None:
 
 def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedConfig:
     model = ModelConfig.from_dir(model_dir)
-    return resolve(EngineConfig(**options), model, model_dir, device, choose(device))
+    backend = choose(device, options.get("attention_backend", "auto"))
+    return resolve(EngineConfig(**options), model, model_dir, device, backend)
 
 
 def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
@@ -220,6 +222,7 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
     stored_model(tmp_path, "pack_32")
     assert resolved(tmp_path).quantization is not None
     assert resolved(tmp_path, "cuda").quantization is None
+    assert resolved(tmp_path, "cuda", attention_backend="reference").quantization is None
     from_user = resolved(tmp_path, quantization="int8").quantization
     assert from_user == Quantization(stored=False, vocabulary=True)
 
@@ -236,3 +239,6 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert kept_quantization(tmp_path, config.model, config.quantization) is None
     assert f"not kept in 4 bits, because {name}weight is not quantized" in caplog.text
+    refusal = f"'int4' is not possible .* {re.escape(name)}weight is not quantized. Leave it out"
+    with pytest.raises(ConfigError, match=refusal):
+        kept_quantization(tmp_path, config.model, config.quantization, is_asked_for=True)

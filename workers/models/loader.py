@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from configs.formats.stored import BFLOAT16, FLOAT16, INT8, part_name
@@ -33,7 +33,7 @@ from workers.models.checkpoint import (
     merged_place,
 )
 from workers.models.fingerprint import LoadedHash
-from workers.models.stored import StoredMatrix
+from workers.models.stored import OpenFiles, StoredMatrix
 from workers.models.weights import WeightSlice
 
 logger = logging.getLogger(__name__)
@@ -56,25 +56,29 @@ def load_weights(
     for piece in slices:
         by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
     done = 0
-    for path, pieces in sorted(by_file.items()):
-        try:
-            with safe_open(path, framework="pt", device="cpu") as file:
+    with OpenFiles() as files:
+        for path, pieces in sorted(by_file.items()):
+            try:
                 for piece in pieces:
-                    _fill(piece, _values(piece, file, model, stored), loaded)
+                    _fill(piece, _values(piece, files, model, stored), loaded)
                     done += piece.nbytes
                     if progress is not None:
                         progress(done)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}") from None
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read: {error}") from None
     return done
 
 
 def kept_quantization(
-    model_dir: Path, model: ModelConfig, quantization: Quantization | None
+    model_dir: Path,
+    model: ModelConfig,
+    quantization: Quantization | None,
+    *,
+    is_asked_for: bool = False,
 ) -> Quantization | None:
     """`quantization`, with what it must know of the files; None where these have matrices or
-    scales of another kind, so that all must be widened. Raises `ConfigError` (see
-    `check_checkpoint`).
+    scales of another kind, so that all must be widened. Raises `ConfigError` for that if the user
+    asked for the quantization (and see `check_checkpoint`).
     """
     if quantization is None or quantization.name != INT4 or not quantization.stored:
         return quantization
@@ -88,6 +92,11 @@ def kept_quantization(
         if scale_dtypes == {scale_dtype} and not plain:
             return dataclasses.replace(quantization, scale_dtype=scale_dtype)
     reason = f"{plain[0]} is not quantized" if plain else f"scales are {sorted(scale_dtypes)}"
+    if is_asked_for:
+        raise ConfigError(
+            f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
+            " it out, and the matrices are unpacked"
+        )
     logger.warning("matrices are unpacked, not kept in 4 bits, because %s", reason)
     return None
 
@@ -140,15 +149,15 @@ def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTenso
 
 
 def _values(
-    piece: WeightSlice, file: Any, model: ModelConfig, stored: dict[str, StoredTensor]
+    piece: WeightSlice, files: OpenFiles, model: ModelConfig, stored: dict[str, StoredTensor]
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
     name = _stored_name(piece.name, model, stored)
-    values = file.get_slice(stored[name].name)
+    values = files.of(stored[name].path).get_slice(stored[name].name)
     if (stored_format := model.stored) is not None and is_quantized(model, piece.name, stored):
         if not stored_format.is_int8:
             rows, columns = piece.shape
-            return StoredMatrix(stored_format, piece.name, (rows, columns), stored, values)
+            return StoredMatrix(stored_format, piece.name, (rows, columns), stored, files)
     elif name != piece.name and (merged := merged_place(piece.name)) is not None:
         _, expert, follows = merged
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)

@@ -27,7 +27,7 @@ def test_what_autoawq_writes_is_read() -> None:
     [
         ({"bits": 3}, "bits 3; .* 4 there"),
         ({"version": "gemv"}, "version 'gemv'; .* 'gemm'"),
-        ({"zero_point": False}, "zero_point False"),
+        ({"zero_point": 1}, "zero_point 1"),
         ({"lm_head": True}, "lm_head True"),
         ({"group_size": -2}, "group_size -2; .* -1 for all"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from benchmarks.rank_pool import WorkerPool, executor_of
@@ -98,6 +99,33 @@ def test_parts_of_a_matrix_may_lie_in_several_files(tmp_path: Path) -> None:
     for file in ("a.safetensors", "b.safetensors"):
         save_file({n: t for n, t in tensors.items() if placed[n] == file}, tmp_path / file)
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": placed}))
+    config = ModelConfig.from_dir(tmp_path)
+    for piece in loaded(build(config, 0, 1), tmp_path, config):
+        assert torch.equal(piece.target, wanted[piece.name]), piece.name
+
+
+def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored_model(tmp_path)
+    config, opened = ModelConfig.from_dir(tmp_path), []
+
+    def counting(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr("workers.models.stored.safe_open", counting)
+    loaded(build(config, 0, 1), tmp_path, config)
+    assert opened == [tmp_path / SINGLE_NAME]
+
+
+def test_an_index_that_was_never_written_means_inputs_in_order(tmp_path: Path) -> None:
+    wanted = stored_model(tmp_path).state_dict()
+    path = tmp_path / SINGLE_NAME
+    tensors = load_file(path)
+    tensors |= {n: torch.full_like(t, -1) for n, t in tensors.items() if n.endswith("g_idx")}
+    save_file(tensors, path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"]["desc_act"] = True
+    (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_dir(tmp_path)
     for piece in loaded(build(config, 0, 1), tmp_path, config):
         assert torch.equal(piece.target, wanted[piece.name]), piece.name
