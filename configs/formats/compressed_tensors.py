@@ -31,6 +31,8 @@ def read(config: Section) -> StoredFormat:
     group.choose("targets", ["Linear"])
     group.choose("output_activations", None)
     config.choose("kv_cache_scheme", None)
+    config.choose("transform_config", None, {})  # rotations that a rank would have to compute
+    config.section("sparsity_config").choose("format", "dense", default="dense")
     return reader(group, config)
 
 
@@ -62,7 +64,7 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     group.choose("input_activations", None)
     bits = weights.choose("num_bits", 4, 8)
     in_groups = weights.choose("strategy", "group", "channel") == "group"
-    order = weights.choose("actorder", "group", "weight", "static", "", default="")
+    order = weights.choose("actorder", "group", "dynamic", "weight", "static", "", default="")
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
         codes="weight_packed",
@@ -73,7 +75,7 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
         zeros=None if weights.choose("symmetric", True, False) else "weight_zero_point",
         # Both are stored with this added, so that they are not negative; it cancels out.
         zero_offset=2 ** (bits - 1) if weights.values["symmetric"] else 0,
-        index="weight_g_idx" if order == "group" else None,
+        index="weight_g_idx" if order in ("group", "dynamic") else None,
         group_size=weights.group_size() if in_groups else -1,
         ignored=("weight_shape", "weight_g_idx"),
     )

@@ -29,6 +29,8 @@ def read(config: dict[str, Any], edit: Edit = lambda c, g: None) -> StoredFormat
 def test_8_bit_codes_are_kept() -> None:
     stored_format = read(COMPRESSED_TENSORS)
     assert stored_format.is_int8
+    dense = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
+    assert read(COMPRESSED_TENSORS, lambda c, g: c.update(dense)) == stored_format
     assert stored_format.tensors("a.weight", (8, 16)) == {
         "a.weight": (8, 16),
         "a.weight_scale": (8, 1),
@@ -46,7 +48,12 @@ def test_packed_codes() -> None:
         "a.weight_scale": (9, 1),
         "a.weight_zero_point": (3, 1),
     }
-    for order, index in ((None, None), ("weight", None), ("group", "weight_g_idx")):
+    for order, index in (
+        (None, None),
+        ("weight", None),
+        ("group", "weight_g_idx"),
+        ("dynamic", "weight_g_idx"),
+    ):
         config = pack_quantized(32, True)
         config["config_groups"]["group_0"]["weights"]["actorder"] = order
         assert read(config).index == index
@@ -67,6 +74,8 @@ ANY: list[tuple[Edit, str]] = [
     (lambda c, g: g.update(targets=["Linear", "Embedding"]), "config_groups.group_0.targets"),
     (lambda c, g: g.update(output_activations={"num_bits": 8}), ".*output_activations"),
     (lambda c, g: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+    (lambda c, g: c.update(transform_config={"config_groups": {}}), "transform_config"),
+    (lambda c, g: c.update(sparsity_config={"format": "sparse-24"}), "sparsity_config.format"),
 ]
 INT8: list[tuple[Edit, str]] = [
     (lambda c, g: g["weights"].update(num_bits=4), ".*weights.num_bits 4"),
