@@ -152,13 +152,14 @@ def _values(
     piece: WeightSlice, files: OpenFiles, model: ModelConfig, stored: dict[str, StoredTensor]
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
-    name = _stored_name(piece.name, model, stored)
-    values = files.of(stored[name].path).get_slice(stored[name].name)
-    if (stored_format := model.stored) is not None and is_quantized(model, piece.name, stored):
-        if not stored_format.is_int8:
+    name, is_stored = _stored_name(piece.name, model, stored), False
+    if (stored_format := model.stored) is not None:
+        is_stored = is_quantized(model, piece.name, stored)
+        if is_stored and not stored_format.is_int8:
             rows, columns = piece.shape
             return StoredMatrix(stored_format, piece.name, (rows, columns), stored, files)
-    elif name != piece.name and (merged := merged_place(piece.name)) is not None:
+    values = files.of(stored[name].path).get_slice(stored[name].name)
+    if not is_stored and name != piece.name and (merged := merged_place(piece.name)) is not None:
         _, expert, follows = merged
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
     assert stored[name].shape == piece.shape, (

@@ -120,14 +120,13 @@ class StoredMatrix:
         stored_format, size_in = self._format, self._shape[1]
         if stored_format.index is not None:
             group_X, num_groups = self._read(stored_format.index).long(), self._scale_RG.shape[1]
-            if -1 in group_X:  # as the tensor was made: inputs are in order
-                return torch.arange(size_in) // stored_format.group_size
-            if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
-                raise self._error(
-                    stored_format.index,
-                    f"names groups that do not exist; there are {num_groups}",
-                )
-            return group_X
+            if -1 not in group_X:  # otherwise it was never filled in, and inputs are in order
+                if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
+                    raise self._error(
+                        stored_format.index,
+                        f"names groups that do not exist; there are {num_groups}",
+                    )
+                return group_X
         return torch.arange(size_in) // (
             size_in if stored_format.group_size == -1 else stored_format.group_size
         )

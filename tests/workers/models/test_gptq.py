@@ -117,8 +117,11 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert opened == [tmp_path / SINGLE_NAME]
 
 
-def test_an_index_that_was_never_written_means_inputs_in_order(tmp_path: Path) -> None:
-    wanted = stored_model(tmp_path).state_dict()
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_an_index_that_was_never_filled_in_means_inputs_in_order(
+    tmp_path: Path, group_size: int
+) -> None:
+    wanted = stored_model(tmp_path, group_size=group_size).state_dict()
     path = tmp_path / SINGLE_NAME
     tensors = load_file(path)
     tensors |= {n: torch.full_like(t, -1) for n, t in tensors.items() if n.endswith("g_idx")}
