@@ -25,7 +25,7 @@ from benchmarks.rank_pool import WorkerPool
 from cluster import LLM, SamplingParams
 from cluster.client.model_files import find_model
 from cluster.engine.driver import Driver
-from cluster.limits import limits_of
+from cluster.scheduler_limits import limits_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.engine import Engine

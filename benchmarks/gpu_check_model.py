@@ -41,7 +41,7 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
     # These need packages that the other sections do not.
     from cluster.client.prompts import Conversation
     from cluster.client.tokenizer import Tokenizer
-    from cluster.limits import limits_of
+    from cluster.scheduler_limits import limits_of
 
     free_memory(check)
     free_before = torch.cuda.mem_get_info(check.device)[0] if check.on_gpu else 0

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.common import model_or_random, write_result
 from benchmarks.rank_pool import PoolExecutor, WorkerPool
-from cluster.limits import limits_of
+from cluster.scheduler_limits import limits_of
 from cluster.resources.placement import HUGE_PAGES
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig

@@ -61,7 +61,7 @@ def serve(args: argparse.Namespace) -> None:
     from cluster.api.app import SWITCH_INTERVAL_S, Api
     from cluster.api.connections import server_config
     from cluster.api.endpoints import Served
-    from cluster.api.limits import ApiLimits
+    from cluster.api.admission import ApiLimits
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with start_engine(args) as llm:

@@ -39,8 +39,8 @@ class Experts:
 
 def read_experts(raw: Mapping[str, Any], where: str) -> Experts | None:
     """The experts in a decoded `config.json`, None if it is of another model type or no layer has
-    them. Raises `ConfigError` for values that cannot be and for quantized experts, `KeyError` with
-    the name of what is missing.
+    them. Raises `ConfigError` for values that cannot be, `KeyError` with the name of what is
+    missing.
     """
     if raw.get("model_type") != MODEL_TYPE:
         return None

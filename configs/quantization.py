@@ -55,7 +55,7 @@ class Quantization:
 
 
 def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quantization | None:
-    """The form in which codes of a checkpoint can be kept, None if they must be widened.
+    """The form in which codes of a checkpoint can be kept, None if they must be unpacked.
     sizes_in: numbers of inputs of the matrices of a rank.
     """
     if stored.is_int8:

@@ -183,7 +183,7 @@ def _quantization(
     if model.stored is not None:
         kept = stored_quantization(model.stored, sizes_in)
     if kept is not None and kept.name == INT4:
-        # Otherwise the codes are widened, on any backend.
+        # Otherwise the codes are unpacked, on any backend.
         is_possible = _can_hold(INT4, device, backend) and model.experts is None
         kept = kept if is_possible and asked in (None, INT4) else None
     quantization = kept

@@ -25,7 +25,7 @@ from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
 from cluster.api.threads import ThreadQueue

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.errors import HttpError
-from cluster.api.limits import Upload
+from cluster.api.admission import Upload
 from cluster.api.replies import Writer, encode_json, json_pieces
 from cluster.api.threads import ThreadQueue
 

@@ -20,7 +20,7 @@ from cluster.api.document import COMPUTED, JOBS, POST
 from cluster.api.encoding import decode, encoding_of
 from cluster.api.endpoints import Job, Served
 from cluster.api.exchange import Exchange, json_response
-from cluster.api.limits import Admission, ApiLimits, Upload
+from cluster.api.admission import Admission, ApiLimits, Upload
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
 from cluster.api.replies import Writer

@@ -13,7 +13,7 @@ from pathlib import Path
 from cluster.client.model_files import find_model, generation_defaults
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer, load_tokenizer
-from cluster.limits import limits_of
+from cluster.scheduler_limits import limits_of
 from cluster.timeouts import Timeouts
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig, read_generation_config

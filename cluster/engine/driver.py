@@ -24,7 +24,7 @@ from cluster.engine.loop import Finish, NewsByFrontend, RanksLost, RanksReplaced
 from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
-from cluster.limits import limits_of
+from cluster.scheduler_limits import limits_of
 from cluster.ranks.actor import RankActor
 from cluster.ranks.group import RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId, mark

@@ -22,7 +22,7 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from cluster.api.limits import OpenOutputs
+from cluster.api.admission import OpenOutputs
 from cluster.resources.addresses import bound_sockets
 from scheduler.errors import EngineError
 

@@ -23,7 +23,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api.access import Access
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.endpoints import Served
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.metrics import Family, engine_families
 from cluster.client.allocator import return_large_blocks
 from cluster.client.client import Client

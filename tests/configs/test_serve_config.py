@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api.endpoints import Served
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.serve.application import _autoscaling
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.api.app import SWITCH_INTERVAL_S
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.client.allocator import return_large_blocks
 from configs.paths import CHECKOUT
 from scheduler.messages import Request

@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (

@@ -16,7 +16,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.metrics import Family, merge, render
 from configs.paths import CHECKOUT
 from scheduler.messages import Request

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.api.connections import BoundedProtocol
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from tests.cluster.api.scripted import Server, serve, wait_until
 
 SHORT_S = 0.3

@@ -19,7 +19,7 @@ import zstandard
 from cluster.api.access import Access
 from cluster.api.encoding import decode
 from cluster.api.exchange import Exchange
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from tests.cluster.api.scripted import ScriptedEngine, Server, echo_number, make_api, serve
 from tests.cluster.api.test_connections import answer_of, connect
 

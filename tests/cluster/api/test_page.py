@@ -9,7 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.page import FILES
 from scheduler.messages import Request
 from tests.cluster.api.browser import Watched, browser

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from cluster.api import page
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.api.replies import DONE, event
 from tests.cluster.api.scripted import serve
 

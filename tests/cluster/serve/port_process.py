@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from cluster.api.limits import ApiLimits
+from cluster.api.admission import ApiLimits
 from cluster.serve.listener import HttpListener
 from configs.serve import ServeConfig
 from tests.cluster.api.scripted import ScriptedEngine, make_api

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from cluster.api.limits import Admission, ApiLimits, OpenOutputs
+from cluster.api.admission import Admission, ApiLimits, OpenOutputs
 from scheduler.errors import OverloadedError
 
 
