@@ -29,7 +29,7 @@ from benchmarks.gpu_check_engine import (
     run_all,
     wide,
 )
-from kernels.reference.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED_TOP_K
 from scheduler.engine import Engine
 from scheduler.messages import Request, ints
 from workers.sampling.sampler import RowMasks, SampledTokens, Sampler
@@ -126,7 +126,7 @@ def _ways_of_sampling(vocab_size: int) -> list[dict[str, Any]]:
         drawn | {"top_k": 20, "top_p": 0.9},
         drawn | {"top_p": 0.7},
         drawn | {"min_p": 0.05},
-        drawn | {"top_k": MAX_LISTED + 1},  # more than a list of nearest tokens holds
+        drawn | {"top_k": MAX_LISTED_TOP_K + 1},  # more than a list of nearest tokens holds
         greedy | {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         greedy | {"logit_bias": ((3, 5.0), (vocab_size - 1, -100.0))},
         greedy | {"min_tokens": 4, "stop_token_ids": frozenset(range(0, vocab_size, 2))},

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from benchmarks.common import model_or_random, write_result
 from benchmarks.rank_pool import PoolExecutor, WorkerPool
-from cluster.scheduler_limits import limits_of
 from cluster.resources.placement import HUGE_PAGES
+from cluster.scheduler_limits import limits_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES

@@ -58,10 +58,10 @@ def serve(args: argparse.Namespace) -> None:
     """The API in the process of the engine's client, until it is told to end."""
     import uvicorn
 
+    from cluster.api.admission import ApiLimits
     from cluster.api.app import SWITCH_INTERVAL_S, Api
     from cluster.api.connections import server_config
     from cluster.api.endpoints import Served
-    from cluster.api.admission import ApiLimits
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with start_engine(args) as llm:

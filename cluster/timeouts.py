@@ -78,7 +78,9 @@ class _Options(Protocol):
 class Timeouts:
     """The limits of one engine, in seconds."""
 
-    stuck_s: float  # until ranks without progress are replaced; also for an answer of the driver
+    stuck_after_s: (
+        float  # until ranks without progress are replaced; also for an answer of the driver
+    )
     driver_silent_s: float  # until a hanging driver is noticed while requests run
     start_s: float  # for one start of a driver
     give_up_s: float  # how long a replacement is tried, not counting the last attempt
@@ -92,22 +94,22 @@ class Timeouts:
         """The limits that fit the options of an engine: those that would be too short are raised.
         Raises `ConfigError` for options that no limits fit.
         """
-        min_stuck_s = HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S
-        if options.stuck_after_s <= min_stuck_s:
+        min_stuck_after_s = HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S
+        if options.stuck_after_s <= min_stuck_after_s:
             raise ConfigError(
                 f"stuck_after_s {options.stuck_after_s:g} would replace ranks that work: they are"
                 f" asked every {HEARTBEAT_S:g} s and may take {RANK_ANSWER_TIMEOUT_S:g} s to"
-                f" answer; give more than {min_stuck_s:g}"
+                f" answer; give more than {min_stuck_after_s:g}"
             )
-        stuck_s = options.stuck_after_s
-        driver_silent_s = POLL_WAIT_S + stuck_s
+        stuck_after_s = options.stuck_after_s
+        driver_silent_s = POLL_WAIT_S + stuck_after_s
         start_s = options.start_timeout_s + CALL_TIMEOUT_S
         give_up_s = max(
             GIVE_UP_AFTER_S, options.wait_for_nodes_s, options.start_timeout_s, 3 * driver_silent_s
         )
         min_health_timeout_s = (driver_silent_s + HEALTH_MARGIN_S) / NUM_FAILED_CHECKS
         return cls(
-            stuck_s=stuck_s,
+            stuck_after_s=stuck_after_s,
             driver_silent_s=driver_silent_s,
             start_s=start_s,
             give_up_s=give_up_s,

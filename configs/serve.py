@@ -13,7 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
-_SET_BY_LAUNCH = ("listen", "shared_port", "bound_host")
+_SET_BY_LAUNCH = ("listen_address", "shared_port", "bound_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class ServeConfig:
 
     # Host and port at which the API process itself listens, or where several of them join the port
     # that they share; without either, requests come through Serve.
-    listen: tuple[str, int] | None = None
+    listen_address: tuple[str, int] | None = None
     shared_port: str | None = None
     # Host at which HTTP arrives, if it is known.
     bound_host: str | None = None
@@ -150,7 +150,7 @@ class ServeConfig:
     @property
     def listens_itself(self) -> bool:
         """Whether the API takes connections itself, and not from Ray Serve's proxy."""
-        return self.listen is not None or self.shared_port is not None
+        return self.listen_address is not None or self.shared_port is not None
 
     @staticmethod
     def names(text: str | None) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ class Bound:
 
 
 # Bounds of the bytes of an HTTP request.
-HTTP: Mapping[str, Bound] = {
+HTTP_BOUNDS: Mapping[str, Bound] = {
     "head": Bound(
         65_536,
         "bytes",
@@ -97,7 +97,7 @@ HTTP: Mapping[str, Bound] = {
 }
 # Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the
 # parser holds the interpreter: at most about 30 ms, where each character of a text is escaped.
-JSON: Mapping[str, Bound] = {
+JSON_BOUNDS: Mapping[str, Bound] = {
     "values": Bound(
         524_288,
         "values",
@@ -137,7 +137,7 @@ JSON: Mapping[str, Bound] = {
     ),
 }
 # Bounds of single fields. The engine checks those of `SamplingParams`.
-FIELDS: Mapping[str, Bound] = {
+FIELD_BOUNDS: Mapping[str, Bound] = {
     "messages": Bound(
         2_048, "messages", "`messages` (`max_messages`)", "the template runs over all of them"
     ),
@@ -227,24 +227,24 @@ FIELDS: Mapping[str, Bound] = {
     "pattern": Bound(8_192, "characters", "a `pattern` of a schema", "as for `regex`"),
 }
 TABLES: Mapping[str, Mapping[str, Bound]] = {
-    "The HTTP request": HTTP,
-    "The JSON of its body": JSON,
-    "Its fields": FIELDS,
+    "The HTTP request": HTTP_BOUNDS,
+    "The JSON of its body": JSON_BOUNDS,
+    "Its fields": FIELD_BOUNDS,
 }
 
 
 def most(name: str) -> int:
-    """The bound of a field of `FIELDS`."""
-    return FIELDS[name].most
+    """The bound of a field of `FIELD_BOUNDS`."""
+    return FIELD_BOUNDS[name].most
 
 
 def check(
     name: str, count: int, place: str, parameter: str | None = None, most: int | None = None
 ) -> None:
-    """Raise `RequestError` naming `place` if it holds more than the bound `name` of `FIELDS` or
-    `JSON` allows. `most` replaces a bound that is configured.
+    """Raise `RequestError` naming `place` if it holds more than the bound `name` of `FIELD_BOUNDS`
+    or `JSON_BOUNDS` allows. `most` replaces a bound that is configured.
     """
-    bound = FIELDS.get(name) or JSON[name]
+    bound = FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]
     limit = bound.most if most is None else most
     if count > limit:
         raise RequestError(

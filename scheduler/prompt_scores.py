@@ -19,7 +19,7 @@ def has_scores(seq: Sequence) -> bool:
     """Whether the chunk that a sequence computes next is followed by prompt tokens whose log
     probabilities are wanted.
     """
-    return seq.lacks_scores and seq.num_computed + 1 < seq.num_prompt_tokens
+    return seq.needs_prompt_logprobs and seq.num_computed + 1 < seq.num_prompt_tokens
 
 
 def scored_rows(scored_by_row: dict[int, Sequence], num_rows: int) -> bytes:
@@ -39,13 +39,13 @@ def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:
         )
     new_scores: Scores = []
     for seq, logprobs in zip(sequences, row_logprobs, strict=True):
-        if seq.status is SequenceStatus.FINISHED or logprobs.end <= seq.next_scored:
+        if seq.status is SequenceStatus.FINISHED or logprobs.end <= seq.next_scored_position:
             continue
-        if logprobs.first > seq.next_scored:
+        if logprobs.first > seq.next_scored_position:
             raise EngineError(
                 f"step {result.step_id} has prompt logprobs from token {logprobs.first} on, but"
-                f" those from {seq.next_scored} on are missing: {seq}"
+                f" those from {seq.next_scored_position} on are missing: {seq}"
             )
-        new_scores.append((seq, logprobs.since(seq.next_scored)))
-        seq.next_scored = logprobs.end
+        new_scores.append((seq, logprobs.since(seq.next_scored_position)))
+        seq.next_scored_position = logprobs.end
     return new_scores

@@ -56,7 +56,9 @@ class Sequence:
     num_pending: int = 0
     num_total: int = field(init=False)
     num_cached_tokens: int | None = None  # from the first admission
-    next_scored: int = 1  # the first prompt token without a log probability, if they are wanted
+    next_scored_position: int = (
+        1  # the first prompt token without a log probability, if they are wanted
+    )
     num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
     # Crashes it took part in since it last got a few tokens without one, or a single token.
@@ -88,16 +90,19 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def lacks_scores(self) -> bool:
+    def needs_prompt_logprobs(self) -> bool:
         """Whether log probabilities of prompt tokens are wanted and not known."""
-        return self.sampling.prompt_logprobs >= 0 and self.next_scored < self.num_prompt_tokens
+        return (
+            self.sampling.prompt_logprobs >= 0
+            and self.next_scored_position < self.num_prompt_tokens
+        )
 
     @property
     def reads_prefixes(self) -> bool:
         """Whether it may begin with blocks that others filled, which leaves it without logits of
         their tokens.
         """
-        return not self.lacks_scores
+        return not self.needs_prompt_logprobs
 
     @property
     def waits_for_mask(self) -> bool:

@@ -14,6 +14,7 @@ from tests.pages import fields, limits, options
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINKING = [*PAGES, ROOT / "benchmarks" / "results" / "README.md"]
+TEST_PATH = r"\btests/[\w/]+\.py"
 DELIMITERS = re.compile(r"\|(:?-+:?\|)+")
 
 
@@ -102,10 +103,13 @@ def test_every_test_that_a_page_names_exists_once() -> None:
     num_defined = Counter(path.stem for path in files)
     for path in files:
         num_defined.update(re.findall(r"def (test_\w+)", path.read_text()))
+    texts = {str(page.relative_to(ROOT)): page.read_text() for page in PAGES}
+    paths = [path for text in texts.values() for path in re.findall(TEST_PATH, text)]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
     named = {
-        (str(page.relative_to(ROOT)), name)
-        for page in PAGES
-        for name in re.findall(r"\btest_\w+", page.read_text().replace("test_NAME", ""))
+        (page, name)
+        for page, text in texts.items()
+        for name in re.findall(r"\btest_\w+", re.sub(TEST_PATH, "", text).replace("test_NAME", ""))
     }
     assert [(page, name) for page, name in sorted(named) if num_defined[name] != 1] == []
     assert len(named) > 20, "the pages name tests"

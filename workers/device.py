@@ -169,13 +169,13 @@ class Device:
         """Seconds of device time between two events that have passed. GPU only."""
         raise NotImplementedError(f"{self.torch} has no events")
 
-    def wait(self, event: Event | None, limit_s: float, what: str) -> None:
+    def wait(self, event: Event | None, limit_s: float, description: str) -> None:
         """Return when the event has completed. Raises `StepTimeoutError` after `limit_s`."""
         deadline = time.monotonic() + limit_s
         while event is not None and not event.query():
             if time.monotonic() > deadline:
                 raise StepTimeoutError(
-                    f"{what} did not finish on {self.torch} within {limit_s:g} s"
+                    f"{description} did not finish on {self.torch} within {limit_s:g} s"
                 )
             time.sleep(_CHECK_PERIOD_S)
 

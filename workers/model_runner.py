@@ -23,7 +23,7 @@ from torch import Tensor
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
-from kernels.reference.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED_TOP_K
 from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, ints
 from scheduler.params import MAX_LOGPROBS, Sampling
 from workers.batch.decode_graphs import DecodeGraphs
@@ -69,12 +69,12 @@ class PendingStep:
     seconds: dict[str, float] = field(default_factory=dict)
 
     def finish(
-        self, limit_s: float, what: str
+        self, limit_s: float, description: str
     ) -> tuple[array[int], tuple[TokenLogprobs | None, ...] | None]:
         """(token ids, logprobs where requested). Waits for the device. Raises `StepTimeoutError`
         after `limit_s`.
         """
-        self.device.wait(self.ended, limit_s, what)
+        self.device.wait(self.ended, limit_s, description)
         if self.token_ids_R is None:
             return ints(), None
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
@@ -298,7 +298,12 @@ def run_largest_step(
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
     sampling = Sampling(
-        seed=0, max_tokens=1, top_k=MAX_LISTED + 1, top_p=0.9, repetition_penalty=1.1, logprobs=20
+        seed=0,
+        max_tokens=1,
+        top_k=MAX_LISTED_TOP_K + 1,
+        top_p=0.9,
+        repetition_penalty=1.1,
+        logprobs=20,
     )
     _run_step(config, model, group, kernels, num_rows, row_len, row_len, [sampling] * num_rows)
 
@@ -315,7 +320,7 @@ def warm_up(
     kinds = [
         Sampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
         for penalty in (0.0, 1.0)
-        for top_k, top_p in ((0, 1.0), (MAX_LISTED, 1.0), (MAX_LISTED + 1, 0.9))
+        for top_k, top_p in ((0, 1.0), (MAX_LISTED_TOP_K, 1.0), (MAX_LISTED_TOP_K + 1, 0.9))
     ]
     most = config.max_num_batched_tokens // longest
     steps = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def processor_of(device: torch.device) -> str:
+def compute_platform_of(device: torch.device) -> str:
     """The kind of this machine's processor or GPU, and torch's version. Ranks for which this is the
     same get the same bits from the same numbers.
     """

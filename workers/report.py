@@ -16,7 +16,7 @@ class WorkerReport:
     """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name.
 
     checkpoint_hash: of the files of the checkpoint, the same on all ranks. weights_hash: of the
-    weights of this rank. processor: see `workers.processor`.
+    weights of this rank. compute_platform: see `workers.processor`.
     """
 
     rank: int
@@ -26,4 +26,4 @@ class WorkerReport:
     ledger: KVCacheLedger
     checkpoint_hash: str = ""
     weights_hash: str = ""
-    processor: str = ""
+    compute_platform: str = ""

@@ -66,15 +66,15 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     torch.
     """
     data = torch.ones(PROBE_BYTES // 4)
-    read_s = _best(data.sum)
+    read_s = _fastest_run_s(data.sum)
     del data
     square = torch.randn(PROBE_MATRIX_DIM, PROBE_MATRIX_DIM)
     if quantization is None or quantization.name != INT8:
         square = square.to(torch_dtype(dtype))
-        product_s = _best(lambda: square @ square)
+        product_s = _fastest_run_s(lambda: square @ square)
     else:
         square = square.to(torch.int8)
-        product_s = _best(lambda: torch._int_mm(square, square))
+        product_s = _fastest_run_s(lambda: torch._int_mm(square, square))
     return Machine(
         memory_bytes_per_s=PROBE_BYTES / read_s, flops_per_s=2 * PROBE_MATRIX_DIM**3 / product_s
     )
@@ -171,7 +171,7 @@ def _sum_of_contexts(start: int, end: int) -> int:
     return max(0, (end * (end + 1) - start * (start + 1)) // 2)
 
 
-def _best(action: Callable[[], object]) -> float:
+def _fastest_run_s(action: Callable[[], object]) -> float:
     """Seconds of the fastest of at least three runs that fit into `PROBE_SECONDS`, after a warm-up
     run.
     """

@@ -38,7 +38,7 @@ from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
-from workers.processor import processor_of
+from workers.processor import compute_platform_of
 from workers.progress import Progress
 from workers.report import WorkerReport
 
@@ -80,7 +80,7 @@ class Worker:
         self._rendezvous = open_rendezvous(host, self.config.engine.start_timeout_s)
         return self._rendezvous.address
 
-    def warm(self) -> None:
+    def warm_up_spare(self) -> None:
         """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
         on a CPU, map the weights of the rank. Needs no peers.
         """
@@ -154,7 +154,7 @@ class Worker:
             ledger=ledger,
             checkpoint_hash=loaded.checkpoint_hash,
             weights_hash=loaded.weights_hash,
-            processor=processor_of(device.torch),
+            compute_platform=compute_platform_of(device.torch),
         )
 
     def set_num_threads(self, num_threads: int) -> None:

@@ -91,7 +91,7 @@ class Access:
         """Browsers always send a host; other clients may leave it out."""
         if not host or self.bound_host is None or not self.is_local:
             return True
-        name = _name_of(f"//{host}")
+        name = _hostname_of(f"//{host}")
         if _is_loopback(name) or name == self.bound_host.lower():
             return True
         return _is_listed(name, self.allowed_hosts) or _is_listed(host, self.allowed_hosts)
@@ -101,9 +101,9 @@ class Access:
         left the port out of the host. But on this machine, another port may be another's page.
         """
         _, _, site = origin.partition("://")
-        name = _name_of(f"//{host}")
+        name = _hostname_of(f"//{host}")
         has_port = host not in (name, f"[{name}]")
-        if name and not has_port and not _is_loopback(name) and _name_of(origin) == name:
+        if name and not has_port and not _is_loopback(name) and _hostname_of(origin) == name:
             return True
         return site == host != "" or _is_listed(origin, self.allowed_origins)
 
@@ -124,7 +124,7 @@ def _is_listed(value: str, allowed: tuple[str, ...]) -> bool:
     return "*" in allowed or value in {name.lower() for name in allowed}
 
 
-def _name_of(url: str) -> str:
+def _hostname_of(url: str) -> str:
     """The host of an address without its port; empty if there is none."""
     try:
         return urlsplit(url).hostname or ""

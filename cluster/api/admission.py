@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.api.errors import HttpError
-from scheduler.bounds import HTTP, MIB
+from scheduler.bounds import HTTP_BOUNDS, MIB
 from scheduler.errors import OverloadedError, RequestError
 
 BYTES_PER_S = 8192  # of a body, at least
@@ -26,14 +26,14 @@ class ApiLimits:
     """
 
     max_open: int = 1024
-    max_body_bytes: int = HTTP["body"].most
-    max_bodies_bytes: int = HTTP["bodies"].most
-    small_body_bytes: int = HTTP["small body"].most
+    max_body_bytes: int = HTTP_BOUNDS["body"].most
+    max_total_body_bytes: int = HTTP_BOUNDS["bodies"].most
+    small_body_bytes: int = HTTP_BOUNDS["small body"].most
     max_outputs_per_request: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
-    body_time_s: float = HTTP["body time"].most
-    body_pause_s: float = HTTP["body pause"].most
+    body_time_s: float = HTTP_BOUNDS["body time"].most
+    body_pause_s: float = HTTP_BOUNDS["body pause"].most
 
 
 class OpenOutputs:
@@ -151,7 +151,7 @@ class Upload:
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        small, most = self._limits.small_body_bytes, self._limits.max_bodies_bytes
+        small, most = self._limits.small_body_bytes, self._limits.max_total_body_bytes
         if self.num_bytes > small and self._admission.num_body_bytes > most:
             raise OverloadedError(
                 f"{most // MIB} MiB of other requests are being received; try again later, or with"

@@ -21,11 +21,11 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api import page
 from cluster.api.access import Access
+from cluster.api.admission import ApiLimits
 from cluster.api.document import MESSAGES_PATH, POST, openapi
 from cluster.api.endpoints import Served, model_card
 from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
 from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
-from cluster.api.admission import ApiLimits
 from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
 from cluster.api.threads import ThreadQueue

@@ -160,7 +160,7 @@ def job_of(chat: Chat, served: Served) -> Job:
             state=state_after(generations[0].prompt or ""),
             has_tools=bool(chat.rules.tools),
             token_ids=bool(options.return_token_ids),
-            prompt_top=options.prompt_logprobs,
+            num_prompt_top_logprobs=options.prompt_logprobs,
         )
 
     return make_job(options, served, [chat.prompt], params, make_writer)

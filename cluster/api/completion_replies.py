@@ -33,15 +33,18 @@ class CompletionWriter(Envelope):
         *,
         echo: bool,
         token_ids: bool = False,
-        echo_top: int | None = None,
-        prompt_top: int | None = None,
+        num_echo_top_logprobs: int | None = None,
+        num_prompt_top_logprobs: int | None = None,
     ) -> None:
-        """`echo_top`, `prompt_top`: how many alternatives to report per token of a repeated prompt,
-        and in vLLM's list; None for no log probabilities.
+        """`num_echo_top_logprobs`, `num_prompt_top_logprobs`: how many alternatives to report per
+        token of a repeated prompt, and in vLLM's list; None for no log probabilities.
         """
         super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
-        self._echo_top, self._prompt_top = echo_top, prompt_top
+        self._num_echo_top_logprobs, self._num_prompt_top_logprobs = (
+            num_echo_top_logprobs,
+            num_prompt_top_logprobs,
+        )
         self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
         self._starts: dict[int, str] = {}  # of the answers to each prompt
@@ -81,10 +84,10 @@ class CompletionWriter(Envelope):
 
     def _echo_events(self, prompt_index: int, index: int, entries: Entries) -> bytes:
         """The events for a part of the prompt that is repeated with log probabilities."""
-        if self._echo_top is None:
+        if self._num_echo_top_logprobs is None:
             return b""
         if index not in self._echoes:
-            self._echoes[index] = self._new_echo(prompt_index, self._echo_top)
+            self._echoes[index] = self._new_echo(prompt_index, self._num_echo_top_logprobs)
         text, logprobs = self._echoes[index].take(entries)
         logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
         choices = [_choice(index, text, logprobs, None)]
@@ -110,12 +113,16 @@ class CompletionWriter(Envelope):
                 offsets = self._new_offsets(start)
                 logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
                 entries = generation.outputs[done.index].prompt_logprobs
-                if self._echo_top is not None and entries is not None:
-                    _, of_prompt = self._new_echo(prompt_index, self._echo_top).take(entries)
+                if self._num_echo_top_logprobs is not None and entries is not None:
+                    _, of_prompt = self._new_echo(prompt_index, self._num_echo_top_logprobs).take(
+                        entries
+                    )
                     logprobs = _joined(of_prompt, logprobs)
                 index = self._index(prompt_index, done.index)
                 choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
-                choices[-1] |= scores_of(self._tokenizer, generation, done.index, self._prompt_top)
+                choices[-1] |= scores_of(
+                    self._tokenizer, generation, done.index, self._num_prompt_top_logprobs
+                )
                 if self._with_ids:
                     choices[-1] |= self._prompt_ids(prompt_index) | {"token_ids": done.token_ids}
         return self._body(choices)

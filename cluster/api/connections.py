@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, body_of, http_error
 from cluster.api.exchange import WRITE_NOW, JsonResponse
-from scheduler.bounds import HTTP
+from scheduler.bounds import HTTP_BOUNDS
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
@@ -116,9 +116,9 @@ class BoundedProtocol(HttpToolsProtocol):
     )
 
     # A test shortens these.
-    head_timeout_s: float = HTTP["head time"].most
-    rest_timeout_s: float = HTTP["rest time"].most
-    max_connections: int = HTTP["connections"].most
+    head_timeout_s: float = HTTP_BOUNDS["head time"].most
+    rest_timeout_s: float = HTTP_BOUNDS["rest time"].most
+    max_connections: int = HTTP_BOUNDS["connections"].most
     # `server_config` sets these. The second: connections that have no complete request, oldest
     # first.
     slow_reader_timeout_s: float
@@ -179,9 +179,9 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._is_reading_head and not self._has_head_begun:
             self._unfinished_bytes += len(data)
-            if self._unfinished_bytes > HTTP["head"].most:
+            if self._unfinished_bytes > HTTP_BOUNDS["head"].most:
                 self._refuse(_head_too_large())
-        elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP["head"].most:
+        elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP_BOUNDS["head"].most:
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:
@@ -217,7 +217,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= HTTP["pipelined"].most:
+        if len(self.pipeline) >= HTTP_BOUNDS["pipelined"].most:
             raise OverloadedError("too many requests wait for answers of this connection")
         super().on_message_begin()
         self._is_reading_head = self._has_head_begun = True
@@ -285,7 +285,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
-        if self._head_bytes > HTTP["head"].most or self._num_headers > HTTP["headers"].most:
+        if (
+            self._head_bytes > HTTP_BOUNDS["head"].most
+            or self._num_headers > HTTP_BOUNDS["headers"].most
+        ):
             raise _head_too_large()
 
     def _close_after(self, limit_s: float) -> None:
@@ -299,7 +302,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _head_too_large() -> HttpError:
-    most, most_headers = HTTP["head"].most, HTTP["headers"].most
+    most, most_headers = HTTP_BOUNDS["head"].most, HTTP_BOUNDS["headers"].most
     reason = f"at most {most} bytes and {most_headers} headers are possible"
     return HttpError(431, f"the headers are too large; {reason}")
 

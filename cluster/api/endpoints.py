@@ -101,7 +101,7 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
     echo = bool(request.echo)
-    echo_top = request.logprobs if echo and served.tokenizer is not None else None
+    num_echo_top_logprobs = request.logprobs if echo and served.tokenizer is not None else None
     max_tokens = first_of(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
@@ -110,7 +110,9 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
-        prompt_logprobs=0 if is_only_prompt and echo_top is None else echo_top,
+        prompt_logprobs=0
+        if is_only_prompt and num_echo_top_logprobs is None
+        else num_echo_top_logprobs,
     )
     prompt: Any = request.prompt
     is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
@@ -127,10 +129,18 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
         tokenizer=served.tokenizer,
         echo=echo,
         token_ids=bool(request.return_token_ids),
-        echo_top=echo_top,
-        prompt_top=request.prompt_logprobs,
+        num_echo_top_logprobs=num_echo_top_logprobs,
+        num_prompt_top_logprobs=request.prompt_logprobs,
     )
-    return make_job(request, served, prompts, params, make_writer, echo=echo, echo_top=echo_top)
+    return make_job(
+        request,
+        served,
+        prompts,
+        params,
+        make_writer,
+        echo=echo,
+        num_echo_top_logprobs=num_echo_top_logprobs,
+    )
 
 
 def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
@@ -160,10 +170,10 @@ def make_job(
     make_writer: Callable[[list[Generation]], Writer],
     *,
     echo: bool = False,
-    echo_top: int | None = None,
+    num_echo_top_logprobs: int | None = None,
 ) -> Job:
-    """`echo`: each output repeats its prompt, with `echo_top` alternatives per token. Raises
-    `RequestError`.
+    """`echo`: each output repeats its prompt, with `num_echo_top_logprobs` alternatives per token.
+    Raises `RequestError`.
     """
     params = served.builder.parameters(params)
     job = Job(
@@ -173,7 +183,7 @@ def make_job(
         includes_usage=request.includes_usage,
         make_writer=make_writer,
         repeats_prompt=echo or bool(request.return_token_ids),
-        num_scores=_num_scores(echo_top) + _num_scores(request.prompt_logprobs),
+        num_scores=_num_scores(num_echo_top_logprobs) + _num_scores(request.prompt_logprobs),
     )
     asked = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
     check("alternatives", job.num_alternatives, asked, "logprobs")

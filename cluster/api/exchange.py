@@ -15,8 +15,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
-from cluster.api.errors import HttpError
 from cluster.api.admission import Upload
+from cluster.api.errors import HttpError
 from cluster.api.replies import Writer, encode_json, json_pieces
 from cluster.api.threads import ThreadQueue
 
@@ -124,10 +124,10 @@ class Exchange:
 
     @property
     def can_write_now(self) -> bool:
-        """Whether `event_now` may be called: a stream has begun, and nothing waits before it."""
+        """Whether `send_event_nowait` may be called: a stream has begun, and nothing waits."""
         return self.status is not None and self._write_now(b"")
 
-    def event_now(self, data: bytes) -> None:
+    def send_event_nowait(self, data: bytes) -> None:
         """As `event`, without waiting, where `can_write_now`."""
         self.written_s = time.monotonic()
         self._write_now(self._after_comment(data))

@@ -44,55 +44,57 @@ REFUSED: dict[str, str] = {
     "web_search_options": "web search is not supported",
 }
 
-_CONSTRAINT = "this constraint would not be kept; use structured_outputs or response_format"
-_STATE = "nothing is stored between requests; send the whole conversation"
-_BANS = "tokens and texts cannot be banned; use logit_bias with token ids"
-_ADAPTER = "adapters are not supported"
-_SEARCH = "web search is not supported"
-_TEMPLATE = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
-_SYSTEM = "send a message of role system as the first one"
+_CONSTRAINT_NOT_KEPT = (
+    "this constraint would not be kept; use structured_outputs or response_format"
+)
+_NO_STATE = "nothing is stored between requests; send the whole conversation"
+_NO_BANS = "tokens and texts cannot be banned; use logit_bias with token ids"
+_NO_ADAPTERS = "adapters are not supported"
+_NO_WEB_SEARCH = "web search is not supported"
+_NO_TEMPLATES = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
+_USE_SYSTEM_MESSAGE = "send a message of role system as the first one"
 # Fields of other servers that change the answer in a way that cannot be honored, in every API that
 # has no field of the name. One that is null, false, or an empty text or list asks for nothing.
 REFUSED_EVERYWHERE: dict[str, str] = {
-    "guided_json": _CONSTRAINT,
-    "guided_regex": _CONSTRAINT,
-    "guided_choice": _CONSTRAINT,
-    "guided_grammar": _CONSTRAINT,
-    "guided_json_object": _CONSTRAINT,
-    "structural_tag": _CONSTRAINT,
-    "grammar": _CONSTRAINT,
-    "grammar_string": _CONSTRAINT,
-    "ebnf": _CONSTRAINT,
-    "regex": _CONSTRAINT,
-    "json_schema": _CONSTRAINT,
-    "format": _CONSTRAINT,
+    "guided_json": _CONSTRAINT_NOT_KEPT,
+    "guided_regex": _CONSTRAINT_NOT_KEPT,
+    "guided_choice": _CONSTRAINT_NOT_KEPT,
+    "guided_grammar": _CONSTRAINT_NOT_KEPT,
+    "guided_json_object": _CONSTRAINT_NOT_KEPT,
+    "structural_tag": _CONSTRAINT_NOT_KEPT,
+    "grammar": _CONSTRAINT_NOT_KEPT,
+    "grammar_string": _CONSTRAINT_NOT_KEPT,
+    "ebnf": _CONSTRAINT_NOT_KEPT,
+    "regex": _CONSTRAINT_NOT_KEPT,
+    "json_schema": _CONSTRAINT_NOT_KEPT,
+    "format": _CONSTRAINT_NOT_KEPT,
     "stop_regex": "texts that end the answer are plain; use stop",
     "include_stop_str_in_output": "the text ends before the match of a stop text",
     "allowed_token_ids": "tokens cannot be selected; use structured_outputs",
-    "bad_words": _BANS,
-    "banned_strings": _BANS,
-    "banned_tokens": _BANS,
-    "custom_token_bans": _BANS,
+    "bad_words": _NO_BANS,
+    "banned_strings": _NO_BANS,
+    "banned_tokens": _NO_BANS,
+    "custom_token_bans": _NO_BANS,
     "logits_processors": "the server runs no code of a request",
     "custom_logit_processor": "the server runs no code of a request",
     "use_beam_search": "beam search is not supported",
     "num_beams": "beam search is not supported",
     "truncate_prompt_tokens": "a prompt is not shortened",
-    "chat_template": _TEMPLATE,
-    "template": _TEMPLATE,
+    "chat_template": _NO_TEMPLATES,
+    "template": _NO_TEMPLATES,
     "documents": "documents are not part of the prompt; send them in a message",
     "messages": "of another API; this one has its own field for what is asked",
     "prompt": "of another API; this one has its own field for what is asked",
     "input": "of another API; this one has its own field for what is asked",
-    "instructions": _SYSTEM,
-    "system": _SYSTEM,
-    "system_prompt": _SYSTEM,
-    "lora": _ADAPTER,
-    "lora_path": _ADAPTER,
-    "previous_response_id": _STATE,
-    "conversation": _STATE,
-    "thread": _STATE,
-    "session_params": _STATE,
+    "instructions": _USE_SYSTEM_MESSAGE,
+    "system": _USE_SYSTEM_MESSAGE,
+    "system_prompt": _USE_SYSTEM_MESSAGE,
+    "lora": _NO_ADAPTERS,
+    "lora_path": _NO_ADAPTERS,
+    "previous_response_id": _NO_STATE,
+    "conversation": _NO_STATE,
+    "thread": _NO_STATE,
+    "session_params": _NO_STATE,
     "audio": REFUSED["audio"],
     "functions": REFUSED["functions"],
     "function_call": REFUSED["function_call"],
@@ -101,10 +103,10 @@ REFUSED_EVERYWHERE: dict[str, str] = {
     "mcp_servers": "the server runs no tools",
     "container": "the server runs no tools",
     "data_sources": "the server reads no data of its own",
-    "search_parameters": _SEARCH,
-    "web_search_options": _SEARCH,
+    "search_parameters": _NO_WEB_SEARCH,
+    "web_search_options": _NO_WEB_SEARCH,
     "moderation": REFUSED["moderation"],
-    "enable_search": _SEARCH,
+    "enable_search": _NO_WEB_SEARCH,
     "logprob_token_ids": "log probabilities of chosen tokens are not part of answers",
     "return_hidden_states": "hidden states are not part of answers",
 }
@@ -181,12 +183,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 
 _VLLM = "vLLM"
 _SGLANG = "SGLang"
-_LLAMA = "llama.cpp"
+_LLAMA_CPP = "llama.cpp"
 _OLLAMA = "Ollama"
-_ROUTER = "OpenRouter"
-_PROXY = "LiteLLM"
+_OPENROUTER = "OpenRouter"
+_LITELLM = "LiteLLM"
 _WEBUI = "text-generation-webui, SillyTavern"
-_SAMPLER = "samplers that are not offered"
+_UNSUPPORTED_SAMPLERS = "samplers that are not offered"
 # Fields that clients send to any server, with the server whose they are. They are ignored, however
 # near they are to a field of ours.
 IGNORED: dict[str, str] = {
@@ -204,32 +206,40 @@ IGNORED: dict[str, str] = {
     **dict.fromkeys(("rid", "extra_key", "return_cached_tokens_details"), _SGLANG),
     **dict.fromkeys(("custom_params", "bootstrap_host", "bootstrap_port"), _SGLANG),
     **dict.fromkeys(("bootstrap_room", "return_routed_experts"), _SGLANG),
-    **dict.fromkeys(("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard"), _LLAMA),
-    **dict.fromkeys(("n_probs", "samplers", "repeat_last_n", "timings_per_token"), _LLAMA),
-    **dict.fromkeys(("return_progress", "reasoning_format", "thinking_forced_open"), _LLAMA),
-    **dict.fromkeys(("post_sampling_probs", "response_fields", "penalize_nl"), _LLAMA),
-    **dict.fromkeys(("min_keep", "return_tokens", "parse_tool_calls"), _LLAMA),
-    **dict.fromkeys(("reasoning_budget", "reasoning_in_content", "backend_sampling"), _LLAMA),
+    **dict.fromkeys(("cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard"), _LLAMA_CPP),
+    **dict.fromkeys(("n_probs", "samplers", "repeat_last_n", "timings_per_token"), _LLAMA_CPP),
+    **dict.fromkeys(("return_progress", "reasoning_format", "thinking_forced_open"), _LLAMA_CPP),
+    **dict.fromkeys(("post_sampling_probs", "response_fields", "penalize_nl"), _LLAMA_CPP),
+    **dict.fromkeys(("min_keep", "return_tokens", "parse_tool_calls"), _LLAMA_CPP),
+    **dict.fromkeys(("reasoning_budget", "reasoning_in_content", "backend_sampling"), _LLAMA_CPP),
     **dict.fromkeys(("keep_alive", "options", "num_ctx", "raw"), _OLLAMA),
-    **dict.fromkeys(("provider", "models", "route", "transforms", "plugins"), _ROUTER),
-    **dict.fromkeys(("usage", "include_reasoning", "reasoning", "preset"), _ROUTER),
-    **dict.fromkeys(("tags", "drop_params", "allowed_openai_params", "cache"), _PROXY),
-    **dict.fromkeys(("fallbacks", "guardrails", "extra_body", "extra_headers"), _PROXY),
-    **dict.fromkeys(("num_retries", "timeout", "request_timeout"), _PROXY),
-    **dict.fromkeys(("litellm_trace_id", "litellm_session_id", "litellm_metadata"), _PROXY),
+    **dict.fromkeys(("provider", "models", "route", "transforms", "plugins"), _OPENROUTER),
+    **dict.fromkeys(("usage", "include_reasoning", "reasoning", "preset"), _OPENROUTER),
+    **dict.fromkeys(("tags", "drop_params", "allowed_openai_params", "cache"), _LITELLM),
+    **dict.fromkeys(("fallbacks", "guardrails", "extra_body", "extra_headers"), _LITELLM),
+    **dict.fromkeys(("num_retries", "timeout", "request_timeout"), _LITELLM),
+    **dict.fromkeys(("litellm_trace_id", "litellm_session_id", "litellm_metadata"), _LITELLM),
     **dict.fromkeys(("mode", "character", "instruction_template", "api_type"), _WEBUI),
     **dict.fromkeys(("truncation_length", "do_sample", "ban_eos_token"), _WEBUI),
     **dict.fromkeys(("add_bos_token", "api_server", "sampler_order"), _WEBUI),
     **dict.fromkeys(("sampler_priority", "temperature_last", "legacy_api"), _WEBUI),
-    **dict.fromkeys(("top_a", "tfs", "tfs_z", "typical", "typical_p", "top_n_sigma"), _SAMPLER),
-    **dict.fromkeys(("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta"), _SAMPLER),
-    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent", "smoothing_factor"), _SAMPLER),
-    **dict.fromkeys(("dry_multiplier", "dry_base", "dry_allowed_length"), _SAMPLER),
-    **dict.fromkeys(("dry_penalty_last_n", "dry_sequence_breakers"), _SAMPLER),
-    **dict.fromkeys(("xtc_probability", "xtc_threshold", "epsilon_cutoff"), _SAMPLER),
-    **dict.fromkeys(("eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _SAMPLER),
-    **dict.fromkeys(("guidance_scale", "negative_prompt", "rep_pen_range"), _SAMPLER),
-    **dict.fromkeys(("repetition_penalty_range", "encoder_repetition_penalty"), _SAMPLER),
+    **dict.fromkeys(
+        ("top_a", "tfs", "tfs_z", "typical", "typical_p", "top_n_sigma"), _UNSUPPORTED_SAMPLERS
+    ),
+    **dict.fromkeys(
+        ("mirostat", "mirostat_mode", "mirostat_tau", "mirostat_eta"), _UNSUPPORTED_SAMPLERS
+    ),
+    **dict.fromkeys(
+        ("dynatemp_range", "dynatemp_exponent", "smoothing_factor"), _UNSUPPORTED_SAMPLERS
+    ),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "dry_allowed_length"), _UNSUPPORTED_SAMPLERS),
+    **dict.fromkeys(("dry_penalty_last_n", "dry_sequence_breakers"), _UNSUPPORTED_SAMPLERS),
+    **dict.fromkeys(("xtc_probability", "xtc_threshold", "epsilon_cutoff"), _UNSUPPORTED_SAMPLERS),
+    **dict.fromkeys(("eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), _UNSUPPORTED_SAMPLERS),
+    **dict.fromkeys(("guidance_scale", "negative_prompt", "rep_pen_range"), _UNSUPPORTED_SAMPLERS),
+    **dict.fromkeys(
+        ("repetition_penalty_range", "encoder_repetition_penalty"), _UNSUPPORTED_SAMPLERS
+    ),
     **dict.fromkeys(("thinking", "thinking_budget"), "DeepSeek, GLM, Qwen's own API"),
     **dict.fromkeys(("incremental_output", "result_format"), "Qwen's own API"),
     **dict.fromkeys(("safe_prompt", "prompt_mode"), "Mistral"),

@@ -142,12 +142,12 @@ class AnswerParser:
             self._offset = _end_of(_LEADING_LINE_ENDS, self._text, self._offset)
             self._skips_line_ends = self._offset == len(self._text)
         if self._state is State.REASONING:
-            parts.reasoning, is_passed = self._until(END_THINK, State.CONTENT)
+            parts.reasoning, is_passed = self._take_until_marker(END_THINK, State.CONTENT)
             return is_passed
         if not self._looks_for_calls:
             parts.content = self._take_withheld(len(self._text))
             return False
-        parts.content, is_passed = self._until(CALL, State.CALL)
+        parts.content, is_passed = self._take_until_marker(CALL, State.CALL)
         return is_passed
 
     def _decide(self) -> bool:
@@ -164,7 +164,7 @@ class AnswerParser:
         self._state, self._skips_line_ends = State.CONTENT, False
         return True
 
-    def _until(self, marker: str, next_state: State) -> tuple[str, bool]:
+    def _take_until_marker(self, marker: str, next_state: State) -> tuple[str, bool]:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """

@@ -17,7 +17,7 @@ from pydantic_core import from_json
 
 from cluster.api.schema import Model
 from cluster.api.unknown import Unknown
-from scheduler.bounds import JSON, check, check_schema, most, shown
+from scheduler.bounds import JSON_BOUNDS, check, check_schema, most, shown
 from scheduler.errors import RequestError
 
 Request = TypeVar("Request", bound=Model)
@@ -57,7 +57,7 @@ def read(
         raise RequestError("the body must be a JSON object")
     check_bounds(values, most("messages") if max_messages is None else max_messages)
     unknown = Unknown() if unknown is None else unknown
-    unknown.sort_out(
+    unknown.remove_unknown(
         values,
         model.names(),
         without_effect=model.without_effect(),
@@ -78,7 +78,7 @@ def parse(body: bytes) -> Any:
     except ValueError as error:
         if "recursion limit" in str(error):  # the parser's own, above ours
             raise RequestError(
-                f"the body has more than {JSON['depth'].most} levels of lists and objects"
+                f"the body has more than {JSON_BOUNDS['depth'].most} levels of lists and objects"
             ) from None
         raise RequestError(f"the body is not JSON: {error}") from None
 
@@ -116,7 +116,7 @@ def count_json(text: bytes) -> dict[str, int]:
 def check_counts(counts: Mapping[str, int], path: str = "the body") -> None:
     """Raise `RequestError` for more than the bounds allow."""
     for name, count in counts.items():
-        bound = JSON[name]
+        bound = JSON_BOUNDS[name]
         if count > bound.most:
             raise RequestError(
                 f"{path}: {count} {bound.unit} are too many; at most {bound.most} are possible"

@@ -207,15 +207,15 @@ class ChatWriter(Envelope):
         state: State,
         has_tools: bool,
         token_ids: bool = False,
-        prompt_top: int | None = None,
+        num_prompt_top_logprobs: int | None = None,
     ) -> None:
         """`state`: the part with which an answer begins. `has_tools`: whether to look for calls.
-        `prompt_top`: how many alternatives to report per token of the prompt, None for no
-        log probabilities of it.
+        `num_prompt_top_logprobs`: how many alternatives to report per token of the prompt, None for
+        no log probabilities of it.
         """
         super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
         self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
-        self._prompt_top = prompt_top
+        self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
         self._is_bare = not token_ids  # as long as no chunk has log probabilities
 
@@ -272,7 +272,7 @@ class ChatWriter(Envelope):
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
         choices = [self._choice(completion) for completion in generation.completions]
-        scores = scores_of(self._tokenizer, generation, 0, self._prompt_top)
+        scores = scores_of(self._tokenizer, generation, 0, self._num_prompt_top_logprobs)
         return self._body(choices) | self._prompt_ids() | scores
 
     def _prompt_ids(self) -> dict[str, Any]:

@@ -16,11 +16,11 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
+from cluster.api.admission import Admission, ApiLimits, Upload
 from cluster.api.document import COMPUTED, JOBS, POST
 from cluster.api.encoding import decode, encoding_of
 from cluster.api.endpoints import Job, Served
 from cluster.api.exchange import Exchange, json_response
-from cluster.api.admission import Admission, ApiLimits, Upload
 from cluster.api.metrics import ApiMetrics, Timing
 from cluster.api.reading import read
 from cluster.api.replies import Writer
@@ -178,7 +178,7 @@ class Runner:
                 if data := b"".join(
                     writer.events(prompt_index, chunk) for prompt_index, chunk in items
                 ):
-                    exchange.event_now(data)
+                    exchange.send_event_nowait(data)
                 return True
 
             keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))

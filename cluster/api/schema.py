@@ -102,11 +102,11 @@ class Options(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _sort_out(cls, values: Any, info: ValidationInfo) -> Any:
+    def _check_unknown_fields(cls, values: Any, info: ValidationInfo) -> Any:
         if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
             return values
         values = dict(values)
-        info.context.sort_out(values, cls.names(), path=cls.PATH, refused=cls.MISPLACED)
+        info.context.remove_unknown(values, cls.names(), path=cls.PATH, refused=cls.MISPLACED)
         return values
 
 

@@ -44,7 +44,7 @@ class Unknown:
         self._refuse = refuse
         self._ignored: set[tuple[str, str]] = set()  # paths and names, of which many tools have one
 
-    def sort_out(
+    def remove_unknown(
         self,
         values: dict[str, Any],
         field_names: frozenset[str],
@@ -65,9 +65,9 @@ class Unknown:
             elif name in refused:
                 _check_refused(name, value, refused[name])
             else:
-                self._sort_out_one(name, value, values, field_names, path)
+                self._remove_one(name, value, values, field_names, path)
 
-    def _sort_out_one(
+    def _remove_one(
         self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], path: str
     ) -> None:
         full_name = f"{path}.{name}" if path else name

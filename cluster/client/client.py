@@ -130,9 +130,9 @@ class Client:
         sinks: Seq[Sink | None] | None,
     ) -> list[Generation]:
         prompts = as_list(prompts)
-        params_of = one_per_prompt(params, len(prompts))
+        params_per_prompt = one_per_prompt(params, len(prompts))
         sinks = sinks or [None] * len(prompts)
-        return list(map(self.builder.build, prompts, params_of, sinks))
+        return list(map(self.builder.build, prompts, params_per_prompt, sinks))
 
     async def _send_built(self, building: asyncio.Future[list[Generation]]) -> list[Generation]:
         assert self._send_async is not None

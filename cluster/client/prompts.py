@@ -24,7 +24,14 @@ Message = dict[str, Any]
 _OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
 EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
 # Variables of templates that have another place in a prompt, or in this server.
-_TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template")
+_RESERVED_VARIABLES = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "tokenize",
+    "chat_template",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class Conversation:
     continues_last: bool = False
 
     def __post_init__(self) -> None:
-        if any(name in self.template_variables for name in _TAKEN):
+        if any(name in self.template_variables for name in _RESERVED_VARIABLES):
             raise _wrong_variables(self.template_variables)
         if self.continues_last:
             last = self.messages[-1]
@@ -196,7 +203,7 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
 
 def _wrong_variables(variables: object) -> RequestError:
     return RequestError(
-        f"chat_template_kwargs must be an object without {', '.join(_TAKEN)};"
+        f"chat_template_kwargs must be an object without {', '.join(_RESERVED_VARIABLES)};"
         f" got {shown(variables)}",
         "chat_template_kwargs",
     )

@@ -156,15 +156,15 @@ def _write_shape(folder: Path, shape: str, num_layers: int | None, num_ranks: in
         raw["num_hidden_layers"] = num_layers
     model = ModelConfig.from_dict(raw, shape)
     model.check_tensor_parallel_size(num_ranks)
-    needed = 2 * count_parameters(model).total
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    needed_bytes = 2 * count_parameters(model).total
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
         raise ConfigError(
-            f"random weights in the shape {shape} take {needed / 1e9:.1f} GB, and"
-            f" {folder} has room for {free / 1e9:.1f} GB; name another folder in TMPDIR, or"
+            f"random weights in the shape {shape} take {needed_bytes / 1e9:.1f} GB, and"
+            f" {folder} has room for {free_bytes / 1e9:.1f} GB; name another folder in TMPDIR, or"
             " take fewer layers (--num-layers)"
         )
-    logger.info("writing %.1f GB of random weights to %s", needed / 1e9, folder)
+    logger.info("writing %.1f GB of random weights to %s", needed_bytes / 1e9, folder)
     write_random_checkpoint(folder, raw, torch.bfloat16)
     return shape if num_layers is None else f"{shape}, {num_layers} layers"
 

@@ -24,12 +24,12 @@ from cluster.engine.loop import Finish, NewsByFrontend, RanksLost, RanksReplaced
 from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
-from cluster.scheduler_limits import limits_of
 from cluster.ranks.actor import RankActor
 from cluster.ranks.group import RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId, mark
 from cluster.recovery.supervisor import Supervisor
 from cluster.resources.placement import Placement
+from cluster.scheduler_limits import limits_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.errors import EngineDeadError, EngineLostError

@@ -94,7 +94,7 @@ def _start(
         owner.driver,
         lambda: SESSION.holds(session_lease),
         owner.replace,
-        Timeouts.of(setup.config).stuck_s,
+        Timeouts.of(setup.config).stuck_after_s,
         recovery_waits_for=owner.recovery_waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.

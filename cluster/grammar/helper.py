@@ -19,7 +19,7 @@ from configs.paths import CHECKOUT, program_of
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 256
-CHECK_PERIOD_S = 0.05
+CPU_TIME_CHECK_PERIOD_S = 0.05
 SLOW_NICENESS = 15
 # A process that gets no share of the processors: how much longer than its limit it may take.
 MAX_STRETCH = 6.0
@@ -78,7 +78,7 @@ class Child:
     def _receive(self, limit_s: float, *, yields: bool) -> Any:
         """The next message. A busy machine is not the child's fault, so its own time counts."""
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
-        check_period_s = min(CHECK_PERIOD_S, limit_s)
+        check_period_s = min(CPU_TIME_CHECK_PERIOD_S, limit_s)
         while True:
             try:
                 return self._pipe.receive(check_period_s)
@@ -86,7 +86,7 @@ class Child:
                 cpu_s, wall_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
                 if cpu_s >= limit_s or wall_s >= MAX_STRETCH * limit_s:
                     raise
-                if yields and cpu_s > CHECK_PERIOD_S / 2:
+                if yields and cpu_s > CPU_TIME_CHECK_PERIOD_S / 2:
                     self._yield_processors()
 
     def _yield_processors(self) -> None:

@@ -256,14 +256,14 @@ def _check_false(
 
 def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: str) -> None:
     """A property has one schema, and names may come twice, so no two schemas may concern one."""
-    by_pattern = schema["patternProperties"]
-    if len(by_pattern) > 1 or additional not in (None, True, False):
-        obstacle = "other patterns" if len(by_pattern) > 1 else "'additionalProperties'"
+    pattern_properties = schema["patternProperties"]
+    if len(pattern_properties) > 1 or additional not in (None, True, False):
+        obstacle = "other patterns" if len(pattern_properties) > 1 else "'additionalProperties'"
         raise NotHonored(
             f"{where}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
-    [(pattern, part)] = by_pattern.items()
+    [(pattern, part)] = pattern_properties.items()
     rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
     beginning = patterns.beginning(pattern)
     for name in properties:

@@ -11,9 +11,9 @@ from typing import Any
 
 from cluster.grammar.references import References
 
-MAX_MERGED = 5_000  # keywords, properties and required names that are merged in one schema
+MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and required names that are merged in one schema
 MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
-MAX_COMPARED = 10_000  # pairs of schemas that are compared in one schema
+MAX_COMPARED_PAIRS = 10_000  # pairs of schemas that are compared in one schema
 _MAX_REFERENCES = 16  # on the way to one schema
 _OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties"}
 _OF_OBJECTS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
@@ -86,8 +86,8 @@ class Merger:
             self._num_merged += 1
             if isinstance(part, Mapping):
                 self._num_merged += len(part) + len(_properties(part)) + len(_required_names(part))
-        if self._num_merged > MAX_MERGED:
-            raise CannotMerge(f"more than {MAX_MERGED} keywords would have to be merged")
+        if self._num_merged > MAX_MERGED_KEYWORDS:
+            raise CannotMerge(f"more than {MAX_MERGED_KEYWORDS} keywords would have to be merged")
 
     def _resolved(self, part: Mapping[str, Any], select: Any = None) -> Any:
         """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
@@ -124,7 +124,7 @@ class Merger:
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
         self._num_compared += 1
-        if self._num_compared > MAX_COMPARED:
+        if self._num_compared > MAX_COMPARED_PAIRS:
             return False
         try:
             first, second = self._resolved(first), self._resolved(second)

@@ -151,13 +151,13 @@ class Forks:
             data, descriptors, _, _ = socket.recv_fds(self._commands, MAX_COMMAND_BYTES, 1)
             if not data:
                 return
-            name, number = data.decode().split()
+            name, argument = data.decode().split()
             if name == "fork":
                 [descriptor] = descriptors
-                answer = self._fork(descriptor, int(number))
+                answer = self._fork(descriptor, int(argument))
                 os.close(descriptor)
             else:
-                answer = self._end(int(number))
+                answer = self._end(int(argument))
             self._commands.sendall(answer.encode())
 
     def _fork(self, descriptor: int, memory_bytes: int) -> str:

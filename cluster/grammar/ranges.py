@@ -36,7 +36,7 @@ def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
     format_name = schema.pop("format", None) if "string" not in types else None
     step = schema.pop("multipleOf", None)
     if "integer" in types:
-        bounds = _whole_bounds(schema, format_name, where)
+        bounds = _integer_bounds(schema, format_name, where)
     else:
         if format_name not in (None, "float", "double"):
             raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
@@ -69,7 +69,7 @@ def _multiples(step: int, bounds: Schema, where: str) -> Schema:
     return {"enum": values}
 
 
-def _whole_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
+def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     """Bounds of whole numbers, as whole numbers that are included."""
     minimums = [math.ceil(schema[name]) for name in ("minimum",) if name in schema]
     maximums = [math.floor(schema[name]) for name in ("maximum",) if name in schema]

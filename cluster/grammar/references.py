@@ -108,15 +108,15 @@ def check_ends(root: Any, named: Mapping[str, str], where: str, refuse: Refuse) 
         return
     targets: dict[str, Any] = {"#": root}
     targets |= {f"#/$defs/{name}": target for name, target in root.get("$defs", {}).items()}
-    finite = _finite(list(_schemas(root)), targets)
+    satisfiable_ids = _satisfiable_ids(list(_schemas(root)), targets)
     way_out = "make one of the properties on the way optional, or add an alternative"
-    if id(root) not in finite:
+    if id(root) not in satisfiable_ids:
         raise refuse(
             f"{where}: no finite value fits this schema, because its references lead back to"
             f" themselves; {way_out}"
         )
     for reference, target in targets.items():
-        if isinstance(target, Mapping) and id(target) not in finite:
+        if isinstance(target, Mapping) and id(target) not in satisfiable_ids:
             raise refuse(
                 f"{where}: no finite value fits {named[reference][:100]!r}, which leads back to"
                 f" itself; {way_out}"
@@ -133,34 +133,36 @@ def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
             unvisited += parts_of(schema)
 
 
-def _finite(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:
+def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:
     """The ids of the schemas that a finite value fits: the smallest set that agrees with itself.
 
     A schema is looked at again only when one that it was waiting for turns out to be finite.
     """
-    finite: set[int] = set()
+    satisfiable_ids: set[int] = set()
     waiting_for: dict[int, list[Mapping[str, Any]]] = {}
     unvisited = list(schemas)
     while unvisited:
         schema = unvisited.pop()
-        if id(schema) in finite:
+        if id(schema) in satisfiable_ids:
             continue
-        missing = _missing(schema, targets, finite)
+        missing = _missing(schema, targets, satisfiable_ids)
         if not missing:
-            finite.add(id(schema))
+            satisfiable_ids.add(id(schema))
             unvisited += waiting_for.pop(id(schema), ())
         for part in missing:
             waiting_for.setdefault(part, []).append(schema)
-    return finite
+    return satisfiable_ids
 
 
-def _missing(schema: Mapping[str, Any], targets: Mapping[str, Any], finite: set[int]) -> list[int]:
+def _missing(
+    schema: Mapping[str, Any], targets: Mapping[str, Any], satisfiable_ids: set[int]
+) -> list[int]:
     """The ids of schemas that are not known to be finite, one of which would have to be; empty for
     a schema that is.
     """
 
     def is_finite(part: Any) -> bool:
-        return part is not False if isinstance(part, bool) else id(part) in finite
+        return part is not False if isinstance(part, bool) else id(part) in satisfiable_ids
 
     if "$ref" in schema:
         target = targets[schema["$ref"]]
@@ -175,7 +177,11 @@ def _missing(schema: Mapping[str, Any], targets: Mapping[str, Any], finite: set[
     types = schema.get("type")
     missing_of_types: list[list[int]] = []
     for type_name in types if isinstance(types, list) else [types]:
-        needed = _NEEDED[type_name](schema) if type_name in _NEEDED else []
+        needed = (
+            _REQUIRED_PARTS_BY_TYPE[type_name](schema)
+            if type_name in _REQUIRED_PARTS_BY_TYPE
+            else []
+        )
         missing = [id(part) for part in needed if not is_finite(part)][:1]
         if not missing:
             return []
@@ -204,7 +210,7 @@ def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     return needed
 
 
-_NEEDED: dict[Any, Callable[[Mapping[str, Any]], list[Any]]] = {
+_REQUIRED_PARTS_BY_TYPE: dict[Any, Callable[[Mapping[str, Any]], list[Any]]] = {
     "object": _needed_properties,
     "array": _needed_items,
 }

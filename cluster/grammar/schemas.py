@@ -129,7 +129,7 @@ class _Rewriter:
         if _has_type_alone(schema):
             return {"type": schema["type"]}
         if self._drops and isinstance(schema, Mapping):
-            schema = self._without_unhonored(schema)
+            schema = self._without_unsupported_keywords(schema)
         try:
             merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
             if isinstance(merged, bool):
@@ -169,11 +169,15 @@ class _Rewriter:
                 remaining = {name: schema[name] for name in schema if name != error.keyword}
                 schema = self._references.copied(schema, remaining)
 
-    def _without_unhonored(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _without_unsupported_keywords(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
-        modern = _modern(schema)
-        rest = {name: modern[name] for name in modern if name in _HONORED or _is_annotation(name)}
-        if len(rest) == len(modern):
+        normalized = _normalized(schema)
+        rest = {
+            name: normalized[name]
+            for name in normalized
+            if name in _HONORED or _is_annotation(name)
+        }
+        if len(rest) == len(normalized):
             return schema
         self.has_dropped = True
         return self._references.copied(schema, rest)
@@ -186,7 +190,7 @@ class _Rewriter:
             raise NotHonored(f"{where} must be a JSON schema, got {shown(schema)}")
         if depth > _MAX_DEPTH:
             raise NotHonored(f"{where} is deeper than {_MAX_DEPTH} levels")
-        merged = self._merged(_modern(schema), where)
+        merged = self._merged(_normalized(schema), where)
         if not isinstance(merged, bool):
             self._check_keywords(merged, where)
         return merged
@@ -247,7 +251,7 @@ class _Rewriter:
                 ) from None
             if isinstance(merged, bool):
                 return merged
-            schema = _modern(merged)
+            schema = _normalized(merged)
         raise NotHonored(f"{where}: schemas apply to each other again and again", keyword)
 
     def _without(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
@@ -300,7 +304,7 @@ class _Rewriter:
         try:
             self._merger.check_disjoint(
                 [
-                    self._merged(_modern(part), where) if isinstance(part, Mapping) else part
+                    self._merged(_normalized(part), where) if isinstance(part, Mapping) else part
                     for part in alternatives
                 ]
             )
@@ -333,25 +337,29 @@ def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in schema.items() if not _is_annotation(name)}
 
 
-def _modern(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema without keywords that ask for nothing, and with today's names for older ones."""
     is_empty = {name: name in _EMPTY and schema[name] == _EMPTY[name] for name in schema}
-    is_modern = not any(is_empty.values()) and not schema.keys() & _OLD
-    if is_modern and not isinstance(schema.get("items"), list):
+    is_normalized = not any(is_empty.values()) and not schema.keys() & _OLD
+    if is_normalized and not isinstance(schema.get("items"), list):
         return schema
-    modern = {name: value for name, value in schema.items() if not is_empty[name]}
-    if isinstance(modern.get("items"), list) and "prefixItems" not in modern:
-        modern["prefixItems"] = modern.pop("items")
-        if "additionalItems" in modern:
-            modern["items"] = modern.pop("additionalItems")
+    normalized = {name: value for name, value in schema.items() if not is_empty[name]}
+    if isinstance(normalized.get("items"), list) and "prefixItems" not in normalized:
+        normalized["prefixItems"] = normalized.pop("items")
+        if "additionalItems" in normalized:
+            normalized["items"] = normalized.pop("additionalItems")
     for old_name, new_name in (
         ("unevaluatedProperties", "additionalProperties"),
         ("unevaluatedItems", "items"),
     ):
         # Where nothing is beside them that evaluates others, they mean the same.
-        if old_name in modern and new_name not in modern and not modern.keys() & merging.IN_PLACE:
-            modern[new_name] = modern.pop(old_name)
-    return modern
+        if (
+            old_name in normalized
+            and new_name not in normalized
+            and not normalized.keys() & merging.IN_PLACE
+        ):
+            normalized[new_name] = normalized.pop(old_name)
+    return normalized
 
 
 def _alternatives(parts: list[Any]) -> Any:

@@ -257,7 +257,7 @@ class RankActor:
         self._import()
         assert self._worker is not None
         try:
-            self._worker.warm()
+            self._worker.warm_up_spare()
         finally:
             self._is_imported.set()
 

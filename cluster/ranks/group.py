@@ -424,12 +424,12 @@ def _check_processors(reports: Seq[WorkerReport], places: Seq[Place]) -> None:
     experts each rank chooses them by itself, and another rounding may choose others.
     """
     for report, place in zip(reports[1:], places[1:], strict=True):
-        if report.processor != reports[0].processor:
+        if report.compute_platform != reports[0].compute_platform:
             raise ConfigError(
                 f"the ranks of a model with experts need processors of one kind, but rank 0 on"
-                f" {places[0].host} has {reports[0].processor!r} and rank {place.rank} on"
-                f" {place.host} {report.processor!r}: use nodes with the same processors and the"
-                " same torch, or fewer ranks that are all on one node"
+                f" {places[0].host} has {reports[0].compute_platform!r} and rank {place.rank} on"
+                f" {place.host} {report.compute_platform!r}: use nodes with the same processors"
+                " and the same torch, or fewer ranks that are all on one node"
             )
 
 

@@ -157,7 +157,9 @@ def is_stopped_here(process: ProcessId) -> bool:
 
 def describe(process: ProcessId) -> str:
     """The state of a process, and the Python stacks of its threads if it can still write them."""
-    return str(on_node(process.node_id, describe_here, process, limit_s=DESCRIBE_TIMEOUT_S))
+    return str(
+        on_node(process.node_id, describe_local_process, process, limit_s=DESCRIBE_TIMEOUT_S)
+    )
 
 
 def on_node(
@@ -286,13 +288,13 @@ def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
 def end_marked_here(engine_id: str) -> None:
     """See `end_marked`. Spares this process."""
     processes = []
-    for pid in marked_here(engine_id):
+    for pid in marked_local_pids(engine_id):
         with suppress(OSError):  # it has ended since
             processes.append((pid, _start_ticks(pid)))
     end_here([(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()])
 
 
-def marked_here(engine_id: str) -> list[int]:
+def marked_local_pids(engine_id: str) -> list[int]:
     """The pids of an engine's living processes on this node."""
     if not IS_LINUX:
         return []
@@ -306,7 +308,7 @@ def marked_here(engine_id: str) -> list[int]:
     return pids
 
 
-def describe_here(process: ProcessId) -> str:
+def describe_local_process(process: ProcessId) -> str:
     """See `describe`."""
     pid = process.pid
     try:

@@ -119,8 +119,8 @@ class Placement:
             check_room(self.size, self.device)
         limit_s = max(PLACEMENT_TIMEOUT_S, self.wait_for_nodes_s)
         if not self._place(limit_s, lambda: True):
-            what = f"after {limit_s:.0f} s, there is still no room for"
-            raise ConfigError(shortage(self.size, self.device, what))
+            problem = f"after {limit_s:.0f} s, there is still no room for"
+            raise ConfigError(shortage(self.size, self.device, problem))
 
     def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """If a node was lost, place every bundle on a living node again: on those that are left, or
@@ -138,8 +138,8 @@ class Placement:
         else:
             is_placed = self._wait(limit_s, is_wanted)
         if not is_placed:
-            what = f"after {limit_s:.0f} s, there is no room on other nodes for"
-            raise WorkerError(shortage(self.size, self.device, what))
+            problem = f"after {limit_s:.0f} s, there is no room on other nodes for"
+            raise WorkerError(shortage(self.size, self.device, problem))
         return True
 
     def disown_copies(self) -> None:

@@ -60,10 +60,10 @@ def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> None:
     matter who uses them now.
     """
     if sum(ranks_held(device)) < tensor_parallel_size * groups:
-        what = "the Ray cluster does not have the resources for"
+        problem = "the Ray cluster does not have the resources for"
         if groups > 1:
-            what += f" {groups} replicas with"
-        raise ConfigError(shortage(tensor_parallel_size, device, what, groups))
+            problem += f" {groups} replicas with"
+        raise ConfigError(shortage(tensor_parallel_size, device, problem, groups))
 
 
 def strategy_for(tensor_parallel_size: int, device: str) -> str:
@@ -74,9 +74,9 @@ def strategy_for(tensor_parallel_size: int, device: str) -> str:
     return "STRICT_PACK" if fits_one else "PACK"
 
 
-def shortage(tensor_parallel_size: int, device: str, what: str, groups: int = 1) -> str:
-    """A message that begins with `what`: what is needed, what each node has and has free, and what
-    to do.
+def shortage(tensor_parallel_size: int, device: str, problem: str, groups: int = 1) -> str:
+    """A message that begins with `problem`: what is needed, what each node has and has free, and
+    what to do.
     """
     bundle = bundle_of(device)
     needed = {name: amount * tensor_parallel_size * groups for name, amount in bundle.items()}
@@ -88,7 +88,7 @@ def shortage(tensor_parallel_size: int, device: str, what: str, groups: int = 1)
         rows.append(f"{node['NodeManagerAddress']}: {has}")
     want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
     return (
-        f"{what} tensor_parallel_size {tensor_parallel_size}: needed {want}; nodes have"
+        f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {want}; nodes have"
         f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"
         " end"
     )

@@ -59,7 +59,7 @@ class RaySession:
                 self._check_running_is(address)
             else:
                 try:
-                    with _undisturbed():
+                    with _deferred_sigint():
                         self._address = _init_ray(address, tensor_parallel_size)
                 except BaseException:
                     ray.shutdown()
@@ -112,7 +112,7 @@ def _running() -> str:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _deferred_sigint() -> Iterator[None]:
     """Start Ray without being interrupted by Ctrl-C, which would leave processes behind: it is
     raised afterwards.
 

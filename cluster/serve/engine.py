@@ -38,8 +38,8 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 DEPLOYMENT_NAME = "engine"
-LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
-LAST_CHOICE_LOOKUP_TIMEOUT_S = 10.0
+QUICK_DRIVER_LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
+DRIVER_LOOKUP_TIMEOUT_S = 10.0
 HOLDER_CHECK_PERIOD_S = 5.0
 LAST_NEWS_S = 0.5  # more than the last token takes from the driver to a process of the API
 
@@ -119,7 +119,7 @@ class EngineReplica:
         """
         is_last_choice = self._replica_id in lease_request.avoided_ids
         driver = await self._live_driver(
-            LAST_CHOICE_LOOKUP_TIMEOUT_S if is_last_choice else LOOKUP_TIMEOUT_S
+            DRIVER_LOOKUP_TIMEOUT_S if is_last_choice else QUICK_DRIVER_LOOKUP_TIMEOUT_S
         )
         yield Lease(replica_id=self._replica_id, driver=driver)
         if driver is not None:
@@ -127,7 +127,7 @@ class EngineReplica:
 
     async def driver(self) -> Any | None:
         """The driver, for the API processes that share it. None while it is being replaced."""
-        return await self._live_driver(LAST_CHOICE_LOOKUP_TIMEOUT_S)
+        return await self._live_driver(DRIVER_LOOKUP_TIMEOUT_S)
 
     async def recovery_waits_for(self) -> str:
         """What the replacement of the driver waits for, in one line."""

@@ -27,7 +27,7 @@ class HttpListener:
     def __init__(self, api: Api, config: ServeConfig) -> None:
         """Raises `ConfigError` or `EngineError` if it cannot listen there."""
         port_share = PortShare(config.shared_port) if config.shared_port is not None else None
-        sockets = [] if config.listen is None else bound_sockets(*config.listen)
+        sockets = [] if config.listen_address is None else bound_sockets(*config.listen_address)
         self._server = uvicorn.Server(server_config(api, log_level="warning"))
         # Ray Serve has signal handlers of its own.
         setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010

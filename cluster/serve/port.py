@@ -28,7 +28,7 @@ from scheduler.errors import EngineError
 
 QUEUE_LENGTH = 2048  # connections that wait until a process takes them; as many as uvicorn's
 # A process that is lost keeps its place until it is dead, beside the one that replaces it.
-NUM_SPARE_PLACES = 16
+NUM_SPARE_SLOTS = 16
 JOIN_TIMEOUT_S = 10.0
 # By how many connections a process may have more than another before it lets others take the next
 # one: a share of the mean, and at least so many.
@@ -56,7 +56,7 @@ class SharedPort:
                 undo_stack.enter_context(listener)
             folder = undo_stack.enter_context(tempfile.TemporaryDirectory(prefix="eagleray-"))
             self.path = str(Path(folder) / "port")
-            num_places = num_processes + NUM_SPARE_PLACES
+            num_places = num_processes + NUM_SPARE_SLOTS
             file = undo_stack.enter_context(tempfile.TemporaryFile())
             file.truncate(2 * 8 * num_places)
             self._memory_fd = file.fileno()

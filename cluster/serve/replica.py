@@ -21,9 +21,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.access import Access
+from cluster.api.admission import ApiLimits
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.endpoints import Served
-from cluster.api.admission import ApiLimits
 from cluster.api.metrics import Family, engine_families
 from cluster.client.allocator import return_large_blocks
 from cluster.client.client import Client
@@ -110,7 +110,7 @@ class ApiReplica:
         self._pool = EnginePool(
             engines,
             limits.block_size,
-            timeouts.stuck_s,
+            timeouts.stuck_after_s,
             timeouts.lease_wait_s,
             holder=ray.get_runtime_context().current_actor,
             is_only_one=config.api_replicas == 1,

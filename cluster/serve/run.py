@@ -177,7 +177,7 @@ def _start(job: ServeJob, port: SharedPort | None, *, is_direct: bool) -> Any:
 
     config = dataclasses.replace(
         job.config,
-        listen=(job.host, job.port) if is_direct and port is None else None,
+        listen_address=(job.host, job.port) if is_direct and port is None else None,
         shared_port=port.path if port is not None else None,
         bound_host=job.host,
     )

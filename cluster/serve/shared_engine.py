@@ -45,7 +45,7 @@ class SharedEngine:
         self.frontend = Frontend(
             self._wait_for_driver(timeouts.first_engine_s),
             replace=self._next_driver,
-            answer_limit_s=timeouts.stuck_s,
+            answer_limit_s=timeouts.stuck_after_s,
             recovery_waits_for=lambda: (
                 self._ask("recovery_waits_for", ENGINE_STATS_TIMEOUT_S) or ""
             ),

@@ -49,7 +49,7 @@ _AWAIT_NS = 50_000  # the caller watches the last helpers this long, and then sl
 _PAUSES_PER_LOOK = 16  # about 0.5 us
 _LOST_CORE_NS = 50_000  # between two looks that are this far apart, something else had the core
 # How long a helper leaves its core to others at first, and at most.
-_FIRST_REST_NS, _MAX_REST_NS = 2_000_000, 64_000_000
+_FIRST_BACKOFF_NS, _MAX_BACKOFF_NS = 2_000_000, 64_000_000
 _MAX_WAITING_SHARE = 4  # it does if, while awake, it had to wait for more than one part in this
 
 _MAX_THREADS = os.cpu_count() or 1
@@ -208,18 +208,18 @@ def _run_loop(function: int, argument: int, num_tasks: int) -> None:
 
 
 @exact_entry_jit
-def _help(helper: int) -> None:
+def _run_helper(helper: int) -> None:
     """What a helper does until its process ends."""
-    began_ns, began_thread_ns, rest_ns = now_ns(), thread_ns(), 0
+    began_ns, began_thread_ns, backoff_ns = now_ns(), thread_ns(), 0
     while True:
         _watch(helper)
         awake_ns = now_ns() - began_ns
         waited_ns = awake_ns - (thread_ns() - began_thread_ns)
         if _MAX_WAITING_SHARE * waited_ns > awake_ns:
-            rest_ns = min(max(2 * rest_ns, _FIRST_REST_NS), _MAX_REST_NS)
+            backoff_ns = min(max(2 * backoff_ns, _FIRST_BACKOFF_NS), _MAX_BACKOFF_NS)
         else:
-            rest_ns = 0
-        began_ns = _sleep(helper, now_ns() + rest_ns)
+            backoff_ns = 0
+        began_ns = _sleep(helper, now_ns() + backoff_ns)
         began_thread_ns = thread_ns()
 
 
@@ -290,7 +290,7 @@ def set_num_threads(num_threads: int) -> None:
     """
     num_threads = max(1, min(num_threads, _MAX_THREADS))
     if num_threads > 1:
-        _help.compile((types.int64,))
+        _run_helper.compile((types.int64,))
     while len(_pipes) < num_threads > 1:
         helper = len(_pipes)
         _pipes.append(os.pipe())
@@ -298,7 +298,7 @@ def set_num_threads(num_threads: int) -> None:
         _words[first_word : first_word + 2] = _pipes[-1]
         if helper:
             # Not `threading`: from Python 3.14 on it would give the thread a name of its own.
-            _thread.start_new_thread(_help, (helper,))
+            _thread.start_new_thread(_run_helper, (helper,))
     _words[_word(_NUM_THREADS)] = num_threads
 
 

@@ -72,7 +72,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
-def tensor_over(memory_B: Tensor, layout: TensorLayout) -> Tensor:
+def tensor_from_buffer(memory_B: Tensor, layout: TensorLayout) -> Tensor:
     """The tensor of these bytes: all of `memory_B`, uint8, as `tensor_bytes` gave them. Raises
     `OSError` if this torch cannot make a packed tensor.
     """
@@ -87,8 +87,8 @@ def tensor_over(memory_B: Tensor, layout: TensorLayout) -> Tensor:
 
 def move_tensor(tensor: Tensor, memory_B: Tensor) -> None:
     """Give a tensor, for everyone who holds it, other memory that has the same bytes. What it had
-    is freed. Raises `OSError`, as `tensor_over`; the tensor is then as before.
+    is freed. Raises `OSError`, as `tensor_from_buffer`; the tensor is then as before.
     """
-    moved = tensor_over(memory_B, tensor_layout(tensor))
+    moved = tensor_from_buffer(memory_B, tensor_layout(tensor))
     tensor.data = moved
     vars(tensor).update(vars(moved))

@@ -78,7 +78,7 @@ class _Arithmetic:
     and adds, None where it is two.
     """
 
-    step: Any
+    four_bytes: Any
     operands: Any
     sums: Any
     instruction: str | None
@@ -212,13 +212,13 @@ class Emitter:
         for c_pointer, sum_variable in zip(c_pointers, sums, strict=True):
             builder.store(builder.load(sum_variable), c_pointer, align=4)
 
-    def _load_b(self, step: Any, width: int, places: _Places) -> list[Any]:
+    def _load_b(self, step_index: Any, width: int, places: _Places) -> list[Any]:
         """The vectors of a step; meanwhile as many bytes are prefetched."""
         builder, vector_bytes = self.builder, self._b_vector_bytes()
-        row = self.moved(places.b, step, places.b_stride)
+        row = self.moved(places.b, step_index, places.b_stride)
         vectors = [self._load_vector(self.moved(row, i, vector_bytes)) for i in range(width)]
         for i, vector in enumerate(vectors):
-            vector_index = builder.add(builder.mul(step, _INT64(width)), _INT64(i))
+            vector_index = builder.add(builder.mul(step_index, _INT64(width)), _INT64(i))
             self.prefetch(self.moved(places.prefetch_address, vector_index, vector_bytes))
             if self.stores_widened:
                 place = self.moved(places.widened_address, vector_index, VECTOR_BYTES)
@@ -236,7 +236,7 @@ class Emitter:
 
     def broadcast(self, address: Any) -> Any:
         """4 bytes, in every lane."""
-        builder, element = self.builder, self.arithmetic.step
+        builder, element = self.builder, self.arithmetic.four_bytes
         undefined = ir.VectorType(element, LANES)(ir.Undefined)
         value = builder.load(self.pointer(address, element), align=4)
         one_lane = builder.insert_element(undefined, value, _INT32(0))

@@ -66,11 +66,11 @@ def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         # From the smallest normal number on: round to three bits of mantissa, correct the bias.
-        normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+        normal_code = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
         # Below it: in units of 2**-9, the value of the last bit of 2**14.
         units = magnitude.to(tl.float32, bitcast=True) + 16384.0
         code = tl.where(
-            magnitude < 0x3C800000, units.to(tl.int32, bitcast=True) - 0x46800000, normal
+            magnitude < 0x3C800000, units.to(tl.int32, bitcast=True) - 0x46800000, normal_code
         )
         code = tl.where(magnitude > 0x7F800000, 0, tl.minimum(code, 0x7E))
         stored = (((bits >> 24) & 0x80) | code).to(tl.uint8)

@@ -24,7 +24,7 @@ from kernels.reference import sampling
 from kernels.reference.sampling import (
     BLOCK_COLUMNS,
     INFINITY_BITS,
-    MAX_LISTED,
+    MAX_LISTED_TOP_K,
     RADIX_PASSES,
     TOP_P_ONE,
 )
@@ -175,7 +175,7 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
         max_top_k,
         num_blocks,
         WIDTH=_width(num_blocks),
-        LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED)),
+        LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
     )
     return list_RK
 

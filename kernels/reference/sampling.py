@@ -38,7 +38,7 @@ TOP_P_ONE = 1 << 30
 RADIX_PASSES = ((20, 11), (10, 10), (0, 10))
 BLOCK_COLUMNS = 128
 # The largest top-k whose nearest tokens are listed; beyond it, limits are found by radix descent.
-MAX_LISTED = 256
+MAX_LISTED_TOP_K = 256
 INFINITY_BITS = 0x7F800000
 _ID_LIMIT = (1 << 31) - 1
 _LOW_31 = (1 << 31) - 1

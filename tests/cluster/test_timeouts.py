@@ -23,7 +23,7 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     limits = Timeouts.of(options)
     order = [
         timeouts.HEARTBEAT_S + timeouts.RANK_ANSWER_TIMEOUT_S,
-        limits.stuck_s,
+        limits.stuck_after_s,
         limits.driver_silent_s,
         limits.replica_silent_s,
     ]
@@ -51,7 +51,7 @@ def test_an_engine_that_is_dead_for_good_is_replaced_within_ten_seconds() -> Non
 def test_nothing_is_raised_by_default() -> None:
     limits = Timeouts.of(EngineConfig())
     assert limits.describe_raised() is None
-    assert (limits.stuck_s, limits.driver_silent_s, limits.give_up_s) == (20, 25, 300)
+    assert (limits.stuck_after_s, limits.driver_silent_s, limits.give_up_s) == (20, 25, 300)
     assert limits.replica_silent_s == 30
 
 

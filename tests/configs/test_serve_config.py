@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from cluster.api.endpoints import Served
 from cluster.api.admission import ApiLimits
+from cluster.api.endpoints import Served
 from cluster.serve.application import _autoscaling
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
-from scheduler.bounds import HTTP, most
+from scheduler.bounds import HTTP_BOUNDS, most
 from scheduler.errors import ConfigError
 
 
@@ -75,7 +75,7 @@ def test_replicas_are_added_when_half_of_the_sequences_run(device: str, target: 
 
 def test_the_bounds_that_can_be_configured_are_those_of_the_table_at_first() -> None:
     config, limits = ServeConfig(), ApiLimits()
-    assert config.max_body_bytes == limits.max_body_bytes == HTTP["body"].most
+    assert config.max_body_bytes == limits.max_body_bytes == HTTP_BOUNDS["body"].most
     [max_messages] = [field for field in dataclasses.fields(Served) if field.name == "max_messages"]
     assert config.max_messages == max_messages.default == most("messages")
     assert config.slow_reader_timeout_s == limits.slow_reader_timeout_s

@@ -19,7 +19,7 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling as reference
 from kernels.reference.sampling import (
     BLOCK_COLUMNS,
-    MAX_LISTED,
+    MAX_LISTED_TOP_K,
     RADIX_PASSES,
     TOP_P_ONE,
     WEIGHT_ONE,
@@ -308,7 +308,7 @@ def test_list_holds_the_k_smallest_gaps_and_how_many_tie_with_the_last(
     kernels: SamplingKernels, num_columns: int, kind: str, dtype: torch.dtype
 ) -> None:
     rows = make_rows(make_logits(kind, num_columns, dtype))
-    for top_k in ([1, 2, 3, 20, 21], [MAX_LISTED, 1, 100, 7, 130]):
+    for top_k in ([1, 2, 3, 20, 21], [MAX_LISTED_TOP_K, 1, 100, 7, 130]):
         got = kernels.list_nearest(rows, torch.tensor(top_k), max(top_k))
         assert got.shape == (5, max(top_k))
         for r, (k, gaps) in enumerate(zip(top_k, gaps_of(rows), strict=True)):

@@ -402,7 +402,7 @@ class ScoresAreDoubled(_WithPreempted):
     """A preempted sequence reports the scores of its prompt again."""
 
     def _break(self, seq: Sequence) -> None:
-        seq.next_scored = 1
+        seq.next_scored_position = 1
 
 
 class ScoresAreLostWithAnEpoch(Scheduler):
@@ -411,7 +411,7 @@ class ScoresAreLostWithAnEpoch(Scheduler):
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         for submitted in self.submitted:
             for seq in submitted.scored_sequences:
-                seq.next_scored = min(seq.num_computed + 1, seq.num_prompt_tokens)
+                seq.next_scored_position = min(seq.num_computed + 1, seq.num_prompt_tokens)
         return super().start_epoch(cache_survives=cache_survives)
 
 

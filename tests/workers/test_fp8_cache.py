@@ -13,7 +13,7 @@ import pytest
 from benchmarks.in_process import InProcessExecutor
 from benchmarks.rank_pool import WorkerPool, executor_of
 from cluster.client.tokenizer import Tokenizer
-from cluster.limits import limits_of
+from cluster.scheduler_limits import limits_of
 from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR

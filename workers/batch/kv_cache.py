@@ -78,7 +78,7 @@ class KVCache:
             num_blocks, config.block_size, num_kv_heads, config.model.head_dim
         )
         size = (2, config.model.num_hidden_layers, math.prod(shapes[0]))
-        what = f"a KV cache of {num_blocks} blocks of {config.block_size} tokens"
+        description = f"a KV cache of {num_blocks} blocks of {config.block_size} tokens"
         lower = (
             "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was"
             " given"
@@ -87,7 +87,7 @@ class KVCache:
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
         num_bytes = math.prod(size) * dtype.itemsize
         outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and is_supported()
-        with room_for(what, num_bytes, lower):
+        with room_for(description, num_bytes, lower):
             if self.memory is None and outlives_ranks:
                 self.memory = LastingMemory.create("eagleray-kv-cache", num_bytes)
             if self.memory is None:
@@ -108,7 +108,7 @@ class KVCache:
 
 
 @contextmanager
-def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
+def room_for(description: str, num_bytes: int, lower: str) -> Iterator[None]:
     """Wraps an allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
     try:
         yield
@@ -118,7 +118,7 @@ def room_for(what: str, num_bytes: int, lower: str) -> Iterator[None]:
         if not is_lack and "alloc" not in str(error):
             raise
         raise ConfigError(
-            f"{what} needs {megabytes(num_bytes)}, which is not available: lower {lower}"
+            f"{description} needs {megabytes(num_bytes)}, which is not available: lower {lower}"
         ) from error
 
 

@@ -29,8 +29,8 @@ from kernels.cpu.tensor_bytes import (
     TensorLayout,
     move_tensor,
     tensor_bytes,
+    tensor_from_buffer,
     tensor_layout,
-    tensor_over,
     tensor_place,
 )
 from kernels.interface import Kernels
@@ -108,7 +108,9 @@ def adopt_weights(
     if contents.owner != owner:
         raise ValueError(f"the memory holds the weights of {contents.owner}, not of {owner}")
     memory_B = _map(memory)
-    tensors = [tensor_over(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors]
+    tensors = [
+        tensor_from_buffer(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
+    ]
     parts = _shared_parts(kernels, group)
     model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
     assert isinstance(model, Qwen3)

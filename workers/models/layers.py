@@ -30,9 +30,9 @@ class Packable(Protocol):
 class Replicated:
     """A parameter every rank holds whole: the weight of a norm."""
 
-    def __init__(self, name: str, size: int, form: WeightFormat) -> None:
+    def __init__(self, name: str, size: int, weight_format: WeightFormat) -> None:
         self.name = name
-        self.weight = form.vector(size)
+        self.weight = weight_format.vector(size)
 
     def slices(self) -> Iterator[WeightSlice]:
         yield WeightSlice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
@@ -41,10 +41,12 @@ class Replicated:
 class _Matrix:
     """A weight [Y, X] and perhaps a bias."""
 
-    def __init__(self, size_out: int, size_in: int, bias: bool, form: WeightFormat) -> None:
+    def __init__(
+        self, size_out: int, size_in: int, bias: bool, weight_format: WeightFormat
+    ) -> None:
         self.size_in = size_in
-        self.weight = form.layer_matrix(size_out, size_in)
-        self.bias_Y = form.vector(size_out) if bias else None
+        self.weight = weight_format.layer_matrix(size_out, size_in)
+        self.bias_Y = weight_format.vector(size_out) if bias else None
 
     def pack(self) -> None:
         """Call once, after every slice is filled: from then on only the product can read the
@@ -56,9 +58,9 @@ class _Matrix:
 class ReplicatedLinear(_Matrix):
     """A matrix every rank holds whole: a router."""
 
-    def __init__(self, name: str, size_in: int, size_out: int, form: WeightFormat) -> None:
+    def __init__(self, name: str, size_in: int, size_out: int, weight_format: WeightFormat) -> None:
         self.name = name
-        super().__init__(size_out, size_in, False, form)
+        super().__init__(size_out, size_in, False, weight_format)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank if the input is."""
@@ -98,7 +100,7 @@ class QKVParallelLinear(_ColumnParallel):
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         self.name = name
         self.model = model
@@ -107,7 +109,9 @@ class QKVParallelLinear(_ColumnParallel):
         self.num_kv_heads = max(1, model.num_key_value_heads // group.size)
         self.first_kv_head = group.rank * model.num_key_value_heads // group.size
         heads = self.num_heads + 2 * self.num_kv_heads
-        super().__init__(heads * model.head_dim, model.hidden_size, model.attention_bias, form)
+        super().__init__(
+            heads * model.head_dim, model.hidden_size, model.attention_bias, weight_format
+        )
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, H + 2K, D]: the queries, then the keys, then the values."""
@@ -139,14 +143,14 @@ class MergedColumnParallelLinear(_ColumnParallel):
         size_in: int,
         size_out: int,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names = names
         self.full_size = size_out
         self.rank = group.rank
         self.shard_size = size_out // group.size
-        super().__init__(len(names) * self.shard_size, size_in, False, form)
+        super().__init__(len(names) * self.shard_size, size_in, False, weight_format)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """[T, len(names) * F]: the parts of this rank, one matrix after the other."""
@@ -176,13 +180,13 @@ class RowParallelLinear(_Matrix):
         size_out: int,
         bias: bool,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         self.name = name
         self.group = group
         self.full_size = size_in
         self.shard_size = size_in // group.size
-        super().__init__(size_out, self.shard_size, bias, form)
+        super().__init__(size_out, self.shard_size, bias, weight_format)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank."""
@@ -210,7 +214,7 @@ class _VocabParallel:
         vocab_size: int,
         hidden_size: int,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         self.name = name
         self.group = group
@@ -220,7 +224,7 @@ class _VocabParallel:
         self.first_id = group.rank * self.shard_size
         # Without the padding.
         self.num_ids = max(0, min(self.shard_size, vocab_size - self.first_id))
-        self.weight = form.vocabulary_matrix(self.shard_size, hidden_size)
+        self.weight = weight_format.vocabulary_matrix(self.shard_size, hidden_size)
         self.weight.zero(self.num_ids)
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -255,7 +259,7 @@ class ParallelLMHead(_VocabParallel):
         embedding: VocabParallelEmbedding,
         tied: bool,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         self.tied = tied
         if tied:
@@ -269,7 +273,9 @@ class ParallelLMHead(_VocabParallel):
             )
             self.weight = embedding.weight
         else:
-            super().__init__(name, embedding.vocab_size, embedding.hidden_size, group, form)
+            super().__init__(
+                name, embedding.vocab_size, embedding.hidden_size, group, weight_format
+            )
 
     def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves

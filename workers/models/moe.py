@@ -32,17 +32,17 @@ class MoE:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         assert model.experts is not None
-        self.kernels = form.kernels
+        self.kernels = weight_format.kernels
         self.group = group
         self.num_per_token = model.experts.num_per_token
         self.normalizes = model.experts.normalizes
         self.router = ReplicatedLinear(
-            f"{name}.gate", model.hidden_size, model.experts.num_experts, form
+            f"{name}.gate", model.hidden_size, model.experts.num_experts, weight_format
         )
-        self.experts = ExpertColumns(f"{name}.experts", model, group, form)
+        self.experts = ExpertColumns(f"{name}.experts", model, group, weight_format)
 
     def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
         """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
@@ -71,19 +71,21 @@ class ExpertColumns:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
         experts = model.experts
-        assert experts is not None and form.quantization is None, "the configuration was checked"
+        assert experts is not None and weight_format.quantization is None, (
+            "the configuration was checked"
+        )
         self.name = name
         self.full_size = experts.intermediate_size
         self.shard_size = self.full_size // group.size
         self.start = group.rank * self.shard_size
-        self.kernels, self.dtype = form.kernels, form.dtype
+        self.kernels, self.dtype = weight_format.kernels, weight_format.dtype
 
         def empty(num_rows: int, size_in: int) -> Tensor:
             shape = (experts.num_experts, num_rows, size_in)
-            return torch.empty(shape, dtype=form.weight_dtype, device=form.device)
+            return torch.empty(shape, dtype=weight_format.weight_dtype, device=weight_format.device)
 
         self.weights = ExpertWeights(
             gate_up=empty(2 * self.shard_size, model.hidden_size),

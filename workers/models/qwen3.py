@@ -44,17 +44,17 @@ class Attention:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
-        self.kernels = form.kernels
+        self.kernels = weight_format.kernels
         self.eps = model.rms_norm_eps
         self.scale = model.head_dim**-0.5
-        self.qkv = QKVParallelLinear(name, model, group, form)
-        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, form)
-        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, form)
+        self.qkv = QKVParallelLinear(name, model, group, weight_format)
+        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, weight_format)
+        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, weight_format)
         width = model.num_attention_heads * model.head_dim
         self.out = RowParallelLinear(
-            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, form
+            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, weight_format
         )
 
     def __call__(
@@ -98,12 +98,12 @@ class MLP:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
     ) -> None:
-        self.kernels = form.kernels
+        self.kernels = weight_format.kernels
         names = (f"{name}.gate_proj", f"{name}.up_proj")
         self.gate_up = MergedColumnParallelLinear(
-            names, model.hidden_size, model.intermediate_size, group, form
+            names, model.hidden_size, model.intermediate_size, group, weight_format
         )
         self.down = RowParallelLinear(
             f"{name}.down_proj",
@@ -111,7 +111,7 @@ class MLP:
             model.hidden_size,
             False,
             group,
-            form,
+            weight_format,
         )
 
     def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
@@ -135,13 +135,15 @@ class DecoderLayer:
         name: str,
         model: ModelConfig,
         group: TensorParallelGroup,
-        form: WeightFormat,
+        weight_format: WeightFormat,
         mlp: type[MLP] | type[MoE],
     ) -> None:
-        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, form)
-        self.attention = Attention(f"{name}.self_attn", model, group, form)
-        self.post_norm = Replicated(f"{name}.post_attention_layernorm", model.hidden_size, form)
-        self.mlp = mlp(f"{name}.mlp", model, group, form)
+        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, weight_format)
+        self.attention = Attention(f"{name}.self_attn", model, group, weight_format)
+        self.post_norm = Replicated(
+            f"{name}.post_attention_layernorm", model.hidden_size, weight_format
+        )
+        self.mlp = mlp(f"{name}.mlp", model, group, weight_format)
 
     def slices(self) -> Iterator[WeightSlice]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
@@ -167,7 +169,7 @@ class Qwen3:
         weight_dtype: torch.dtype | None = None,
     ) -> None:
         """`weight_dtype`: of the matrices that are not quantized; None means `dtype`."""
-        form = WeightFormat(
+        weight_format = WeightFormat(
             kernels=kernels,
             dtype=dtype,
             weight_dtype=weight_dtype or dtype,
@@ -179,21 +181,25 @@ class Qwen3:
         self.group = group
         self.dtype = dtype
         self.embedding = VocabParallelEmbedding(
-            "model.embed_tokens", model_config.vocab_size, model_config.hidden_size, group, form
+            "model.embed_tokens",
+            model_config.vocab_size,
+            model_config.hidden_size,
+            group,
+            weight_format,
         )
         self.layers = [
             DecoderLayer(
                 f"model.layers.{index}",
                 model_config,
                 group,
-                form,
+                weight_format,
                 MoE if model_config.has_experts(index) else MLP,
             )
             for index in range(model_config.num_hidden_layers)
         ]
-        self.norm = Replicated("model.norm", model_config.hidden_size, form)
+        self.norm = Replicated("model.norm", model_config.hidden_size, weight_format)
         self.head = ParallelLMHead(
-            "lm_head", self.embedding, model_config.tie_word_embeddings, group, form
+            "lm_head", self.embedding, model_config.tie_word_embeddings, group, weight_format
         )
         self.cos_sin_LD = cos_sin_table(
             model_config.rope, model_config.head_dim, max_model_len, group.device

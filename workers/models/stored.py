@@ -61,7 +61,7 @@ class StoredMatrix:
         scale = self._read(stored_format.scales).to(torch.float32)
         if not bool(scale.isfinite().all()):
             raise self._error(stored_format.scales, "holds scales that are not finite numbers")
-        self._scale_RG = scale.reshape(1, 1) if scale.ndim == 1 else self._upright(scale)
+        self._scale_RG = scale.reshape(1, 1) if scale.ndim == 1 else self._untransposed(scale)
         self._zeros_YG = self._zeros()
         self._group_X = self._groups()
 
@@ -99,7 +99,7 @@ class StoredMatrix:
         places = [slice(words.start, words.stop) for words in spans]
         if self._format.is_transposed:
             places.reverse()
-        codes = self._upright(self._codes[tuple(places)])
+        codes = self._untransposed(self._codes[tuple(places)])
         if self._format.dtype == WORDS:
             codes = unpack(codes, self._format.order, self._format.bits, packed_dim)
         return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
@@ -109,7 +109,7 @@ class StoredMatrix:
         stored_format = self._format
         if stored_format.zeros is None:
             return None
-        words = self._upright(self._read(stored_format.zeros))
+        words = self._untransposed(self._read(stored_format.zeros))
         # The offset was subtracted from whole words, so a zero point of 0 has borrowed from the
         # next one: adding to whole words gives that back.
         words = words + stored_format.zero_offset * (0xFFFFFFFF // ((1 << stored_format.bits) - 1))
@@ -131,7 +131,7 @@ class StoredMatrix:
             size_in if stored_format.group_size == -1 else stored_format.group_size
         )
 
-    def _upright(self, tensor: Tensor) -> Tensor:
+    def _untransposed(self, tensor: Tensor) -> Tensor:
         return tensor.T if self._format.is_transposed else tensor
 
     def _read(self, part: str) -> Tensor:

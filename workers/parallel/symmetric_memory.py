@@ -25,7 +25,7 @@ from workers.parallel import segment
 from workers.parallel.backend import TorchTransport
 
 LIMIT_BYTES = 2**20
-_ONE_SHOT, _THROUGH_SWITCH = (2, 4), (8,)
+_ONE_SHOT_SIZES, _MULTIMEM_SIZES = (2, 4), (8,)
 _DTYPES = (torch.bfloat16, torch.float32)
 _ALIGN = 16  # addresses and sizes must be multiples of this; those of torch's allocations are
 
@@ -48,7 +48,7 @@ class SymmetricMemoryReducer:
         library = _library()
         self._room = library.empty(LIMIT_BYTES, dtype=torch.uint8, device=nccl.device)
         memory = library.rendezvous(self._room, group)
-        if size in _THROUGH_SWITCH and not memory.multicast_ptr:
+        if size in _MULTIMEM_SIZES and not memory.multicast_ptr:
             raise RuntimeError("the GPUs have no switch that adds (multicast)")
 
     @classmethod
@@ -133,7 +133,7 @@ class SymmetricMemoryReducer:
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         shared = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         operations: Any = torch.ops.symm_mem
-        if self._size in _ONE_SHOT:
+        if self._size in _ONE_SHOT_SIZES:
             # One kernel: each thread copies elements to `shared`, waits for the other ranks, and
             # writes the sums of the same elements. It ends when all have read.
             operations.one_shot_all_reduce_copy_out(shared, tensor, "sum", self._group, tensor)
@@ -145,7 +145,7 @@ class SymmetricMemoryReducer:
 def _obstacle(device: torch.device, cards: list[str], size: int) -> str:
     """Why this rank cannot take part; empty if it can. `cards`: the host and GPU of each rank."""
     hosts, indexes = zip(*(card.rsplit(" ", 1) for card in cards), strict=True)
-    if size not in _ONE_SHOT + _THROUGH_SWITCH:
+    if size not in _ONE_SHOT_SIZES + _MULTIMEM_SIZES:
         return f"{size} ranks are not 2, 4 or 8"
     if len(set(hosts)) > 1:
         return "the ranks are on several hosts"

@@ -47,7 +47,7 @@ class ScoredRows:
     num_top: tuple[int, ...]
     indices_P: Tensor
     slots_P: Tensor
-    places_P: Tensor
+    positions_P: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +112,12 @@ class PromptScorer:
             num_top=tuple(wanted_R.tolist()),
             indices_P=put(np.repeat(begin_R, count_R) + within_P),
             slots_P=put(np.repeat(slots_R, count_R)),
-            places_P=put(np.repeat(first_R, count_R) + within_P),
+            positions_P=put(np.repeat(first_R, count_R) + within_P),
         )
 
     def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:
         """The scores of a step, from the hidden states of all its tokens."""
-        ids_P = self._state.tokens_SL[rows.slots_P, rows.places_P].to(torch.int64)
+        ids_P = self._state.tokens_SL[rows.slots_P, rows.positions_P].to(torch.int64)
         num_top = max(1, *rows.num_top)
         slices = [
             score_slice(

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.reference.sampling import MAX_LISTED, TOP_P_ONE
+from kernels.reference.sampling import MAX_LISTED_TOP_K, TOP_P_ONE
 from scheduler.params import Sampling
 from workers.device import Put
 from workers.sampling.shard import Ints, VocabularyShard
@@ -37,7 +37,7 @@ class Filters:
     min_p_limit_R : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
         -log(min_p); infinite where the row has none.
     top_p_bound_R : float32, a gap beyond which top-p keeps no token.
-    listed        : every row has a top-k of at most `MAX_LISTED`.
+    listed        : every row has a top-k of at most `MAX_LISTED_TOP_K`.
     """
 
     top_k_R: Tensor
@@ -421,7 +421,7 @@ def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int
     """The kind of draw that a row needs."""
     if temperature == 0:
         return GREEDY
-    if 0 < top_k <= MAX_LISTED:
+    if 0 < top_k <= MAX_LISTED_TOP_K:
         return LISTED
     return PLAIN if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf else DESCENDED
 

@@ -17,8 +17,8 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
-from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.api.admission import ApiLimits
+from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.client.allocator import return_large_blocks
 from configs.paths import CHECKOUT
 from scheduler.messages import Request

@@ -20,10 +20,10 @@ from typing import Any
 import uvicorn
 
 from cluster.api.access import Access
+from cluster.api.admission import ApiLimits
 from cluster.api.app import Api
 from cluster.api.connections import server_config
 from cluster.api.endpoints import Served
-from cluster.api.admission import ApiLimits
 from cluster.client.client import Client
 from cluster.client.news import News
 from cluster.client.outputs import Generation, OutputFollower

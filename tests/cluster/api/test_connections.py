@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster.api.connections import BoundedProtocol
 from cluster.api.admission import ApiLimits
+from cluster.api.connections import BoundedProtocol
 from tests.cluster.api.scripted import Server, serve, wait_until
 
 SHORT_S = 0.3
@@ -30,7 +30,7 @@ def server() -> Iterator[Server]:
         limits = ApiLimits(
             body_time_s=SHORT_S,
             body_pause_s=SHORT_S,
-            max_bodies_bytes=100_000,
+            max_total_body_bytes=100_000,
             small_body_bytes=20_000,
         )
         with serve(limits=limits) as running:

@@ -13,7 +13,7 @@ from cluster.api.messages.schema import MessagesRequest
 from cluster.api.reading import count_json, read
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import ChatRequest, CompletionRequest, Model
-from scheduler.bounds import FIELDS, JSON, most
+from scheduler.bounds import FIELD_BOUNDS, JSON_BOUNDS, most
 from scheduler.errors import RequestError
 
 USER = {"role": "user", "content": "Hi"}
@@ -132,7 +132,7 @@ def test_what_texts_contain_is_not_counted_wherever_slices_end(
 def test_what_is_too_much_is_named_with_the_bound(
     model: type[Model], fields: dict[str, Any], name: str, place: str
 ) -> None:
-    limit = (FIELDS.get(name) or JSON[name]).most
+    limit = (FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]).most
     with pytest.raises(RequestError, match=rf"^{place}.* are too many; at most {limit} are"):
         read(model, json.dumps(fields).encode())
 

@@ -17,13 +17,13 @@ NUM_OUTPUTS = 4
 def written_now(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What is written without a turn."""
     parts: list[bytes] = []
-    write = Exchange.event_now
+    write = Exchange.send_event_nowait
 
     def note(exchange: Exchange, data: bytes) -> None:
         parts.append(data)
         write(exchange, data)
 
-    monkeypatch.setattr(Exchange, "event_now", note)
+    monkeypatch.setattr(Exchange, "send_event_nowait", note)
     return parts
 
 

@@ -21,9 +21,9 @@ import pytest
 from cluster.engine import driver as driver_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
-from cluster.scheduler_limits import limits_of
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
+from cluster.scheduler_limits import limits_of
 from scheduler.errors import (
     EaglerayError,
     EngineDeadError,

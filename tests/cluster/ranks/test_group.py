@@ -300,7 +300,7 @@ class UnlikeRankActor(SeeingRankActor):
     """Reports a processor that no other rank has."""
 
     def _look(self, *args: Any) -> WorkerReport:
-        return dataclasses.replace(super()._look(*args), processor=f"chip {self._rank}")
+        return dataclasses.replace(super()._look(*args), compute_platform=f"chip {self._rank}")
 
 
 @pytest.mark.parametrize("actor", [SeeingRankActor, UnlikeRankActor])

@@ -21,11 +21,11 @@ from cluster.ranks import processes
 from cluster.ranks.processes import (
     ProcessId,
     _start_ticks,
-    describe_here,
+    describe_local_process,
     end_here,
     end_marked_here,
     is_stopped_here,
-    marked_here,
+    marked_local_pids,
     on_this_node,
     watch_here,
 )
@@ -147,24 +147,24 @@ def test_a_mark_finds_the_processes_of_one_engine(
     marked: tuple[subprocess.Popen[str], ProcessId],
 ) -> None:
     process, _ = marked
-    assert marked_here(MARK) == [process.pid]
-    assert marked_here("of-another") == []
+    assert marked_local_pids(MARK) == [process.pid]
+    assert marked_local_pids("of-another") == []
     end_marked_here(MARK)
     assert command_of(process.pid) is None
 
 
 def test_a_process_says_where_it_is(marked: tuple[subprocess.Popen[str], ProcessId]) -> None:
     process, process_id = marked
-    wait_until(lambda: describe_here(process_id).startswith("state S"), "it to sleep")
-    said = describe_here(process_id)
+    wait_until(lambda: describe_local_process(process_id).startswith("state S"), "it to sleep")
+    said = describe_local_process(process_id)
     assert said.startswith("state S (sleeping)") and "in where_it_sleeps" in said
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(0.05)
-    said = describe_here(process_id)
+    said = describe_local_process(process_id)
     assert said.startswith("state T (stopped)") and "it wrote no stacks" in said
     process.kill()
     process.wait()
-    assert describe_here(process_id) == "it is gone"
+    assert describe_local_process(process_id) == "it is gone"
 
 
 def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
@@ -172,5 +172,5 @@ def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
 ) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    monkeypatch.setattr(processes, "marked_here", lambda engine_id: [gone.pid])
+    monkeypatch.setattr(processes, "marked_local_pids", lambda engine_id: [gone.pid])
     end_marked_here(MARK)

@@ -33,7 +33,7 @@ import ray
 from benchmarks.common import machine
 from cluster import LLM
 from cluster.engine import start
-from cluster.ranks.processes import ProcessId, marked_here
+from cluster.ranks.processes import ProcessId, marked_local_pids
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of
@@ -269,7 +269,7 @@ def holdings(llm: LLM) -> dict[str, int]:
     """What must be the same after any number of recoveries."""
     stats = llm.stats()
     return {
-        "processes": len(marked_here(llm._engine._owner._engine_id)),
+        "processes": len(marked_local_pids(llm._engine._owner._engine_id)),
         "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),

@@ -143,7 +143,7 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     """
     port = free_port()
     engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
-    config = ServeConfig(engine=engine, listen=("127.0.0.1", port))
+    config = ServeConfig(engine=engine, listen_address=("127.0.0.1", port))
     others = processes("ray::RankActor")
     serve.run(application(config), name="direct", route_prefix="/direct")
     streams = Streams(f"http://127.0.0.1:{port}")

@@ -38,7 +38,9 @@ class SlowLoad:
         """Start it. One engine listens itself, several answer through Ray Serve's proxy."""
         address = ("127.0.0.1", free_port())
         config = ServeConfig(
-            engine=ENGINE, replicas=num_engines, listen=address if num_engines == 1 else None
+            engine=ENGINE,
+            replicas=num_engines,
+            listen_address=address if num_engines == 1 else None,
         )
         self.url = f"http://127.0.0.1:{address[1]}" if num_engines == 1 else f"{serve_url}/{name}"
         self._titles = f"ray::ServeReplica:{name}"

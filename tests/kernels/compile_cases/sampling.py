@@ -5,7 +5,7 @@ to 2**18 columns.
 from __future__ import annotations
 
 from kernels.gpu import sampling
-from kernels.reference.sampling import MAX_LISTED
+from kernels.reference.sampling import MAX_LISTED_TOP_K
 from tests.kernels.compile_cases import CompileCase
 
 _ROWS = {"rows_R": "*i64", "max_R": "*fp32", "temperature_R": "*fp32"}
@@ -151,7 +151,7 @@ _MAKE_LIST = CompileCase(
     kernel=sampling._make_list,
     signature={"nearest_RK": "*fp32", "top_k_R": "*i64", "counts_RX": "*i64", "list_RK": "*i64"}
     | {"max_top_k": "i32", "num_blocks": "i32", "WIDTH": "constexpr", "LISTED": "constexpr"},
-    constexprs=_WIDTH | {"LISTED": MAX_LISTED},
+    constexprs=_WIDTH | {"LISTED": MAX_LISTED_TOP_K},
 )
 
 CASES = [
