@@ -73,7 +73,8 @@ def run_apis(args: argparse.Namespace, num_apis: int) -> dict[str, Any]:
     """Microseconds of processor time per token with so many API processes, by kind of process."""
     port = free_port()
     options = [f"--step-ms={args.step_ms}", f"--rows={args.rows}", f"--port={port}"]
-    command = [sys.executable, "-m", "benchmarks.several_apis", *options, f"--apis={num_apis}"]
+    options += [f"--steps-ahead={args.steps_ahead}", f"--apis={num_apis}"]
+    command = [sys.executable, "-m", "benchmarks.several_apis", *options]
     with running(command, port) as session:
         run_chats(port, PROMPT, args.rows, WARM_UP_TOKENS)
         before = _processor_s(session)
@@ -99,10 +100,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--step-ms", type=float, default=20.0)
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=500, help="output tokens per row")
+    parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens per row")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps-ahead", type=int, default=3, help="3, as on GPUs")
     parser.add_argument("--apis", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()

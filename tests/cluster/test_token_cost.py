@@ -1,13 +1,15 @@
-"""The benchmark of a streamed token runs the real engine over ranks that only wait."""
+"""The benchmarks of a streamed token run the real engine over ranks that only wait."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 
 import pytest
 
+from benchmarks.several_apis import run_apis
 from configs.paths import CHECKOUT
 
 pytestmark = pytest.mark.engine
@@ -26,3 +28,10 @@ def test_streams_of_waiting_ranks_are_measured_by_process() -> None:
     line = json.loads(done.stdout)
     assert 0 < line["share_of_device"] <= 1.05
     assert min(line[f"{kind}_us"] for kind in ("api", "driver", "rank")) > 0
+
+
+def test_streams_of_two_api_processes_are_measured_by_process() -> None:
+    args = argparse.Namespace(step_ms=10.0, rows=16, tokens=100, steps_ahead=3)
+    line = run_apis(args, num_apis=2)
+    assert 16 * 50 < line.pop("tokens") <= 16 * 101  # chunks: one begins an answer
+    assert set(line) == {"api", "driver", "rank"} and min(line.values()) > 0
