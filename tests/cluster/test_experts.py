@@ -97,7 +97,8 @@ def test_a_prompt_that_comes_again_is_found_in_the_cache(llm: LLM, model: Any) -
     check_tokens(model, [again])
 
 
-def test_constrained_output_keeps_to_its_schema(llm: LLM) -> None:
+def check_constrained_output(llm: LLM) -> None:
+    """Drawn outputs that end keep to a schema."""
     structure = StructuredOutputs(json=SCHEMA)
     params = [
         SamplingParams(structured_outputs=structure, temperature=1.0, seed=seed, max_tokens=80)
@@ -108,6 +109,10 @@ def test_constrained_output_keeps_to_its_schema(llm: LLM) -> None:
     assert ended, outputs
     for output in ended:
         jsonschema.validate(json.loads(output.text), SCHEMA)
+
+
+def test_constrained_output_keeps_to_its_schema(llm: LLM) -> None:
+    check_constrained_output(llm)
 
 
 def test_the_api_answers_as_a_whole_and_as_a_stream(llm: LLM, model_dir: Path) -> None:
