@@ -358,8 +358,12 @@ def _start_logging(level: str) -> None:
 
 @contextlib.contextmanager
 def _exit_codes() -> Iterator[None]:
-    """Turn our errors into one line and an exit code, and SIGTERM into the same stop as Ctrl-C."""
+    """Turn our errors into one line and an exit code. SIGTERM, and the end of the terminal unless
+    that is ignored (`nohup`), stop a command as Ctrl-C does.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
     try:
         yield
     except ClientError as error:

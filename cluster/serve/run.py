@@ -2,7 +2,7 @@
 nothing behind.
 
 The configuration, checkpoint, port, resources and name are checked before Serve starts. What
-SIGTERM or Ctrl-C does:
+SIGTERM, Ctrl-C or the end of the terminal does:
 
 while it starts               everything ends at once
 the first time it serves      new requests get 503, running ones finish, then it ends
@@ -85,7 +85,7 @@ def run_serve(job: ServeJob) -> None:
 
 
 class _SignalHandler:
-    """The effect of SIGTERM and SIGINT: see the table at the top."""
+    """The effect of a signal: see the table at the top."""
 
     def __init__(self) -> None:
         self.is_serving = False
@@ -249,11 +249,12 @@ def _check_names(job: ServeJob) -> None:
 
 @contextmanager
 def _handled_signals() -> Iterator[_SignalHandler]:
-    """Handlers of SIGTERM and SIGINT for the block."""
+    """Handlers of SIGTERM, SIGINT and, unless it is ignored, SIGHUP for the block."""
     signal_handler = _SignalHandler()
     previous_handlers = {
         signal_number: signal.signal(signal_number, signal_handler.handle)
-        for signal_number in (signal.SIGTERM, signal.SIGINT)
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        if signal.getsignal(signal_number) is not signal.SIG_IGN
     }
     try:
         yield signal_handler

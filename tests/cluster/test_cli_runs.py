@@ -100,7 +100,7 @@ def endless(tmp_path: Path) -> Path:
     return write_requests(tmp_path / "endless.jsonl", lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
     small_model: SmallModel, endless: Path, number: signal.Signals
 ) -> None:
