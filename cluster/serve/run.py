@@ -251,13 +251,12 @@ def _check_names(job: ServeJob) -> None:
 def _handled_signals() -> Iterator[_SignalHandler]:
     """Handlers of SIGTERM, SIGINT and, unless it is ignored, SIGHUP for the block."""
     signal_handler = _SignalHandler()
-    previous_handlers = {
-        signal_number: signal.signal(signal_number, signal_handler.handle)
-        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        if signal.getsignal(signal_number) is not signal.SIG_IGN
-    }
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    previous_handlers = {number: signal.signal(number, signal_handler.handle) for number in numbers}
     try:
         yield signal_handler
     finally:
-        for signal_number, handler in previous_handlers.items():
-            signal.signal(signal_number, handler)
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
