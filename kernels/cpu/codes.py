@@ -182,20 +182,23 @@ def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
     numbers, which are not subnormal there, are looked up.
     """
 
-    def constant(number: int) -> Any:
-        return _HALVES([number] * (2 * LANES))
+    def masked(halves: Any, mask: int) -> Any:
+        return builder.and_(halves, _HALVES([mask] * (2 * LANES)))
+
+    def moved(bits: int) -> Any:
+        """The codes, so many bits to the left."""
+        move = builder.shl if bits > 0 else builder.lshr
+        return move(codes, _HALVES([abs(bits)] * (2 * LANES))) if bits else codes
 
     codes = builder.bitcast(words, _HALVES)
-    shifted = builder.lshr(codes, constant(shift)) if shift else codes
-    magnitudes = builder.and_(shifted, constant(0x7F))
-    moved = builder.add(builder.shl(magnitudes, constant(4)), constant((127 - 7 - 8) << 7))
+    bias = _HALVES([(127 - 7 - 8) << 7] * (2 * LANES))
+    normal = builder.or_(masked(moved(4 - shift), 0x7F << 4), bias)
     small = np.arange(2 * LANES, dtype=np.float32) / np.float32(2**9 * E4M3_UNIT)
     table = _HALVES((small.view(np.uint32) >> 16).tolist())
-    looked_up = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, magnitudes)
-    is_small = builder.icmp_unsigned("<", magnitudes, constant(8))
-    numbers = builder.select(is_small, looked_up, moved)
-    signs = builder.shl(codes, constant(8 - shift)) if shift < 8 else codes
-    return builder.or_(numbers, builder.and_(signs, constant(0x8000)))
+    subnormal = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, moved(-shift))
+    is_subnormal = builder.icmp_unsigned("==", masked(codes, 0x78 << shift), _HALVES(None))
+    magnitudes = builder.select(is_subnormal, subnormal, normal)
+    return builder.or_(magnitudes, masked(moved(8 - shift), 0x8000))
 
 
 def _e4m3_floats(builder: Any, shift: int, words: Any) -> Any:
