@@ -69,17 +69,16 @@ class CpuGrouped:
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """The weight in panels: int32 words [N, W, P], zero points and scales [N, G, P]."""
-        words_YW, zeros_YG, scale_YG = weight.words_YW, weight.zeros_YG, weight.scale_YG
+        words_NWP = _in_panels(weight.words_YW.view(torch.int32))
+        scale_NGP = _in_panels(weight.scale_YG)
         if self._is_e4m3:
-            order = [E4M3_SHIFTS.index(8 * byte) for byte in range(len(E4M3_SHIFTS))]
-            words_YW = (
-                words_YW.unflatten(1, (-1, len(order)))[:, :, order].flatten(1).view(torch.int32)
-            )
-            scale_YG = scale_YG * E4M3_UNIT
+            scale_NGP *= E4M3_UNIT
+            for bytes_WP4 in words_NWP.view(torch.uint8).unflatten(2, (PANEL, -1)):
+                bytes_WP4[:, :, 1:3] = bytes_WP4[:, :, 1:3].flip(2)  # see `E4M3_SHIFTS`
         return GroupedCodes(
-            words_YW=_in_panels(words_YW),
-            zeros_YG=None if zeros_YG is None else _in_panels(zeros_YG),
-            scale_YG=_in_panels(scale_YG),
+            words_YW=words_NWP,
+            zeros_YG=None if weight.zeros_YG is None else _in_panels(weight.zeros_YG),
+            scale_YG=scale_NGP,
             num_rows=weight.num_rows,
         )
 

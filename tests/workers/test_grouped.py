@@ -4,6 +4,7 @@ with the values that are stored, at every tensor-parallel size.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -55,6 +56,11 @@ from workers.parallel.group import TensorParallelGroup
 SHAPE = Shape(name="four_bits", hidden=128, intermediate=640, heads=4, kv_heads=2, head_dim=32)
 TIED = Shape(
     name="tied_odd_vocabulary", hidden=128, intermediate=256, head_dim=32, vocab=1003, tied=True
+)
+WITH_EXPERTS = Shape(
+    name="experts",
+    hidden=128,
+    extra={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 )
 FORMATS: dict[str, Any] = {
     "awq_128": (awq(128), draw_awq(128, torch.float16)),
@@ -290,7 +296,17 @@ def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedCo
 
 
 def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
-    """Groups in another order, 8 bits, other devices, and where other codes are asked for."""
+    """Groups in another order, 8 bits, rows of half a word, experts, other devices, and where other
+    codes are asked for.
+    """
+    stored_model(tmp_path, "float_channel", Shape(name="narrow", intermediate=102))
+    assert resolved(tmp_path).quantization is None
+    for name in ("awq_128", "fp8_bfloat16"):
+        make_checkpoint(tmp_path, WITH_EXPERTS)
+        raw = json.loads((tmp_path / "config.json").read_text())
+        raw["quantization_config"] = FORMATS[name][0]
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        assert resolved(tmp_path).quantization is None
     model = make_checkpoint(tmp_path, SHAPE)
     pack_checkpoint(tmp_path, model, bits=4, group_size=64, ordered=False)
     assert resolved(tmp_path).quantization is None
