@@ -72,7 +72,8 @@ def widened(weight: GroupedCodes) -> Tensor:
         codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
         numbers_YGX = codes_YX.unflatten(1, groups) - weight.zeros_YG.unsqueeze(2)
     scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)
-    return (numbers_YGX.to(torch.float32) * scale_YG1).flatten(1)
+    values_YGX: Tensor = numbers_YGX.to(torch.float32) * scale_YG1
+    return values_YGX.flatten(1)
 
 
 class ReferenceGrouped:

@@ -49,7 +49,7 @@ from workers.configuration import resolve
 from workers.memory.weights import adopt_weights, keep_weights
 from workers.models.loader import kept_quantization, load_weights
 from workers.models.qwen3 import Qwen3
-from workers.models.weights import GroupedWeight, WeightSlice
+from workers.models.weights import GroupedWeight, WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
 
 # 4 ranks cut the MLP within groups of 128, and heads within those of 64.
@@ -131,8 +131,8 @@ def test_codes_that_are_kept_stand_for_the_stored_values(
     """To the bit, on every rank; e4m3 numbers times their scales rounded to float32."""
     weights = stored_model(tmp_path, name).state_dict()
     for rank in range(size):
-        pieces = loaded_model(tmp_path, rank, size, packs=False).slices()
-        pieces = [piece for piece in pieces if piece.has_groups]
+        model = loaded_model(tmp_path, rank, size, packs=False)
+        pieces = [piece for piece in model.slices() if piece.has_groups]
         assert len(pieces) == 7 * SHAPE.layers
         for piece in pieces:
             values = widened(codes_of(piece))
@@ -276,6 +276,24 @@ def test_the_largest_number_of_a_block_becomes_the_largest_code() -> None:
             assert step == pytest.approx(float(block.abs().max()) / MAX_FP8, rel=1e-6)
             nearest = (block / step).to(torch.float8_e4m3fn)
             assert torch.equal(codes[rows, inputs], nearest.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", [INT4, FP8])
+def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
+    """Whatever was in the memory, codes that are not numbers too."""
+    matrix = WeightFormat(
+        kernels=CPU_KERNELS,
+        dtype=torch.float32,
+        weight_dtype=torch.float32,
+        device=torch.device("cpu"),
+        quantization=computed_quantization(form),
+    ).vocabulary_matrix(8, 128)
+    assert isinstance(matrix, GroupedWeight)
+    matrix.weight.words_YW.fill_(0x7F)
+    matrix.weight.scale_YG.fill_(1)
+    matrix.zero(4)
+    assert not matrix.rows(torch.arange(4, 8)).any()
+    assert matrix.rows(torch.arange(4)).any()
 
 
 @pytest.mark.parametrize(
