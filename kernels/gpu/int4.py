@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import Int4Weight
-from kernels.reference.int4 import SHIFTS
+from kernels.reference.int4 import CODES_PER_WORD, shifts_on
 
 # Above it, products in registers cost more than writing the codes once in 16 bits: each program
 # reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
@@ -91,7 +91,7 @@ class TritonInt4:
         groups that `_held_group_size` gives; no other zero points.
         """
         num_groups = weight.zeros_YG.shape[1]
-        group_size = len(SHIFTS) * weight.words_YW.shape[1] // num_groups
+        group_size = CODES_PER_WORD * weight.words_YW.shape[1] // num_groups
         repeats = 1 if num_groups == 1 else group_size // _held_group_size(group_size)
         scale_YG = weight.scale_YG.to(torch.float32).view(torch.int32) | weight.zeros_YG
         return Int4Weight(
@@ -129,8 +129,8 @@ def _group_size(weight: Int4Weight, size_in: int) -> int:
 
 def _in_blocks(words_YW: Tensor) -> Tensor:
     """int16 [Y, H]; the last block is filled with zeros."""
-    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=words_YW.device)
-    num_blocks = triton.cdiv(words_YW.shape[1] * len(SHIFTS), _BLOCK)
+    shifts = shifts_on(words_YW.device)
+    num_blocks = triton.cdiv(words_YW.shape[1] * CODES_PER_WORD, _BLOCK)
     halves_YH = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK, dtype=torch.int16)
     for first in range(0, len(words_YW), _PACKED_ROWS):
         rows = slice(first, first + _PACKED_ROWS)
@@ -249,9 +249,9 @@ def _scale_and_zero(words):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _differences(
+def _differences(  # type: ignore[no-untyped-def]
     halves, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """code - zero of one subblock, [features, 32], exactly; zeros are int32, [features]."""
     if WIDENING == "pairs":
         if dtype == tl.bfloat16:

@@ -22,6 +22,12 @@ MAX_CODE, MIDDLE = 15, 8
 _SMALLEST_STEP = 1e-30  # of groups of zeros
 
 
+def shifts_on(device: torch.device) -> Tensor:
+    """`SHIFTS`, int32, computed there: a copy from the host could be no part of a CUDA graph."""
+    place = torch.arange(CODES_PER_WORD, dtype=torch.int32, device=device)
+    return place % 2 * 16 + place // 2 * 4
+
+
 def pack_codes(codes_YX: Tensor) -> Tensor:
     """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
     codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(SHIFTS)))
@@ -46,7 +52,7 @@ def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor,
 
 def widened(weight: Int4Weight) -> Tensor:
     """The values in float32, [Y, X], exactly, of a weight that is not packed."""
-    shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=weight.words_YW.device)
+    shifts = shifts_on(weight.words_YW.device)
     codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & 15).flatten(1)
     group_size = codes_YX.shape[1] // weight.zeros_YG.shape[1]
     zeros_YX, scale_YX = (

@@ -167,8 +167,8 @@ def run_ptx(program: str, dtype: torch.dtype, word: int, offset: int) -> tuple[f
             )
         else:
             assert name == {torch.bfloat16: "fma.rn.bf16x2", torch.float16: "fma.rn.f16x2"}[dtype]
-            a, b, c = (numbers_of(bits, dtype).double() for bits in numbers)
-            registers[target] = bits_of((a * b + c).to(dtype))
+            x, y, z = (numbers_of(bits, dtype).double() for bits in numbers)
+            registers[target] = bits_of((x * y + z).to(dtype))
     low, high = numbers_of(registers["$0"], dtype).tolist()
     return low, high
 

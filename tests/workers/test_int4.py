@@ -212,7 +212,7 @@ def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedCo
 
 
 def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
-    """Groups in another order, 8 bits, other devices, and where other codes are asked for."""
+    """Groups in another order, 8 bits, and where other codes are asked for."""
     model = make_checkpoint(tmp_path, SHAPE)
     pack_checkpoint(tmp_path, model, bits=4, group_size=64, ordered=False)
     assert resolved(tmp_path).quantization is None
@@ -221,10 +221,18 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
     assert resolved(tmp_path).quantization is None
     stored_model(tmp_path, "pack_32")
     assert resolved(tmp_path).quantization is not None
-    assert resolved(tmp_path, "cuda").quantization is None
-    assert resolved(tmp_path, "cuda", attention_backend="reference").quantization is None
     from_user = resolved(tmp_path, quantization="int8").quantization
     assert from_user == Quantization(stored=False, vocabulary=True)
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_4_bits_are_kept_on_gpus_too(tmp_path: Path, name: str) -> None:
+    stored_model(tmp_path, "pack_32")
+    quantization = resolved(tmp_path, "cuda", attention_backend=name).quantization
+    assert quantization is not None and quantization.name == INT4 and quantization.stored
+    make_checkpoint(tmp_path, SHAPE)
+    options = {"attention_backend": name, "quantization": INT4}
+    assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(INT4)
 
 
 def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
