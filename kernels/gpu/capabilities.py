@@ -1,4 +1,4 @@
-"""What the Triton backend can do, and in part all GPU backends. Imports neither torch nor Triton."""
+"""What the Triton backend can do, and all GPU backends. Imports neither torch nor Triton."""
 
 from kernels.interface import Capabilities
 

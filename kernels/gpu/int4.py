@@ -1,14 +1,14 @@
 """Products with weights of 4-bit codes on a GPU, in Triton: codes stay in 4 bits in memory.
 
-Up to `MAX_FUSED_ROWS` rows of x, `_multiply` reads each code once for every tile of rows, widens it
-in registers and multiplies there; the matrix units see code - zero, a whole number that every dtype
-holds exactly. Sums of a group of inputs are multiplied by its scale in float32. Where the output
-features alone make too few programs, each sums a part of the inputs, and `_add_parts` adds the
-parts up in their order: no result depends on which program was first.
+Up to `MAX_FUSED_ROWS` rows of x, `_multiply_codes` reads each code once for every tile of rows,
+widens it in registers and multiplies there; the matrix units see code - zero, a whole number that
+every dtype holds exactly. Sums of a group of inputs are multiplied by its scale in float32. Where
+the output features alone make too few programs, each sums a part of the inputs, and `_add_parts`
+adds the parts up in their order: no result depends on which program was first.
 
-Of more rows, products are bound by the matrix units, not by reading: `_widen` writes a tile of
-features, rounded to the dtype of x, into memory that the next tile uses again and that mostly stays
-in the second-level cache, and torch multiplies it.
+Of more rows, products are bound by the matrix units, not by reading: `_widen_codes` writes a tile
+of features, rounded to the dtype of x, into memory that the next tile uses again and that mostly
+stays in the second-level cache, and torch multiplies it.
 
 A packed weight has blocks of 128 inputs. Half word h of a block holds codes of the inputs h, 32 +
 h, 64 + h and 96 + h, from the lowest bits on: so shifting a tile of half words gives 32 consecutive
@@ -160,7 +160,7 @@ def _multiply_in_registers(
     sums_PTY = out_TY
     if num_parts > 1:
         sums_PTY = out_TY.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
-    _multiply[(triton.cdiv(num_rows, tiles.rows) * num_panels * num_parts,)](
+    _multiply_codes[(triton.cdiv(num_rows, tiles.rows) * num_panels * num_parts,)](
         *(x_TX, weight.words_YW, weight.scale_YG),
         bias_Y if num_parts == 1 else None,
         sums_PTY,
@@ -201,7 +201,7 @@ def _multiply_widened(
     for first in range(0, size_out, tile_features):
         features = slice(first, min(first + tile_features, size_out))
         num_features = features.stop - first
-        _widen[(triton.cdiv(num_features, _WIDENED_FEATURES) * num_blocks,)](
+        _widen_codes[(triton.cdiv(num_features, _WIDENED_FEATURES) * num_blocks,)](
             *(weight.words_YW, weight.scale_YG, tile_YX),
             *(first, num_features, size_in, size_out, num_blocks),
             GROUP=min(group_size, _BLOCK),
@@ -281,7 +281,7 @@ def _differences(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "blocks_per_part", "blocks_per_group"])
-def _multiply(  # type: ignore[no-untyped-def]
+def _multiply_codes(  # type: ignore[no-untyped-def]
     x_TX,
     halves_YH,
     scale_GY,
@@ -351,7 +351,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["first", "num_features", "num_blocks"])
-def _widen(  # type: ignore[no-untyped-def]
+def _widen_codes(  # type: ignore[no-untyped-def]
     halves_YH,
     scale_GY,
     out_YX,

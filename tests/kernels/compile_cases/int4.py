@@ -31,7 +31,7 @@ def _multiply(
     signature = {"x_TX": f"*{dtype}"} | _WEIGHT | {"bias_Y": "constexpr"}
     return CompileCase(
         name=f"int4-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
-        kernel=int4._multiply,
+        kernel=int4._multiply_codes,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         signature=signature | out | sizes | parts | dict.fromkeys(constants, "constexpr"),
@@ -60,7 +60,7 @@ def _widen(group_size: int, dtype: str = "bf16") -> CompileCase:
     sizes = {"first": "i32", "num_features": "i32", "size_in": "i32:16", "size_out": "i32:16"}
     return CompileCase(
         name=f"int4-widen-{group_size}-{dtype}",
-        kernel=int4._widen,
+        kernel=int4._widen_codes,
         signature=_WEIGHT
         | {"out_YX": f"*{dtype}"}
         | sizes
