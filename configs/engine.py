@@ -78,8 +78,9 @@ class EngineConfig:
         None,
         help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
         " exact. int4: weights in 4 bits, rounded in groups of 128 inputs, on CPUs and GPUs, the"
-        " fastest for few rows and the least exact. Checkpoints of 4 bits, and those of compressed-tensors in"
-        " the format of int8, are read as they are, others as the values that they store.",
+        " fastest for few rows and the least exact. Checkpoints of 4 bits, and those of"
+        " compressed-tensors in the format of int8, are read as they are, others as the values that"
+        " they store.",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
