@@ -184,14 +184,14 @@ def _quantization(
         kept = stored_quantization(model.stored, sizes_in)
     if kept is not None and kept.name != INT8:
         # Otherwise the codes are unpacked, on any backend.
-        is_possible = _can_hold(kept.name, device, backend) and model.experts is None
+        is_possible = kept.name in backend.quantizations and model.experts is None
         kept = kept if is_possible and asked in (None, kept.name) else None
     quantization = kept
     if quantization is None and asked is not None:
         quantization = computed_quantization(asked)
     if quantization is None:
         return None
-    if not _can_hold(quantization.name, device, backend):
+    if quantization.name not in backend.quantizations:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
             f" backend {backend.name!r}; the kernel backends that can here are"
@@ -205,11 +205,6 @@ def _quantization(
             f" {quantization.inputs_per_word}. Choose a smaller tensor_parallel_size, or 'int8'"
         )
     return quantization
-
-
-def _can_hold(quantization: str, device: str, backend: Capabilities) -> bool:
-    """Codes in groups are for CPUs, also where the reference backend runs on a GPU."""
-    return quantization in backend.quantizations and (quantization == INT8 or device == "cpu")
 
 
 def _kv_cache_dtype(engine_config: EngineConfig, dtype: str, backend: Capabilities) -> str:

@@ -9,6 +9,7 @@ from kernels.gpu.capabilities import TRITON
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
+from kernels.gpu.int4 import TritonInt4
 from kernels.interface import (
     Capabilities,
     ExpertKernels,
@@ -28,7 +29,7 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
-    int4: GroupedKernels | None = None
+    int4: GroupedKernels | None = TritonInt4()
     fp8: GroupedKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)

@@ -25,6 +25,12 @@ BLOCK_ROWS = 128  # that share scales where e4m3 numbers are computed
 _SMALLEST_STEP = 1e-30  # of groups of zeros
 
 
+def shifts_on(device: torch.device) -> Tensor:
+    """`SHIFTS`, int32, computed there: a copy from the host could be no part of a CUDA graph."""
+    place = torch.arange(CODES_PER_WORD, dtype=torch.int32, device=device)
+    return place % 2 * 16 + place // 2 * 4
+
+
 def pack_codes(codes_YX: Tensor) -> Tensor:
     """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
     codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(SHIFTS)))
@@ -68,7 +74,7 @@ def widened(weight: GroupedCodes) -> Tensor:
     if weight.zeros_YG is None:
         numbers_YGX = from_fp8(weight.words_YW).unflatten(1, groups)
     else:
-        shifts = torch.tensor(SHIFTS, dtype=torch.int32, device=weight.words_YW.device)
+        shifts = shifts_on(weight.words_YW.device)
         codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
         numbers_YGX = codes_YX.unflatten(1, groups) - weight.zeros_YG.unsqueeze(2)
     scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)

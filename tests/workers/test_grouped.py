@@ -314,8 +314,8 @@ def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedCo
 
 
 def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
-    """Groups in another order, 8 bits, rows of half a word, experts, other devices, and where other
-    codes are asked for.
+    """Groups in another order, 8 bits, rows of half a word, experts, GPUs without kernels, and
+    where other codes are asked for.
     """
     stored_model(tmp_path, "float_channel", Shape(name="narrow", intermediate=102))
     assert resolved(tmp_path).quantization is None
@@ -334,10 +334,19 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
     for name in ("pack_32", "fp8_bfloat16"):
         stored_model(tmp_path, name)
         assert resolved(tmp_path).quantization is not None
-        assert resolved(tmp_path, "cuda").quantization is None
-        assert resolved(tmp_path, "cuda", attention_backend="reference").quantization is None
         from_user = resolved(tmp_path, quantization="int8").quantization
         assert from_user == Quantization(stored=False, vocabulary=True)
+    assert resolved(tmp_path, "cuda", attention_backend="triton").quantization is None
+
+
+@pytest.mark.parametrize("name", ["triton", "reference"])
+def test_4_bits_are_kept_on_gpus_too(tmp_path: Path, name: str) -> None:
+    stored_model(tmp_path, "pack_32")
+    quantization = resolved(tmp_path, "cuda", attention_backend=name).quantization
+    assert quantization is not None and quantization.name == INT4 and quantization.stored
+    make_checkpoint(tmp_path, SHAPE)
+    options = {"attention_backend": name, "quantization": INT4}
+    assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(INT4)
 
 
 @pytest.mark.parametrize(("name", "bits"), [("pack_32", 4), ("float_channel", 8)])
