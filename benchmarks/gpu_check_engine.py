@@ -27,6 +27,7 @@ from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
+from kernels.reference.grouped import MIDDLE
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
@@ -173,7 +174,13 @@ def blocks_for(check: Check, backend: str, lengths: Iterable[int]) -> int:
 
 def near_zero(piece: WeightSlice) -> None:
     """Weights for measuring time: logits are nearly flat, so that sampling skips nothing."""
-    piece.target.uniform_(-0.05, 0.05)
+    if piece.zeros is None:
+        piece.target.uniform_(-0.05, 0.05)
+        return
+    assert piece.scale is not None
+    piece.target.random_()
+    piece.zeros.fill_(MIDDLE)
+    piece.scale.fill_(0.05 / MIDDLE)
 
 
 def wide(piece: WeightSlice) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_check_attention import attention
 from benchmarks.gpu_check_common import Check, Row
+from benchmarks.gpu_check_int4 import int4_numerics
 from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference import sampling as SAMPLING_REFERENCE
@@ -44,11 +45,18 @@ def families(backends: Iterable[str]) -> dict[str, Callable[[Check], None]]:
         "store": lambda check: store(check, check.backends["triton"]),
         **{f"attention {name}": partial(_attention_of_backend, name) for name in backends},
         "sampling": lambda check: sampling(check, check.backends["triton"].sampling),
+        "int4": _int4,
     }
 
 
 def _attention_of_backend(name: str, check: Check) -> None:
     attention(check, name, check.backends[name])
+
+
+def _int4(check: Check) -> None:
+    kernels = check.backends["triton"].int4
+    assert kernels is not None
+    int4_numerics(check, kernels)
 
 
 def elementwise(check: Check, kernels: Kernels) -> None:

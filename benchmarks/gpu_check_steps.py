@@ -33,6 +33,7 @@ from benchmarks.gpu_check_engine import (
     run_all,
 )
 from configs.model import ModelConfig
+from configs.quantization import INT4
 from scheduler.engine import Engine
 from workers.roofline import active_layer_parameters, floor_s, works_of
 
@@ -43,6 +44,7 @@ CONTEXT = 512
 FP8 = "fp8_e4m3"
 # With a cache of 8-bit numbers; with few rows the weights are nearly all that is read.
 FP8_BATCHES = (64, 256)
+INT4_BATCHES = (1, 16, 64)
 # Tokens of a prefill step: prompts, and the length of each.
 PREFILLS = ((1, 2048), (4, 2048))
 
@@ -56,8 +58,8 @@ def shapes_of(check: Check) -> dict[str, dict[str, Any]]:
 
 
 def decode_steps(check: Check) -> None:
-    """Run the section: graphs first, and then, for 0.6B, over a cache of 8-bit numbers; eager
-    steps last.
+    """Run the section: graphs first, and then, for 0.6B, over a cache of 8-bit numbers, and, for
+    8B, with weights of 4 bits; eager steps last.
     """
     shapes, batches = shapes_of(check), (2,) if check.small else BATCHES
     if check.on_gpu:
@@ -68,6 +70,10 @@ def decode_steps(check: Check) -> None:
         label = f"{smaller} graph, {FP8} cache"
         of_fp8 = batches if check.small else FP8_BATCHES
         start = partial(_decode_steps, check, raw, label, of_fp8, kv_cache_dtype=FP8)
+        check.add(label, start)
+        larger, raw = next(iter(shapes.items()))
+        label = f"{larger} graph, {INT4}"
+        start = partial(_decode_steps, check, raw, label, INT4_BATCHES, quantization=INT4)
         check.add(label, start)
     else:
         check.add("graphs", lambda: NO_GRAPHS)
@@ -157,7 +163,10 @@ _KINDS = {
         *("_target_weight", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
     ),
     "elementwise": ("_rms_norm", "_qk_norm_rope_store", "_silu_and_mul"),
-    "products": ("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "splitK"),
+    "products": (
+        *("gemm", "gemv", "cutlass", "nvjet", "xmma", "cublas", "splitK"),
+        *("_multiply_codes", "_add_parts", "_widen_codes"),
+    ),
 }
 
 
@@ -199,7 +208,8 @@ def decode_step(
     weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     kv_row *= 1 if config.kv_cache_dtype == FP8 else 2  # bytes
-    floor_us = check.floor_us(2 * weights + batch * context * kv_row, 2 * weights * batch)
+    weight_bytes = weights * (config.quantization.bytes_per_weight if config.quantization else 2)
+    floor_us = check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch)
     floor_ms = floor_us / size / 1000
     return {
         "ms": rounded(ms),

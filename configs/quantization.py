@@ -4,6 +4,7 @@
   token as they come.
 - "int4": 4-bit codes with a scale and a zero point per group of inputs, widened as they are
   multiplied; as a checkpoint stores them, or rounded to the nearest.
+- "fp8": e4m3 numbers with a scale per group of inputs, otherwise like "int4".
 
 How checkpoints store matrices is in `configs/formats/`.
 """
@@ -15,18 +16,18 @@ from dataclasses import dataclass
 
 from configs.formats.stored import BFLOAT16, WORDS, StoredFormat
 
-INT8, INT4 = "int8", "int4"
-QUANTIZATIONS = (INT8, INT4)
+INT8, INT4, FP8 = "int8", "int4", "fp8"
+QUANTIZATIONS = (INT8, INT4, FP8)
 _GROUP_SIZE = 128  # of codes that are computed while weights are loaded
-_INPUTS_PER_WORD = 8
+_INPUTS_PER_WORD = {INT8: 1, INT4: 8, FP8: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:
     """The matrices of the decoder layers are codes. stored: the checkpoint holds codes; otherwise
     they are computed as weights are loaded. vocabulary: embedding and head are codes as well.
-    group_size: of "int4", inputs that share a scale, -1 for all. scale_dtype: of "int4", spelled as
-    in safetensors.
+    group_size: of "int4" and "fp8", inputs that share a scale, -1 for all. scale_dtype: of "int4",
+    spelled as in safetensors; "fp8" has float32.
     """
 
     stored: bool
@@ -44,14 +45,18 @@ class Quantization:
     def fits(self, sizes_in: tuple[int, ...]) -> bool:
         """Whether matrices of so many inputs can be held: groups are whole words."""
         held = (self.held_group_size(size) for size in sizes_in)
-        return self.name == INT8 or all(size % _INPUTS_PER_WORD == 0 for size in held)
+        return all(size % self.inputs_per_word == 0 for size in held)
+
+    @property
+    def inputs_per_word(self) -> int:
+        """A group is a multiple of so many inputs."""
+        return _INPUTS_PER_WORD[self.name]
 
     @property
     def bytes_per_weight(self) -> float:
         """With the scales and zero points of groups."""
-        return (
-            1.0 if self.name == INT8 else 0.5 + (3 / self.group_size if self.group_size > 0 else 0)
-        )
+        of_code, of_group = {INT8: (1.0, 0), INT4: (0.5, 3), FP8: (1.0, 4)}[self.name]
+        return of_code + (of_group / self.group_size if self.group_size > 0 else 0)
 
 
 def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quantization | None:
@@ -60,15 +65,17 @@ def stored_quantization(stored: StoredFormat, sizes_in: tuple[int, ...]) -> Quan
     """
     if stored.is_int8:
         return Quantization(stored=True, vocabulary=False)
-    if stored.dtype != WORDS or stored.bits != 4 or stored.index is not None:
+    is_int4 = stored.dtype == WORDS and stored.bits == 4 and stored.index is None
+    if not is_int4 and not stored.is_fp8:
         return None
+    name = FP8 if stored.is_fp8 else INT4
     quantization = Quantization(
-        stored=True, vocabulary=False, name=INT4, group_size=stored.group_size
+        stored=True, vocabulary=False, name=name, group_size=stored.group_size
     )
     return quantization if quantization.fits(sizes_in) else None
 
 
 def computed_quantization(name: str) -> Quantization:
     """The form in which matrices are held whose codes are computed while they are loaded."""
-    group_size = _GROUP_SIZE if name == INT4 else -1
+    group_size = -1 if name == INT8 else _GROUP_SIZE
     return Quantization(stored=False, vocabulary=True, name=name, group_size=group_size)

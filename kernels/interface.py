@@ -86,16 +86,20 @@ class Int8Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Weight:
-    """A weight of 4-bit codes of which groups of consecutive inputs, all of one size, share a scale
-    and a zero point: (code - zero) * scale. Once packed, in the layout of the backend.
+class GroupedCodes:
+    """A weight of codes of which groups of consecutive inputs, all of one size, share a scale.
+    "int4": whole numbers of 4 bits, which also share a zero point: (code - zero) * scale. "fp8":
+    e4m3 numbers of 8 bits: code * scale. Once packed, in the layout of the backend.
 
-    words_YW: int32, eight codes in a word, in the order of `kernels/reference/int4.py`.
-    zeros_YG: uint8 between 0 and 15. scale_YG: float16 or bfloat16. num_rows: Y.
+    words_YW: int32, eight codes in a word, in the order of `kernels/reference/grouped.py`; or
+        uint8, an e4m3 number each.
+    zeros_YG: uint8 between 0 and 15; None with e4m3 numbers.
+    scale_YG: float16 or bfloat16; float32 with e4m3 numbers.
+    num_rows: Y.
     """
 
     words_YW: Tensor
-    zeros_YG: Tensor
+    zeros_YG: Tensor | None
     scale_YG: Tensor
     num_rows: int
 
@@ -125,16 +129,18 @@ class Int8Kernels(Protocol):
         """x @ weight.T + bias, with x quantized per row: [T, Y] in the dtype of x."""
 
 
-class Int4Kernels(Protocol):
-    """Products with 4-bit codes; `kernels/reference/int4.py` defines their results."""
+class GroupedKernels(Protocol):
+    """Products with codes of one form, "int4" or "fp8"; `kernels/reference/grouped.py` defines
+    their results.
+    """
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """As `Kernels.first_step`, for these kernels."""
 
-    def pack_weight(self, weight: Int4Weight, /) -> Int4Weight:
+    def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """The weight in the layout `linear` needs, perhaps the same object."""
 
-    def linear(self, x_TX: Tensor, weight: Int4Weight, bias_Y: Tensor | None, /) -> Tensor:
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """x @ weight.T + bias, [T, Y] in the dtype of x, with sums in float32."""
 
 
@@ -272,7 +278,8 @@ class Kernels(Protocol):
     capabilities: Capabilities
     sampling: SamplingKernels
     int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
-    int4: Int4Kernels | None  # None: "int4" is not among the capabilities' quantizations
+    int4: GroupedKernels | None  # None: "int4" is not among the capabilities' quantizations
+    fp8: GroupedKernels | None  # None: "fp8" is not among the capabilities' quantizations
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
 

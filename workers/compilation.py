@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.paths import CHECKOUT, program_of
-from configs.quantization import INT8, Quantization
+from configs.quantization import FP8, INT4, INT8, Quantization
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.batch.kv_cache import torch_dtype
@@ -75,7 +75,7 @@ def _calls_of_first_step(
     if weight_dtype != dtype and kernels.mixed is not None:
         calls[1:1] = kernels.mixed.first_step()
     if quantization is not None:
-        products = kernels.int8 if quantization.name == INT8 else kernels.int4
+        products = {INT8: kernels.int8, INT4: kernels.int4, FP8: kernels.fp8}[quantization.name]
         assert products is not None, "the configuration was checked against the kernels"
         calls[1:1] = products.first_step(torch_dtype(dtype))
     if has_experts:

@@ -20,7 +20,7 @@ from configs.engine import (
 )
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import (
-    INT4,
+    INT8,
     Quantization,
     computed_quantization,
     stored_quantization,
@@ -182,16 +182,16 @@ def _quantization(
     sizes_in = model.sizes_in(engine_config.tensor_parallel_size)
     if model.stored is not None:
         kept = stored_quantization(model.stored, sizes_in)
-    if kept is not None and kept.name == INT4:
+    if kept is not None and kept.name != INT8:
         # Otherwise the codes are unpacked, on any backend.
-        is_possible = _can_hold(INT4, device, backend) and model.experts is None
-        kept = kept if is_possible and asked in (None, INT4) else None
+        is_possible = kept.name in backend.quantizations and model.experts is None
+        kept = kept if is_possible and asked in (None, kept.name) else None
     quantization = kept
     if quantization is None and asked is not None:
         quantization = computed_quantization(asked)
     if quantization is None:
         return None
-    if not _can_hold(quantization.name, device, backend):
+    if quantization.name not in backend.quantizations:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
             f" backend {backend.name!r}; the kernel backends that can here are"
@@ -201,15 +201,10 @@ def _quantization(
     if not quantization.fits(sizes_in):
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for matrices of"
-            f" {', '.join(map(str, sizes_in))} inputs on a rank: these must be multiples of 8."
-            " Choose a smaller tensor_parallel_size, or 'int8'"
+            f" {', '.join(map(str, sizes_in))} inputs on a rank: these must be multiples of"
+            f" {quantization.inputs_per_word}. Choose a smaller tensor_parallel_size, or 'int8'"
         )
     return quantization
-
-
-def _can_hold(quantization: str, device: str, backend: Capabilities) -> bool:
-    """4 bits are for CPUs, also where the reference backend runs on a GPU."""
-    return quantization in backend.quantizations and (quantization != INT4 or device == "cpu")
 
 
 def _kv_cache_dtype(engine_config: EngineConfig, dtype: str, backend: Capabilities) -> str:

@@ -50,6 +50,7 @@ from workers.sampling.state import PARAMETERS
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
+_SOME_TOKENS = 64  # neither few nor many
 _BYTES_PER_ROW = 128 + 2 * PARAMETERS.itemsize
 _Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
@@ -323,12 +324,14 @@ def warm_up(
         for top_k, top_p in ((0, 1.0), (MAX_LISTED_TOP_K, 1.0), (MAX_LISTED_TOP_K + 1, 0.9))
     ]
     most = config.max_num_batched_tokens // longest
-    steps = (
+    steps: tuple[tuple[int, int, int], ...] = (
         (most, longest, longest),
         (1, min(2, longest), longest),
         (1, 1, 1),
         (1, 1, config.max_model_len),
     )
+    if config.device == "cuda":  # whose products with 4-bit codes are of three kinds
+        steps += ((1, min(_SOME_TOKENS, longest), longest),)
     for num_rows, row_len, bound in steps:
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     for sampling in kinds:

@@ -64,6 +64,11 @@ class StoredFormat:
         """Whether these are the codes of quantization "int8", which are kept as they are."""
         return self.dtype == INT8
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether these are the codes of quantization "fp8"."""
+        return self.dtype == FP8
+
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold the matrix `name`, which ends in "weight"."""
         size_out, size_in = shape

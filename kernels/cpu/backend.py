@@ -10,14 +10,14 @@ import torch
 from kernels.cpu import attention, elementwise, few_rows, linear, pool, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.experts import CpuExperts
-from kernels.cpu.int4 import CpuInt4
+from kernels.cpu.grouped import CpuGrouped
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
 from kernels.cpu.mixed import CpuMixed
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import (
     ExpertKernels,
-    Int4Kernels,
+    GroupedKernels,
     Int8Kernels,
     Kernels,
     MixedKernels,
@@ -36,7 +36,8 @@ class CpuKernels:
     capabilities = CPU
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = CpuInt8() if "int8" in CPU.quantizations else None
-    int4: Int4Kernels | None = CpuInt4()
+    int4: GroupedKernels | None = CpuGrouped("int4")
+    fp8: GroupedKernels | None = CpuGrouped("fp8")
     mixed: MixedKernels | None = CpuMixed()
     experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)

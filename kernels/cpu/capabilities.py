@@ -54,7 +54,7 @@ CPU = Capabilities(
     default_block_size=BLOCK_SIZE,
     dtypes=("float32", "bfloat16"),
     fast_dtypes=("float32", "bfloat16") if has_bfloat16() else ("float32",),
-    quantizations=("int8", "int4") if has_int8() else ("int4",),
+    quantizations=("int8", "int4", "fp8") if has_int8() else ("int4", "fp8"),
     weight_dtypes=("bfloat16",),
     kv_cache_dtypes=("fp8_e4m3",),
 )

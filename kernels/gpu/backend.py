@@ -9,10 +9,11 @@ from kernels.gpu.capabilities import TRITON
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.hybrid import hybrid_attention
+from kernels.gpu.int4 import TritonInt4
 from kernels.interface import (
     Capabilities,
     ExpertKernels,
-    Int4Kernels,
+    GroupedKernels,
     Int8Kernels,
     Kernels,
     SamplingKernels,
@@ -28,7 +29,8 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
-    int4: Int4Kernels | None = None
+    int4: GroupedKernels | None = TritonInt4()
+    fp8: GroupedKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)

@@ -28,6 +28,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from kernels.gpu.capabilities import QUANTIZATIONS
 from kernels.interface import Capabilities
 from kernels.metadata import AttentionMetadata
 
@@ -88,6 +89,7 @@ class FlashAttn:
             default_block_size=self.default_block_size,
             dtypes=self.dtypes,
             fast_dtypes=self.dtypes,
+            quantizations=QUANTIZATIONS,
             check_shape=self.check,
         )
 

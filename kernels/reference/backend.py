@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from kernels.interface import (
     ExpertKernels,
-    Int4Kernels,
+    GroupedKernels,
     Int8Kernels,
     Kernels,
     MixedKernels,
@@ -24,7 +24,7 @@ from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
 from kernels.reference.capabilities import REFERENCE
 from kernels.reference.experts import ReferenceExperts
-from kernels.reference.int4 import ReferenceInt4
+from kernels.reference.grouped import ReferenceGrouped
 from kernels.reference.int8 import ReferenceInt8
 from kernels.reference.norm import add_rms_norm_reference, rms_norm_reference
 from kernels.reference.rope import qk_norm_rope_store_reference
@@ -52,7 +52,8 @@ class ReferenceKernels:
     capabilities = REFERENCE
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
-    int4: Int4Kernels | None = ReferenceInt4()
+    int4: GroupedKernels | None = ReferenceGrouped()
+    fp8: GroupedKernels | None = ReferenceGrouped()
     mixed: MixedKernels | None = None
     experts: ExpertKernels = ReferenceExperts()
     kv_cache_shapes = staticmethod(token_major_shapes)

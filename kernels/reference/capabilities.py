@@ -8,6 +8,6 @@ REFERENCE = Capabilities(
     default_block_size=16,
     dtypes=("float32", "bfloat16", "float16"),
     fast_dtypes=("float32", "bfloat16", "float16"),
-    quantizations=("int8", "int4"),
+    quantizations=("int8", "int4", "fp8"),
     kv_cache_dtypes=("fp8_e4m3",),
 )

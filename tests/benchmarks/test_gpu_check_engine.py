@@ -98,7 +98,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
         row = gpu_check_steps.parts_of([(name, 0.0, 1000.0)], steps=1)
         kind = next(key for key, ms in row.items() if ms)
         wanted = {"attention": "attention_ms", "sampling": "sampling_ms", "experts": "experts_ms"}
-        wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms"}
+        wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms", "int4": "products_ms"}
         assert kind == wanted[module.rpartition(".")[2]], name
 
 

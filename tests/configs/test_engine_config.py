@@ -287,8 +287,8 @@ def test_quantization_is_the_users_or_the_checkpoints() -> None:
     for options in ({}, {"quantization": "int8"}):
         assert resolved(raw, **options).quantization == Quantization(stored=True, vocabulary=False)
     assert resolved().quantization is None
-    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, got 'fp8'"):
-        EngineConfig(quantization="fp8")
+    with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, got 'fp4'"):
+        EngineConfig(quantization="fp4")
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from kernels.gpu import flash_attn
+from kernels.gpu.capabilities import TRITON
 from kernels.interface import Kernels
 from kernels.reference.attention import paged_attention_reference
 from kernels.select import choose, select_backend
@@ -172,6 +173,7 @@ def test_its_capabilities_are_those_of_flash_attn_3(monkeypatch: pytest.MonkeyPa
     assert capabilities.name == "hybrid"
     assert capabilities.description.startswith("hybrid (FlashAttention-3, fa3_fwd_interface")
     assert (capabilities.default_block_size, capabilities.dtypes) == (128, ("bfloat16",))
+    assert capabilities.quantizations == TRITON.quantizations == ("int4",)
     with pytest.raises(ValueError, match=r"block_size 16 .* multiples of 128"):
         choose("cuda", "hybrid", block_size=16)
     with pytest.raises(ValueError, match=r"head_dim 96 .* possible are 64 to 128 in"):

@@ -37,6 +37,7 @@ WAITING = {
     "aten::equal",
     "aten::masked_select",
     "aten::bincount",
+    "aten::lift_fresh",  # torch.tensor, which copies from the host
 }
 _SPOILED = 0x7F  # large integers, and floats near the largest or NaN
 Operation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
@@ -188,6 +189,9 @@ class FakeGpu(Device):
         experts = {
             name: self._recordable(getattr(kernels.experts, name)) for name in ("route", "mlp")
         }
+        if kernels.int4 is not None:
+            linear = self._recordable(kernels.int4.linear)
+            recorded["int4"] = Replaced(kernels.int4, linear=linear)
         recorded["experts"] = Replaced(kernels.experts, **experts)
         return cast(Kernels, Replaced(kernels, **recorded))
 

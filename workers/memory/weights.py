@@ -126,7 +126,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
 
 def _shared_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
-    quantized = {"int8": kernels.int8, "int4": kernels.int4}
+    quantized = {"int8": kernels.int8, "int4": kernels.int4, "fp8": kernels.fp8}
     return {"group": group, "kernels": kernels, "mixed": kernels.mixed} | quantized
 
 

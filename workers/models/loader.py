@@ -19,10 +19,17 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configs.formats.stored import BFLOAT16, FLOAT16, INT8, part_name
+from configs.formats.stored import BFLOAT16, FLOAT16, part_name
+from configs.formats.stored import INT8 as STORED_INT8
 from configs.model import ModelConfig
-from configs.quantization import INT4, Quantization
-from kernels.reference.int4 import CODES_PER_WORD, pack_codes, quantize_groups
+from configs.quantization import FP8, INT8, Quantization
+from kernels.reference.grouped import (
+    BLOCK_ROWS,
+    CODES_PER_WORD,
+    pack_codes,
+    quantize_blocks,
+    quantize_groups,
+)
 from kernels.reference.int8 import quantize_rows
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import (
@@ -80,14 +87,20 @@ def kept_quantization(
     scales of another kind, so that all must be widened. Raises `ConfigError` for that if the user
     asked for the quantization (and see `check_checkpoint`).
     """
-    if quantization is None or quantization.name != INT4 or not quantization.stored:
+    if quantization is None or quantization.name == INT8 or not quantization.stored:
         return quantization
     assert model.stored is not None
     tensors = check_checkpoint(model_dir, model)
     scale_dtypes = {
         tensor.dtype for name, tensor in tensors.items() if name.endswith(model.stored.scales)
     }
-    plain = sorted(name for name in tensors if name.endswith("_proj.weight"))
+    plain = sorted(
+        name
+        for name in tensors
+        if name.endswith("_proj.weight") and not is_quantized(model, name, tensors)
+    )
+    if quantization.name == FP8 and not plain:
+        return quantization
     for scale_dtype in (FLOAT16, BFLOAT16):
         if scale_dtypes == {scale_dtype} and not plain:
             return dataclasses.replace(quantization, scale_dtype=scale_dtype)
@@ -97,7 +110,8 @@ def kept_quantization(
             f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
             " it out, and the matrices are unpacked"
         )
-    logger.warning("matrices are unpacked, not kept in 4 bits, because %s", reason)
+    num_bits = 8 if quantization.name == FP8 else 4
+    logger.warning("matrices are unpacked, not kept in %d bits, because %s", num_bits, reason)
     return None
 
 
@@ -121,7 +135,7 @@ def held_dtype(
         and not name.endswith("_scale")
         and (quantization is None or not is_of_layer(name))
     }
-    return weight_dtype if matrices <= {"BF16", INT8} else dtype
+    return weight_dtype if matrices <= {"BF16", STORED_INT8} else dtype
 
 
 class _MergedMatrix:
@@ -173,7 +187,7 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    if piece.zeros is not None:
+    if piece.has_groups:
         _fill_codes(piece, values, loaded)
     elif piece.scale is None and not isinstance(values, StoredMatrix):
         _copy(piece.target, values[tuple(window)], loaded)
@@ -182,27 +196,46 @@ def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
 
 
 def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
-    """Codes of 4 bits, as they are stored or computed from whole rows, some rows at a time, in
-    words of the kernels' own order.
+    """Codes of groups of inputs, as they are stored or computed, some rows at a time; those of 4
+    bits in words of the kernels' own order.
     """
-    assert piece.scale is not None and piece.zeros is not None
+    assert piece.scale is not None
     num_rows, num_words = piece.target.shape
+    num_inputs = num_words if piece.zeros is None else num_words * CODES_PER_WORD
     first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
-    inputs = range(first_input, first_input + num_words * CODES_PER_WORD)
+    inputs = range(first_input, first_input + num_inputs)
     for first in range(0, num_rows, _ROWS):
         part = slice(first, min(first + _ROWS, num_rows))
         rows = range(first_row + part.start, first_row + part.stop)
         if piece.group_size == 0:
             codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
         else:
-            whole = quantize_groups(values[rows.start : rows.stop, :], piece.group_size)
-            codes = whole[0][:, inputs.start : inputs.stop]
-            step = len(inputs) // piece.scale.shape[1]
-            groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
-            zeros, scale = (table[:, groups] for table in whole[1:])
-        _copy(piece.target[part], pack_codes(codes), loaded)
-        _copy(piece.zeros[part], zeros, loaded)
+            codes, zeros, scale = _computed_codes(piece, values, rows, inputs)
+        if piece.zeros is not None:
+            codes = pack_codes(codes)
+            _copy(piece.zeros[part], zeros, loaded)
+        _copy(piece.target[part], codes, loaded)
         _copy(piece.scale[part], scale, loaded)
+
+
+def _computed_codes(
+    piece: WeightSlice, values: Any, rows: range, inputs: range
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes, zero points, scales) of a part, from whole rows and blocks of rows, because the
+    largest number may be in another rank's part. Of e4m3 numbers the zero points mean nothing.
+    """
+    assert piece.scale is not None
+    first, end = (edge // BLOCK_ROWS * BLOCK_ROWS for edge in (rows.start, rows.stop - 1))
+    whole = values[first : min(end + BLOCK_ROWS, piece.shape[0]), :]
+    if piece.zeros is None:
+        codes, scale = quantize_blocks(whole, piece.group_size)
+        zeros = scale
+    else:
+        codes, zeros, scale = quantize_groups(whole, piece.group_size)
+    own = slice(rows.start - first, rows.stop - first)
+    step = len(inputs) // piece.scale.shape[1]
+    groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
+    return codes[own, inputs.start : inputs.stop], zeros[own][:, groups], scale[own][:, groups]
 
 
 def _fill_by_rows(

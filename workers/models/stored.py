@@ -53,7 +53,9 @@ class StoredMatrix:
         stored: dict[str, StoredTensor],
         files: OpenFiles,
     ) -> None:
-        """Raises `ConfigError` when scales are not finite or the index of groups is damaged."""
+        """Raises `ConfigError` when scales are not finite or the index of groups is damaged;
+        reading does when codes are not numbers.
+        """
         self._format, self._name, self._shape = stored_format, name, shape
         self._stored, self._files = stored, files
         codes = stored[part_name(name, stored_format.codes)]
@@ -73,22 +75,27 @@ class StoredMatrix:
             codes_YX = codes_YX - self._zeros_YG[rows.start : rows.stop][:, group_X]
         elif self._format.zero_offset:
             codes_YX = codes_YX - self._format.zero_offset
-        row_of_scale = torch.zeros(len(rows), dtype=torch.int64)
-        if self._format.block_rows != -1:
-            row_of_scale = torch.arange(rows.start, rows.stop) // self._format.block_rows
-        return codes_YX.to(torch.float32).mul_(self._scale_RG[row_of_scale][:, group_X])
+        return codes_YX.to(torch.float32).mul_(self._scale(rows, group_X))
 
     def codes(self, rows: range, inputs: range, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, zero points, scales) of a part, where these inputs are so many groups of one
-        size: [rows, inputs], uint8 [rows, groups], float32 [rows, groups].
+        size: [rows, inputs], uint8 [rows, groups], float32 [rows, groups]. e4m3 codes are uint8.
         """
         step = len(inputs) // num_groups
         groups = self._group_X[inputs.start : inputs.stop : step]
         zeros = torch.full((len(rows), num_groups), self._format.zero_offset, dtype=torch.uint8)
         if self._zeros_YG is not None:
             zeros = self._zeros_YG[rows.start : rows.stop][:, groups].to(torch.uint8)
-        scale = self._scale_RG[rows.start : rows.stop][:, groups]
-        return self._window([rows, inputs]), zeros, scale
+        codes = self._window([rows, inputs])
+        codes = codes.view(torch.uint8) if self._format.is_fp8 else codes
+        return codes, zeros, self._scale(rows, groups)
+
+    def _scale(self, rows: range, groups: Tensor) -> Tensor:
+        """[rows, groups]"""
+        row_of_scale = torch.zeros(len(rows), dtype=torch.int64)
+        if self._format.block_rows != -1:
+            row_of_scale = torch.arange(rows.start, rows.stop) // self._format.block_rows
+        return self._scale_RG[row_of_scale][:, groups]
 
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
@@ -102,6 +109,8 @@ class StoredMatrix:
         codes = self._untransposed(self._codes[tuple(places)])
         if self._format.dtype == WORDS:
             codes = unpack(codes, self._format.order, self._format.bits, packed_dim)
+        elif self._format.is_fp8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+            raise self._error(self._format.codes, "holds codes that are not numbers")
         return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
 
     def _zeros(self) -> Tensor | None:

@@ -1,9 +1,10 @@
 """A matrix of one rank: how it is filled from a checkpoint, and how products with it are computed.
 
-Four forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32,
-8-bit codes with a scale per row, or 4-bit codes with scales of groups of inputs. A layer asks
-`WeightFormat` for its matrices and does not know which form it got. Memory is uninitialized until
-the loader has filled every slice; then `packed` gives the form with which products are fastest.
+Five forms: values in the engine's dtype, bfloat16 values in an engine that computes in float32,
+8-bit codes with a scale per row, and 4-bit codes or e4m3 numbers with scales of groups of inputs. A
+layer asks `WeightFormat` for its matrices and does not know which form it got. Memory is
+uninitialized until the loader has filled every slice; then `packed` gives the form with which
+products are fastest.
 
 Legend: T tokens, X features in, Y features out (rows).
 """
@@ -21,16 +22,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from configs.formats.stored import BFLOAT16, FLOAT16
-from configs.quantization import INT4, Quantization
+from configs.quantization import FP8, INT8, Quantization
 from kernels.interface import (
-    Int4Kernels,
-    Int4Weight,
+    GroupedCodes,
+    GroupedKernels,
     Int8Kernels,
     Int8Weight,
     Kernels,
     MixedKernels,
 )
-from kernels.reference.int4 import CODES_PER_WORD, widened
+from kernels.reference.grouped import CODES_PER_WORD, widened
 
 _SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
 
@@ -44,9 +45,10 @@ class WeightSlice:
     gets codes and `scale` the scales of whole rows of the tensor, so both are the same however the
     tensor is cut.
 
-    With `zeros` too, the checkpoint's codes are kept: `target` gets words of eight codes each,
-    `scale` and `zeros` those of groups of inputs, one group per column. `start` counts inputs. With
-    `group_size` too, codes are computed, for so many inputs of the whole matrix at a time.
+    With a `scale` of two dimensions, the checkpoint's codes are kept: `target` gets words of
+    eight codes each, `scale` and `zeros` those of groups of inputs, one group per column; without
+    `zeros`, `target` gets e4m3 numbers, uint8. `start` counts inputs. With `group_size` too, codes
+    are computed, for so many inputs of the whole matrix at a time.
     """
 
     name: str
@@ -57,6 +59,11 @@ class WeightSlice:
     scale: Tensor | None = None
     zeros: Tensor | None = None
     group_size: int = 0
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether `target` gets codes of groups of inputs."""
+        return self.scale is not None and self.scale.ndim == 2
 
     @property
     def nbytes(self) -> int:
@@ -232,12 +239,12 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight:
-    """`Weight` of 4-bit codes with scales and zero points of groups of inputs. quantization: says
-    whether the checkpoint has them. dtype: that of the result of `rows`.
+    """`Weight` of codes with scales, and perhaps zero points, of groups of inputs. quantization:
+    says whether the checkpoint has them. dtype: that of the result of `rows`.
     """
 
-    kernels: Int4Kernels
-    weight: Int4Weight
+    kernels: GroupedKernels
+    weight: GroupedCodes
     quantization: Quantization
     dtype: torch.dtype
 
@@ -248,12 +255,13 @@ class GroupedWeight:
     @property
     def nbytes(self) -> int:
         weight = self.weight
-        return weight.words_YW.nbytes + weight.zeros_YG.nbytes + weight.scale_YG.nbytes
+        zeros = weight.zeros_YG.nbytes if weight.zeros_YG is not None else 0
+        return weight.words_YW.nbytes + zeros + weight.scale_YG.nbytes
 
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
     ) -> Iterator[WeightSlice]:
-        rows = slice(first, first + count)
+        rows, zeros_YG = slice(first, first + count), self.weight.zeros_YG
         yield WeightSlice(
             f"{name}.weight",
             shape,
@@ -261,17 +269,19 @@ class GroupedWeight:
             dim,
             start,
             self.weight.scale_YG[rows],
-            self.weight.zeros_YG[rows],
+            None if zeros_YG is None else zeros_YG[rows],
             0 if self.quantization.stored else self.quantization.held_group_size(shape[1]),
         )
 
     def zero(self, first: int) -> None:
+        self.weight.words_YW[first:].zero_()
         self.weight.scale_YG[first:].zero_()
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        rows = Int4Weight(
+        zeros_YG = self.weight.zeros_YG
+        rows = GroupedCodes(
             words_YW=self.weight.words_YW[ids_T],
-            zeros_YG=self.weight.zeros_YG[ids_T],
+            zeros_YG=None if zeros_YG is None else zeros_YG[ids_T],
             scale_YG=self.weight.scale_YG[ids_T],
             num_rows=len(ids_T),
         )
@@ -319,7 +329,7 @@ class WeightFormat:
         if quantization is None:
             values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.device)
             return PlainWeight(kernels=self.kernels, values_YX=values_YX)
-        if quantization.name == INT4:
+        if quantization.name != INT8:
             return self._grouped(num_rows, size_in, quantization)
         kernels = self.kernels.int8
         assert kernels is not None, "the configuration was checked against the kernels"
@@ -333,17 +343,22 @@ class WeightFormat:
         )
 
     def _grouped(self, num_rows: int, size_in: int, quantization: Quantization) -> GroupedWeight:
-        kernels = self.kernels.int4
+        is_fp8 = quantization.name == FP8
+        kernels = self.kernels.fp8 if is_fp8 else self.kernels.int4
         assert kernels is not None, "the configuration was checked against the kernels"
         groups = size_in // quantization.held_group_size(size_in)
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(num_rows, columns, dtype=dtype, device=self.device)
 
-        weight = Int4Weight(
-            words_YW=empty(size_in // CODES_PER_WORD, torch.int32),
-            zeros_YG=empty(groups, torch.uint8),
-            scale_YG=empty(groups, _SCALE_DTYPES[quantization.scale_dtype]),
+        words_YW = (
+            empty(size_in, torch.uint8) if is_fp8 else empty(size_in // CODES_PER_WORD, torch.int32)
+        )
+        scale_dtype = torch.float32 if is_fp8 else _SCALE_DTYPES[quantization.scale_dtype]
+        weight = GroupedCodes(
+            words_YW=words_YW,
+            zeros_YG=None if is_fp8 else empty(groups, torch.uint8),
+            scale_YG=empty(groups, scale_dtype),
             num_rows=num_rows,
         )
         return GroupedWeight(

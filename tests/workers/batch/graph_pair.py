@@ -45,8 +45,10 @@ class MakeRunner:
         config = config_of(self._checkpoint, attention_backend="reference", **options)
         group = TensorParallelGroup(0, 1, device.torch)
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
-        model = Qwen3(config.model, group, kernels, torch.float32, config.max_model_len)
+        length, quantization = config.max_model_len, config.quantization
+        model = Qwen3(config.model, group, kernels, torch.float32, length, quantization)
         load_weights(model.slices(), Path(config.model_dir), config.model)
+        model.pack()
         num_blocks = num_blocks or max_num_seqs * 4
         return ModelRunner(config, model, group, kernels, device, num_blocks)
 

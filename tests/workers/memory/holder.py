@@ -127,7 +127,7 @@ def load(state: State, form: Form) -> None:
     )
     for piece in model.slices():
         if not piece.target.dtype.is_floating_point:
-            piece.target.random_(-127, 128)
+            piece.target.random_(0 if piece.target.dtype is torch.uint8 else -127, 127)
         else:
             piece.target.normal_(0, 0.1)
         if piece.scale is not None:

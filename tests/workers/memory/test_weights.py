@@ -36,6 +36,7 @@ FORMS = {
     "mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16),
     "int8": Form(dtype=torch.bfloat16, quantization="int8"),
     "int4": Form(dtype=torch.bfloat16, quantization="int4"),
+    "fp8": Form(dtype=torch.bfloat16, quantization="fp8"),
     "experts_float32": Form(dtype=torch.float32, experts=8),
     "experts_bfloat16": Form(dtype=torch.bfloat16, experts=8),
     "experts_mixed": Form(dtype=torch.float32, weight_dtype=torch.bfloat16, experts=8),

@@ -210,6 +210,16 @@ UP = "model.layers.0.mlp.up_proj."
         ),
         (
             "fp8_bfloat16_scales",
+            lambda t: t[UP + "weight"].view(torch.uint8)[600, 100].fill_(0xFF),
+            r"up_proj.weight holds codes that are not numbers. Download",
+        ),
+        (
+            "fp8_float32_scales",
+            lambda t: t[UP + "weight_scale_inv"][4, 0].fill_(torch.nan),
+            r"up_proj.weight_scale_inv holds scales that are not finite numbers. Download",
+        ),
+        (
+            "fp8_bfloat16_scales",
             lambda t: t.pop(UP + "weight_scale_inv"),
             r"lacks model.layers.0.mlp.up_proj.weight_scale_inv, which its config.json calls for",
         ),

@@ -1,10 +1,15 @@
-"""Widens 4-bit codes to numbers that can be multiplied: the inner loops of `int4.py`.
+"""Widens codes to numbers that can be multiplied: the inner loops of `grouped.py`.
 
 Weights lie in panels of 64 output features. A row of a panel is 64 words of 32 bits, each with the
-codes of eight inputs of one feature: bits 4 s to 4 s + 3 hold input 2 s, the same bits of the upper
-half input 2 s + 1, so that shifting a word brings two consecutive inputs into its two halves. They
-become code - 8, a whole number that bfloat16 holds exactly: with AVX-512 by looking up the lowest
-bits in a table, which needs no other instruction.
+codes of some inputs of one feature. Words of type int32 have eight codes of 4 bits: bits 4 s to
+4 s + 3 hold input 2 s, the same bits of the upper half input 2 s + 1, so that shifting a word
+brings two consecutive inputs into its two halves. They become code - 8, a whole number that
+bfloat16 holds exactly: with AVX-512 by looking up the lowest bits in a table, which needs no other
+instruction.
+
+Words of type uint32 have four e4m3 numbers of 8 bits, of inputs 0 and 2 in the lower half, of 1 and
+3 in the upper one. They become a 256th of themselves, because a code moved to the place of a
+float16's bits is that number, subnormal or not.
 """
 
 from __future__ import annotations
@@ -27,9 +32,11 @@ from kernels.cpu.tile import (
     Emitter,
     has_wide_registers,
 )
-from kernels.reference.int4 import MAX_CODE, MIDDLE, SHIFTS
+from kernels.reference.grouped import MAX_CODE, MIDDLE, SHIFTS
 
 PANEL = 64
+E4M3_SHIFTS = (0, 16, 8, 24)  # where the codes of four inputs lie in a word
+E4M3_UNIT = 256  # what the numbers that e4m3 codes become must be multiplied with
 # Rows of x that are multiplied while codes are in registers; of more, codes are widened once.
 MAX_FUSED_ROWS = 4 if has_wide_registers() else 1
 _VECTORS = PANEL // LANES
@@ -42,14 +49,18 @@ _FLOATS = ir.VectorType(ir.FloatType(), LANES)
 
 @intrinsic
 def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, element: Any) -> Any:
-    """Write rows of words of a panel as float32 [8 * rows, 64], or, if `element` is a uint16, as
-    bfloat16 in pairs, [4 * rows, 64, 2]. words, out: addresses.
+    """Write rows of words of a panel as float32 [codes per word * rows, 64], or, if `element` is a
+    uint16, as bfloat16 in pairs, [codes per word / 2 * rows, 64, 2].
+
+    words: (address, a word, whose value does not matter). out: an address.
     """
+    word = words[1]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words, row_count, out, _ = args
+        words, _ = cgutils.unpack_tuple(builder, words)
         emitter = Emitter(builder, ARITHMETIC[element], False, False)
-        steps = _steps(builder, element)
+        steps = _steps(builder, word, element)
         with cgutils.for_range(builder, row_count) as rows:
             row = emitter.moved(words, rows.index, _ROW_BYTES)
             place = emitter.moved(out, rows.index, len(steps) * _ROW_BYTES)
@@ -63,24 +74,25 @@ def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, e
                     builder.store(widened, emitter.pointer(address, widened.type), align=4)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64, element), generate
+    return types.void(types.Tuple((types.int64, word)), types.int64, types.int64, element), generate
 
 
 @intrinsic
 def multiply_codes(
     typing_context: Any, num_rows: Any, x: Any, words: Any, num_word_rows: Any, sums: Any
 ) -> Any:
-    """sums = x @ (code - 8) for up to `MAX_FUSED_ROWS` rows and the 64 features of a panel, in the
+    """sums = x @ numbers for up to `MAX_FUSED_ROWS` rows and the 64 features of a panel, in the
     order in which `tile.add_tile` adds.
 
-    x: (address, bytes between rows, an element), words: an address, sums: float32 [rows, 64], an
-    address.
+    x: (address, bytes between rows, an element), words: as in `widen_codes`, sums: float32 [rows,
+    64], an address.
     """
-    element = x[2]
+    element, word = x[2], words[1]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         row_count, x, words, word_row_count, sums = args
         x_address, x_stride, _ = cgutils.unpack_tuple(builder, x)
+        words, _ = cgutils.unpack_tuple(builder, words)
         emitter = Emitter(builder, ARITHMETIC[element], False, False)
         end_block = builder.append_basic_block("end")
         switch = builder.switch(row_count, end_block)
@@ -89,13 +101,15 @@ def multiply_codes(
             switch.add_case(_INT64(height), basic_block)
             builder.position_at_end(basic_block)
             x_rows = [emitter.moved(x_address, row, x_stride) for row in range(height)]
-            _emit_product(emitter, _steps(builder, element), x_rows, words, word_row_count, sums)
+            steps = _steps(builder, word, element)
+            _emit_product(emitter, steps, x_rows, words, word_row_count, sums)
             builder.branch(end_block)
         builder.position_at_end(end_block)
         return context.get_dummy_value()
 
-    operand = types.Tuple((types.int64, types.int64, element))
-    return types.void(types.int64, operand, types.int64, types.int64, types.int64), generate
+    x_type = types.Tuple((types.int64, types.int64, element))
+    words_type = types.Tuple((types.int64, word))
+    return types.void(types.int64, x_type, words_type, types.int64, types.int64), generate
 
 
 def _emit_product(
@@ -134,8 +148,12 @@ def _load(emitter: Emitter, word_row: Any, vector: int) -> Any:
     return emitter.builder.load(emitter.pointer(address, _WORDS), align=4)
 
 
-def _steps(builder: Any, element: Any) -> list[Callable[[Any], Any]]:
+def _steps(builder: Any, word: Any, element: Any) -> list[Callable[[Any], Any]]:
     """What gives the operand of each step from a vector of words: of one input each, or of two."""
+    if word == types.uint32:
+        if element == types.uint16:
+            return [partial(_e4m3_pairs, builder, shift) for shift in E4M3_SHIFTS[::2]]
+        return [partial(_e4m3_floats, builder, shift) for shift in E4M3_SHIFTS]
     if element == types.uint16:
         return [partial(_look_up_pairs, builder, shift) for shift in SHIFTS[::2]]
     widened = _look_up_floats if has_wide_registers() else _converted
@@ -157,6 +175,41 @@ def _look_up_floats(builder: Any, shift: int, words: Any) -> Any:
 def _converted(builder: Any, shift: int, words: Any) -> Any:
     codes = builder.and_(_shifted(builder, shift, words), _WORDS([MAX_CODE] * LANES))
     return builder.sitofp(builder.sub(codes, _WORDS([MIDDLE] * LANES)), _FLOATS)
+
+
+def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
+    """Move exponent and mantissa to their places in bfloat16, whose bias is larger; subnormal
+    numbers, which are not subnormal there, are looked up.
+    """
+
+    def masked(halves: Any, mask: int) -> Any:
+        return builder.and_(halves, _HALVES([mask] * (2 * LANES)))
+
+    def moved(bits: int) -> Any:
+        """The codes, so many bits to the left."""
+        move = builder.shl if bits > 0 else builder.lshr
+        return move(codes, _HALVES([abs(bits)] * (2 * LANES))) if bits else codes
+
+    codes = builder.bitcast(words, _HALVES)
+    bias = _HALVES([(127 - 7 - 8) << 7] * (2 * LANES))
+    normal = builder.or_(masked(moved(4 - shift), 0x7F << 4), bias)
+    small = np.arange(2 * LANES, dtype=np.float32) / np.float32(2**9 * E4M3_UNIT)
+    table = _HALVES((small.view(np.uint32) >> 16).tolist())
+    subnormal = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, moved(-shift))
+    is_subnormal = builder.icmp_unsigned("==", masked(codes, 0x78 << shift), _HALVES(None))
+    magnitudes = builder.select(is_subnormal, subnormal, normal)
+    return builder.or_(magnitudes, masked(moved(8 - shift), 0x8000))
+
+
+def _e4m3_floats(builder: Any, shift: int, words: Any) -> Any:
+    def constant(number: int) -> Any:
+        return _WORDS([number] * LANES)
+
+    codes = _shifted(builder, shift, words)
+    signs = builder.shl(builder.and_(codes, constant(0x80)), constant(8))
+    numbers = builder.shl(builder.and_(codes, constant(0x7F)), constant(7))
+    halves = builder.trunc(builder.or_(signs, numbers), ir.VectorType(_INT16, LANES))
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
 
 
 def _shifted(builder: Any, shift: int, words: Any) -> Any:

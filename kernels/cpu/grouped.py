@@ -1,13 +1,13 @@
-"""Products with weights of 4-bit codes on a CPU: codes are widened in the first-level cache, some
-inputs at a time, and multiplied there by the tile kernel that all products share.
+"""Products with weights of codes in groups on a CPU: codes are widened in the first-level cache,
+some inputs at a time, and multiplied there by the tile kernel that all products share.
 
-A weight is panels of 64 output features (`nibbles.py`). Sums are taken per group of inputs, in
+A weight is panels of 64 output features (`codes.py`). Sums are taken per group of inputs, in
 order, then multiplied by the group's scale and added up, so a row's results do not depend on the
 other rows or on the number of threads. Where the processor has dot products of bfloat16 and the
 input is bfloat16, numbers are multiplied in that; the sums are always float32.
 
-Legend: T tokens, X features in, Y features out, G groups, W words of eight inputs, N panels, P
-output features of a panel.
+Legend: T tokens, X features in, Y features out, G groups, W words of several inputs, N panels,
+P output features of a panel.
 """
 
 from __future__ import annotations
@@ -23,56 +23,75 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
+from kernels.cpu.codes import (
+    E4M3_SHIFTS,
+    E4M3_UNIT,
+    MAX_FUSED_ROWS,
+    PANEL,
+    multiply_codes,
+    widen_codes,
+)
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
-from kernels.cpu.nibbles import MAX_FUSED_ROWS, PANEL, multiply_codes, widen_codes
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
-from kernels.interface import Int4Weight
-from kernels.reference.int4 import CODES_PER_WORD, MIDDLE
+from kernels.interface import GroupedCodes
+from kernels.reference.grouped import CODES_PER_WORD, MIDDLE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
 _CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _ALIGNMENT = 64
 _HAS_DOT_PRODUCTS = has_dot_products()
 _NO_BIAS = torch.empty(0)
+_NO_ZEROS = torch.empty(0, 0, 0, dtype=torch.uint8)
 
 
-class CpuInt4:
-    """`Int4Kernels` in numba."""
+class CpuGrouped:
+    """`GroupedKernels` in numba. form: "int4" or "fp8"."""
+
+    def __init__(self, form: str) -> None:
+        self._is_e4m3 = form == "fp8"
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """A product, for scales of both kinds."""
-        return [partial(self._run_once, dtype, kind) for kind in (torch.float16, torch.bfloat16)]
+        """A product, for scales of each kind."""
+        kinds = (torch.float32,) if self._is_e4m3 else (torch.float16, torch.bfloat16)
+        return [partial(self._run_once, dtype, kind) for kind in kinds]
 
     def _run_once(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
-        weight = Int4Weight(
-            words_YW=torch.zeros(1, 1, dtype=torch.int32),
-            zeros_YG=torch.zeros(1, 1, dtype=torch.uint8),
+        words, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8)
+        weight = GroupedCodes(
+            words_YW=words.view(torch.uint8) if self._is_e4m3 else words,
+            zeros_YG=None if self._is_e4m3 else zero,
             scale_YG=torch.zeros(1, 1, dtype=scale_dtype),
             num_rows=1,
         )
-        x = torch.zeros(1, CODES_PER_WORD, dtype=dtype)
+        x = torch.zeros(1, len(E4M3_SHIFTS) if self._is_e4m3 else CODES_PER_WORD, dtype=dtype)
         self.linear(x, self.pack_weight(weight), None)
 
-    def pack_weight(self, weight: Int4Weight, /) -> Int4Weight:
-        """The weight in panels: words [N, W, P], zero points and scales [N, G, P]."""
-        return Int4Weight(
-            words_YW=_in_panels(weight.words_YW),
-            zeros_YG=_in_panels(weight.zeros_YG),
-            scale_YG=_in_panels(weight.scale_YG),
+    def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
+        """The weight in panels: int32 words [N, W, P], zero points and scales [N, G, P]."""
+        words_NWP = _in_panels(weight.words_YW.view(torch.int32))
+        scale_NGP = _in_panels(weight.scale_YG)
+        if self._is_e4m3:
+            scale_NGP *= E4M3_UNIT
+            for bytes_WP4 in words_NWP.view(torch.uint8).unflatten(2, (PANEL, -1)):
+                bytes_WP4[:, :, 1:3] = bytes_WP4[:, :, 1:3].flip(2)  # see `E4M3_SHIFTS`
+        return GroupedCodes(
+            words_YW=words_NWP,
+            zeros_YG=None if weight.zeros_YG is None else _in_panels(weight.zeros_YG),
+            scale_YG=scale_NGP,
             num_rows=weight.num_rows,
         )
 
-    def linear(self, x_TX: Tensor, weight: Int4Weight, bias_Y: Tensor | None, /) -> Tensor:
-        """See `Int4Kernels`."""
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
+        """See `GroupedKernels`."""
         out_TY = torch.empty(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
         if not _HAS_DOT_PRODUCTS:
             x_TX = x_TX.to(torch.float32)
-        scale = weight.scale_YG
+        words, zeros, scale = weight.words_YW, weight.zeros_YG, weight.scale_YG
         is_half = scale.dtype is torch.float16
         arrays = (
-            as_array(weight.words_YW),
-            as_array(weight.zeros_YG),
+            as_array(words.view(torch.uint32) if self._is_e4m3 else words),
+            as_array(_NO_ZEROS if zeros is None else zeros),
             as_array(scale.view(torch.int16) if is_half else scale),
         )
         x, out = as_array(x_TX.contiguous()), as_array(out_TY)
@@ -96,11 +115,13 @@ def _in_panels(tensor_YA: Tensor) -> Tensor:
 
 @intrinsic
 def _scale_of_bits(typing_context: object, bits: object) -> object:
-    """float32 of the bits of a float16, an int16, or of a bfloat16, a uint16."""
+    """float32 of the bits of a float16, an int16, or of a bfloat16, a uint16, or of itself."""
 
     def generate(
         context: object, builder: ir.IRBuilder, signature: object, args: list[object]
     ) -> object:
+        if bits == types.float32:
+            return args[0]
         if bits == types.int16:
             return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
         word = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.IntType(32)(16))
@@ -121,34 +142,38 @@ def _multiply_panel(
     """One panel of output features of a product."""
     words_NWP, zeros_NGP, scale_NGP = weight
     num_rows, size_in = x_TX.shape
-    num_groups = zeros_NGP.shape[1]
-    group_size = size_in // num_groups
+    num_groups = scale_NGP.shape[1]
+    group_size, codes_per_word = size_in // num_groups, size_in // words_NWP.shape[1]
     sums = np.zeros(num_rows * PANEL + _ALIGNMENT, np.float32)
     first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
     sums_address = sums.ctypes.data + 4 * first_sum
     totals, scale_P, zeros_P = (
         np.zeros_like(sums),
         np.empty(PANEL, np.float32),
-        np.empty(PANEL, np.float32),
+        np.zeros(PANEL, np.float32),
     )
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
     buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):
         x = x_TX.ctypes.data + group * group_size * x_TX.itemsize, x_TX.strides[0], x_TX[0, 0]
-        num_word_rows = group_size // CODES_PER_WORD
+        words = words_address, words_NWP[0, 0, 0]
+        num_word_rows = group_size // codes_per_word
         if num_rows <= MAX_FUSED_ROWS:
-            multiply_codes(num_rows, x, words_address, num_word_rows, sums_address)
+            multiply_codes(num_rows, x, words, num_word_rows, sums_address)
         else:
             for i in range(len(sums)):
                 sums[i] = 0
-            sizes = num_rows, num_word_rows, CODES_PER_WORD * x_TX.itemsize // STEP_BYTES
-            _add_widened(sizes, x, words_address, sums_address, buffer_address)
+            sizes = num_rows, num_word_rows, codes_per_word * x_TX.itemsize // STEP_BYTES
+            _add_widened(sizes, x, words, sums_address, buffer_address)
         words_address += num_word_rows * PANEL * words_NWP.itemsize
-        scale_bits_P, codes_P = scale_NGP[panel, group], zeros_NGP[panel, group]
+        scale_bits_P = scale_NGP[panel, group]
         for p in range(np.uint64(PANEL)):
             scale_P[p] = _scale_of_bits(scale_bits_P[p])
-            zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE))
+        if len(zeros_NGP):
+            codes_P = zeros_NGP[panel, group]
+            for p in range(np.uint64(PANEL)):
+                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE))
         _add_scaled(num_rows, group, sums, totals, first_sum, sums_TG, zeros_P, scale_P)
     _finish(panel * PANEL, totals, first_sum, bias_Y, out_TY)
 
@@ -157,20 +182,22 @@ def _multiply_panel(
 def _add_widened(
     sizes: tuple[int, int, int],
     x: tuple[int, int, Any],
-    words_address: int,
+    words: tuple[int, Any],
     sums_address: int,
     buffer_address: int,
 ) -> None:
-    """Add x @ (code - 8) of one group to the sums, in chunks that are widened once. sizes: rows of
-    x, rows of words, steps in one of those.
+    """Add x @ numbers of one group to the sums, in chunks that are widened once. sizes: rows of x,
+    rows of words, steps in one of those.
     """
     num_rows, num_word_rows, steps_per_row = sizes
+    words_address, word = words
     x_address, x_stride, element = x
     rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL * STEP_BYTES)
     widened = buffer_address, PANEL * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):
         rows = min(rows_per_chunk, num_word_rows - first)
-        widen_codes(words_address + first * PANEL * STEP_BYTES, rows, buffer_address, element)
+        chunk = words_address + first * PANEL * STEP_BYTES, word
+        widen_codes(chunk, rows, buffer_address, element)
         part = x_address + first * steps_per_row * STEP_BYTES, x_stride, element
         sums = sums_address, PANEL * STEP_BYTES
         add_64_columns(num_rows, part, widened, sums, rows * steps_per_row, buffer_address)
@@ -187,7 +214,7 @@ def _add_scaled(
     zeros_P: Array,
     scale_P: Array,
 ) -> None:
-    """Add a group's products with (code - zero) * scale to the totals."""
+    """Add a group's products with (number - zero) * scale to the totals."""
     for t in range(num_rows):
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
         first_of_row, sum_of_inputs = np.uint64(first_sum + t * PANEL), sums_TG[t, group]
@@ -224,7 +251,8 @@ def _finish(
 
 @exact_entry_jit
 def _linear(x_TX: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array) -> None:
-    sums_TG = np.empty((len(x_TX), weight[1].shape[1]), np.float32)
-    for t in range(len(x_TX)):
-        _sum_groups(t, x_TX, sums_TG)
+    sums_TG = np.zeros((len(x_TX), weight[2].shape[1]), np.float32)
+    if len(weight[1]):
+        for t in range(len(x_TX)):
+            _sum_groups(t, x_TX, sums_TG)
     parallel_for(len(weight[0]), _multiply_panel, (x_TX, sums_TG, weight, bias_Y, out_TY))

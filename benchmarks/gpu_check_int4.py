@@ -1,0 +1,93 @@
+"""Products with 4-bit codes: a family of kernels of the section `numerics`, and a part of `speed`.
+
+Legend: T tokens, X features in, Y features out, G groups, W words.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from benchmarks.gpu_check_common import Call, Check, Row, median_us, num_sets, rounded, share
+from benchmarks.gpu_check_verdicts import judge, poisoned
+from kernels.interface import GroupedCodes, GroupedKernels
+from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped
+
+# Of Qwen3-8B: features of each product of a layer, in and out.
+_PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
+_GROUP_SIZE = 128
+
+
+def int4_numerics(check: Check, kernels: GroupedKernels) -> None:
+    """Few rows, some, and many; groups of several sizes, two that end within a block."""
+    shapes = ((4096, 1000, 128), (4096, 4096, 32), (1216, 520, 64), (12288, 256, 12288))
+    for num_rows in (2, 40, 130) if check.small else (1, 17, 300):
+        for size_in, size_out, group in ((192, 20, 64), (1024, 20, 128)) if check.small else shapes:
+            name = f"int4 {num_rows} x {size_in} to {size_out}, groups of {group}"
+            sizes = num_rows, size_in, size_out, group
+            check.add(name, partial(_same_product, check, kernels, *sizes))
+
+
+def _same_product(
+    check: Check, kernels: GroupedKernels, num_rows: int, size_in: int, size_out: int, group: int
+) -> Row:
+    weight, bias_Y = drawn(check, size_in, size_out, group), check.normal(size_out)
+    x_TX = check.normal(num_rows, size_in)
+    packed = kernels.pack_weight(weight)
+    with poisoned():
+        out_TY = kernels.linear(x_TX, packed, bias_Y)
+    # One of the result; for many rows weights are rounded too, each way.
+    return judge(out_TY, ReferenceGrouped().linear(x_TX.float(), weight, bias_Y.float()), 2)
+
+
+def drawn(check: Check, size_in: int, size_out: int, group: int) -> GroupedCodes:
+    """Random codes and zero points; values of about the size of a trained matrix."""
+    ints = partial(torch.randint, device=check.device)
+    groups = size_in // group
+    scale_YG = (1 + torch.rand(size_out, groups, device=check.device)) / (8 * size_in**0.5)
+    shape = (size_out, size_in // CODES_PER_WORD)
+    return GroupedCodes(
+        words_YW=ints(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
+        zeros_YG=ints(4, 12, (size_out, groups), dtype=torch.uint8),
+        scale_YG=scale_YG.to(torch.float16),
+        num_rows=size_out,
+    )
+
+
+def int4_speed(check: Check) -> None:
+    """Each product of a layer beside the time to read its codes, or to compute it, and beside
+    torch's product in the dtype of the check, which reads four times the bytes.
+    """
+    products, group = (((128, 96),), 64) if check.small else (_PRODUCTS, _GROUP_SIZE)
+    for size_in, size_out in products:
+        for num_rows in (2,) if check.small else (1, 16, 64, 256, 2048):
+            name = f"int4: {num_rows} x {size_in} to {size_out}"
+            check.add(name, partial(_product_row, check, num_rows, size_in, size_out, group))
+
+
+def _product_row(check: Check, num_rows: int, size_in: int, size_out: int, group: int) -> Row:
+    weights, numbers = size_in * size_out, num_rows * (size_in + size_out)
+    num_bytes = weights // 2 + 4 * weights // group + check.dtype.itemsize * numbers
+    plain_bytes = check.dtype.itemsize * (weights + numbers)
+    floor = check.floor_us(num_bytes, 2 * num_rows * weights)
+    sizes = check, num_rows, size_in, size_out
+    us = median_us(check, [_packed(*sizes, group) for _ in range(num_sets(check, num_bytes))])
+    plain_us = median_us(check, [_plain(*sizes) for _ in range(num_sets(check, plain_bytes))])
+    row = {"us": rounded(us), "floor_us": rounded(floor), "plain_us": rounded(plain_us)}
+    row["times_plain"] = rounded(plain_us / us, 3)
+    return row | share(check, num_bytes, floor, us)
+
+
+def _packed(check: Check, num_rows: int, size_in: int, size_out: int, group: int) -> Call:
+    kernels = check.backends["triton"].int4
+    assert kernels is not None
+    weight = kernels.pack_weight(drawn(check, size_in, size_out, group))
+    return partial(kernels.linear, check.normal(num_rows, size_in), weight, None)
+
+
+def _plain(check: Check, num_rows: int, size_in: int, size_out: int) -> Call:
+    weight_YX = size_in**-0.5 * check.normal(size_out, size_in)
+    return partial(
+        check.backends["triton"].linear, check.normal(num_rows, size_in), weight_YX, None
+    )

@@ -1,0 +1,385 @@
+"""Products with weights of 4-bit codes on a GPU, in Triton: codes stay in 4 bits in memory.
+
+Up to `MAX_FUSED_ROWS` rows of x, `_multiply_codes` reads each code once for every tile of rows,
+widens it in registers and multiplies there; the matrix units see code - zero, a whole number that
+every dtype holds exactly. Sums of a group of inputs are multiplied by its scale in float32. Where
+the output features alone make too few programs, each sums a part of the inputs, and `_add_parts`
+adds the parts up in their order: no result depends on which program was first.
+
+Of more rows, products are bound by the matrix units, not by reading: `_widen_codes` writes a tile
+of features, rounded to the dtype of x, into memory that the next tile uses again and that mostly
+stays in the second-level cache, and torch multiplies it.
+
+A packed weight has blocks of 128 inputs. Half word h of a block holds codes of the inputs h, 32 +
+h, 64 + h and 96 + h, from the lowest bits on: so shifting a tile of half words gives 32 consecutive
+inputs of each feature, all in one group, and no number has to change its place. Scale and zero
+point of a group are one word, which is fetched ahead like the codes (16 bits could not be): the
+scale in float32, whose last four bits, 0 in every number of 16 bits, are the zero point.
+
+Launches depend on shapes alone and nothing waits for the device: CUDA graphs can hold them.
+Legend: T tokens, X features in, Y features out, G groups, H half words, B blocks, P parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.interface import GroupedCodes
+from kernels.reference.grouped import CODES_PER_WORD, shifts_on
+
+# Above it, products in registers cost more than writing the codes once in 16 bits: each program
+# reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
+# the 8B shape's products 5 ms at 128 rows and 10 at 256; writing them takes 3.5, and torch's
+# products at least 5.
+MAX_FUSED_ROWS = 128
+_BLOCK = 128
+_SUBBLOCKS = 4  # of a block: the codes of a half word
+_SUBBLOCK = _BLOCK // _SUBBLOCKS
+# Several on each processor of a chip with up to 144, so that enough bytes are on their way; but
+# parts with less to read than what they write are of no use.
+_PROGRAMS = 512
+_BLOCKS_PER_PART = 4
+_FEATURES_PER_SUM = 256
+_WIDENED_FEATURES = 32  # of a program that writes widened codes
+_WIDENED_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
+_PACKED_ROWS = 1024  # at a time
+
+# How codes become numbers; both ways give the same.
+# "pairs": two codes are cut out and completed to bfloat16 or float16 numbers by one instruction
+#     each. There are no fast instructions that convert integers.
+# "singly": without inline assembly: for the interpreter, and for float32.
+Widening = Literal["pairs", "singly"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """Rows of x and output features of a program, its warps, and the stages of its loads."""
+
+    rows: int
+    features: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_of(num_rows: int, itemsize: int) -> Tiles:
+    """Tiles for so many rows."""
+    if itemsize == 4:  # float32 has no matrix instructions that are exact
+        return Tiles(rows=16, features=32, num_warps=4, num_stages=2)
+    if num_rows <= 16:
+        return Tiles(rows=16, features=128, num_warps=4, num_stages=4)
+    return Tiles(rows=32, features=128, num_warps=8, num_stages=3)
+
+
+class TritonInt4:
+    """`GroupedKernels` in Triton. Each kernel is compiled at its first use."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing: a GPU compiles what it runs, in the steps before the first request."""
+        return []
+
+    def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
+        """Half words, int16 [Y, H], of whole blocks; scales with zero points, int32 [G, Y], of
+        groups that `_held_group_size` gives; no other zero points.
+        """
+        assert weight.zeros_YG is not None, "these codes have zero points"
+        num_groups = weight.zeros_YG.shape[1]
+        group_size = CODES_PER_WORD * weight.words_YW.shape[1] // num_groups
+        repeats = 1 if num_groups == 1 else group_size // _held_group_size(group_size)
+        scale_YG = weight.scale_YG.to(torch.float32).view(torch.int32) | weight.zeros_YG
+        return GroupedCodes(
+            words_YW=_in_blocks(weight.words_YW),
+            zeros_YG=weight.zeros_YG.new_empty(0),
+            scale_YG=scale_YG.repeat_interleave(repeats, 1).T.contiguous(),
+            num_rows=weight.num_rows,
+        )
+
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
+        """See `GroupedKernels`. Of more than `MAX_FUSED_ROWS` rows, and where groups are below 32
+        inputs, weights are rounded to the dtype of x.
+        """
+        x_TX = x_TX.contiguous()
+        out_TY = x_TX.new_empty(len(x_TX), weight.num_rows)
+        if out_TY.numel() == 0:
+            return out_TY
+        if len(x_TX) <= MAX_FUSED_ROWS and _group_size(weight, x_TX.shape[1]) % _SUBBLOCK == 0:
+            _multiply_in_registers(x_TX, weight, bias_Y, out_TY)
+        else:
+            _multiply_widened(x_TX, weight, bias_Y, out_TY)
+        return out_TY
+
+
+def _held_group_size(group_size: int) -> int:
+    """Whole blocks, or what a block is divided into; scales of larger groups are repeated."""
+    return group_size if group_size % _BLOCK == 0 else math.gcd(group_size, _BLOCK)
+
+
+def _group_size(weight: GroupedCodes, size_in: int) -> int:
+    """Of a packed weight. One group has all inputs, those that fill up the last block too."""
+    num_groups = len(weight.scale_YG)
+    return triton.cdiv(size_in, _BLOCK) * _BLOCK if num_groups == 1 else size_in // num_groups
+
+
+def _in_blocks(words_YW: Tensor) -> Tensor:
+    """int16 [Y, H]; the last block is filled with zeros."""
+    shifts = shifts_on(words_YW.device)
+    num_blocks = triton.cdiv(words_YW.shape[1] * CODES_PER_WORD, _BLOCK)
+    halves_YH = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK, dtype=torch.int16)
+    for first in range(0, len(words_YW), _PACKED_ROWS):
+        rows = slice(first, first + _PACKED_ROWS)
+        codes_YX = ((words_YW[rows].unsqueeze(2) >> shifts) & 15).flatten(1)
+        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK - codes_YX.shape[1]))
+        codes_YBSH = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS, _SUBBLOCK))
+        halves_YBH = codes_YBSH[:, :, 0].clone()
+        for subblock in range(1, _SUBBLOCKS):
+            halves_YBH |= codes_YBSH[:, :, subblock] << 4 * subblock
+        halves_YH[rows] = halves_YBH.flatten(1).to(torch.int16)
+    return halves_YH
+
+
+def widening_of(device: torch.device, dtype: torch.dtype) -> Widening:
+    """The way that suits a device and the dtype of x."""
+    return "pairs" if device.type == "cuda" and dtype.itemsize == 2 else "singly"
+
+
+def _multiply_in_registers(
+    x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, out_TY: Tensor
+) -> None:
+    (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
+    tiles = tiles_of(num_rows, x_TX.itemsize)
+    num_panels, num_blocks = triton.cdiv(size_out, tiles.features), triton.cdiv(size_in, _BLOCK)
+    blocks_per_part, num_parts = split_of(num_panels, num_blocks)
+    group_size = _group_size(weight, size_in)
+    sums_PTY = out_TY
+    if num_parts > 1:
+        sums_PTY = out_TY.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
+    _multiply_codes[(triton.cdiv(num_rows, tiles.rows) * num_panels * num_parts,)](
+        *(x_TX, weight.words_YW, weight.scale_YG),
+        bias_Y if num_parts == 1 else None,
+        sums_PTY,
+        *(num_rows, size_in, size_out, num_blocks, blocks_per_part),
+        max(1, group_size // _BLOCK),
+        GROUPS=max(1, _BLOCK // group_size),
+        WHOLE=size_in % _BLOCK == 0,
+        ROWS=tiles.rows,
+        FEATURES=tiles.features,
+        WIDENING=widening_of(x_TX.device, x_TX.dtype),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_parts > 1:
+        _add_parts[(num_rows * triton.cdiv(size_out, _FEATURES_PER_SUM),)](
+            *(sums_PTY, bias_Y, out_TY, num_rows, size_out, num_parts),
+            FEATURES=_FEATURES_PER_SUM,
+            num_warps=2,
+        )
+
+
+def split_of(num_panels: int, num_blocks: int) -> tuple[int, int]:
+    """(blocks of a part, parts): those of a weight are the same for every number of rows that has
+    the same tiles, so a row's results do not depend on the others.
+    """
+    num_parts = max(1, min(num_blocks // _BLOCKS_PER_PART, _PROGRAMS // num_panels))
+    blocks_per_part = triton.cdiv(num_blocks, num_parts)
+    return blocks_per_part, triton.cdiv(num_blocks, blocks_per_part)
+
+
+def _multiply_widened(
+    x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, out_TY: Tensor
+) -> None:
+    size_out, size_in = out_TY.shape[1], x_TX.shape[1]
+    tile_features = max(1, _WIDENED_BYTES // (size_in * x_TX.itemsize * _BLOCK)) * _BLOCK
+    tile_YX = x_TX.new_empty(min(tile_features, size_out), size_in)
+    group_size, num_blocks = _group_size(weight, size_in), triton.cdiv(size_in, _BLOCK)
+    for first in range(0, size_out, tile_features):
+        features = slice(first, min(first + tile_features, size_out))
+        num_features = features.stop - first
+        _widen_codes[(triton.cdiv(num_features, _WIDENED_FEATURES) * num_blocks,)](
+            *(weight.words_YW, weight.scale_YG, tile_YX),
+            *(first, num_features, size_in, size_out, num_blocks),
+            GROUP=min(group_size, _BLOCK),
+            BLOCKS=max(1, group_size // _BLOCK),
+            FEATURES=_WIDENED_FEATURES,
+        )
+        weight_XY = tile_YX[:num_features].T
+        if bias_Y is None:
+            torch.mm(x_TX, weight_XY, out=out_TY[:, features])
+        else:
+            torch.addmm(bias_Y[features], x_TX, weight_XY, out=out_TY[:, features])
+
+
+def _pairs(type_: str, shift: int, base: int, one: int) -> str:
+    """PTX that widens a code of each half of $1 to a number in the same half of $0: with the bits
+    of a power of two above it, the code is the end of the mantissa of power + code; $2 holds
+    -(power + zero). The product with 1 is there because bfloat16 has no sum alone before compute
+    capability 9.0. All of these numbers are whole and exact.
+    """
+    lines = [
+        ".reg .b32 codes, base, one;",
+        f"mov.b32 base, 0x{base:04X}{base:04X};",
+        f"mov.b32 one, 0x{one:04X}{one:04X};",
+        f"shr.u32 codes, $1, {shift};",
+        "lop3.b32 codes, codes, 0x000F000F, base, 0xEA;",
+        f"fma.rn.{type_} $0, codes, one, $2;",
+    ]
+    return "\n".join(("{", *lines, "}"))
+
+
+# The smallest power of two whose unit in the last place is 1.
+_BFLOAT16_POWER, _FLOAT16_POWER = tl.constexpr(128), tl.constexpr(1024)
+_BFLOAT16_PAIRS = tl.constexpr(
+    tuple(_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80) for i in range(_SUBBLOCKS))
+)
+_FLOAT16_PAIRS = tl.constexpr(
+    tuple(_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00) for i in range(_SUBBLOCKS))
+)
+
+
+@triton.jit
+def _scale_and_zero(words):  # type: ignore[no-untyped-def]
+    """(scales, float32; zero points, int32)"""
+    return (words & -16).to(tl.float32, bitcast=True), words & 15
+
+
+@triton.jit
+def _differences(  # type: ignore[no-untyped-def]
+    halves, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
+):
+    """code - zero of one subblock, [features, 32], exactly; zeros are int32, [features]."""
+    if WIDENING == "pairs":
+        if dtype == tl.bfloat16:
+            offsets = (-(zeros + _BFLOAT16_POWER)).to(dtype)[:, None]
+            differences = tl.inline_asm_elementwise(
+                _BFLOAT16_PAIRS[SUBBLOCK],
+                "=r,r,r",
+                [halves, offsets],
+                dtype=tl.bfloat16,
+                is_pure=True,
+                pack=2,
+            )
+        else:
+            offsets = (-(zeros + _FLOAT16_POWER)).to(dtype)[:, None]
+            differences = tl.inline_asm_elementwise(
+                _FLOAT16_PAIRS[SUBBLOCK],
+                "=r,r,r",
+                [halves, offsets],
+                dtype=tl.float16,
+                is_pure=True,
+                pack=2,
+            )
+    else:
+        codes = (halves.to(tl.int32) >> 4 * SUBBLOCK) & 15
+        differences = (codes - zeros[:, None]).to(dtype)
+    return differences
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_blocks", "blocks_per_part", "blocks_per_group"])
+def _multiply_codes(  # type: ignore[no-untyped-def]
+    x_TX,
+    halves_YH,
+    scale_GY,
+    bias_Y,
+    out_PTY,
+    num_rows,
+    size_in,
+    size_out,
+    num_blocks,
+    blocks_per_part,
+    blocks_per_group,
+    GROUPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    WIDENING: tl.constexpr,
+):
+    """One tile of rows by `FEATURES` output features, over the inputs of one part. A block has
+    `GROUPS` groups, or is one of `blocks_per_group`.
+    """
+    num_row_tiles, num_panels = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
+    row = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
+    panel = tl.program_id(0) // num_row_tiles % num_panels
+    part = tl.program_id(0) // num_row_tiles // num_panels
+    y, i = panel * FEATURES + tl.arange(0, FEATURES), tl.arange(0, 32)
+    is_row, is_feature = row < num_rows, y < size_out
+    halves_YH += y.to(tl.int64)[:, None] * (num_blocks * 32) + i[None, :]
+    x_TX += row[None, :] * size_in + i[:, None]
+    dtype: tl.constexpr = x_TX.dtype.element_ty
+    total = tl.zeros([FEATURES, ROWS], tl.float32)
+    first = part * blocks_per_part
+    for block in range(first, min(first + blocks_per_part, num_blocks)):
+        halves = tl.load(halves_YH + block * 32, mask=is_feature[:, None], other=0)
+        for subblock in tl.static_range(4):
+            start = block * 128 + subblock * 32
+            if subblock % (4 // GROUPS) == 0:
+                # Behind the last input there is no group.
+                place = (block // blocks_per_group * GROUPS + subblock * GROUPS // 4) * size_out + y
+                is_group = is_feature & (WHOLE | (start < size_in))
+                scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=is_group, other=0))
+                product = tl.zeros([FEATURES, ROWS], tl.float32)
+            mask = is_row[None, :] & (WHOLE | (start + i < size_in)[:, None])
+            x = tl.load(x_TX + start, mask=mask, other=0.0)
+            differences = _differences(halves, zeros, subblock, dtype, WIDENING)
+            product = tl.dot(differences, x, product, input_precision="ieee")
+            if (subblock + 1) % (4 // GROUPS) == 0:
+                total += product * scale[:, None]
+    if bias_Y is not None:
+        total += tl.load(bias_Y + y, mask=is_feature, other=0.0).to(tl.float32)[:, None]
+    out_PTY += (part * num_rows + row)[None, :] * size_out + y[:, None]
+    tl.store(out_PTY, total, mask=is_row[None, :] & is_feature[:, None])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_parts"])
+def _add_parts(  # type: ignore[no-untyped-def]
+    sums_PTY, bias_Y, out_TY, num_rows, size_out, num_parts, FEATURES: tl.constexpr
+):
+    row = tl.program_id(0) // tl.cdiv(size_out, FEATURES)
+    y = tl.program_id(0) % tl.cdiv(size_out, FEATURES) * FEATURES + tl.arange(0, FEATURES)
+    total = tl.zeros([FEATURES], tl.float32)
+    for part in range(num_parts):
+        place = (part * num_rows + row) * size_out + y
+        total += tl.load(sums_PTY + place, mask=y < size_out, other=0.0)
+    if bias_Y is not None:
+        total += tl.load(bias_Y + y, mask=y < size_out, other=0.0).to(tl.float32)
+    tl.store(out_TY + row * size_out + y, total, mask=y < size_out)
+
+
+@triton.jit(do_not_specialize=["first", "num_features", "num_blocks"])
+def _widen_codes(  # type: ignore[no-untyped-def]
+    halves_YH,
+    scale_GY,
+    out_YX,
+    first,
+    num_features,
+    size_in,
+    size_out,
+    num_blocks,
+    GROUP: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    FEATURES: tl.constexpr,
+):
+    """A block of inputs of `FEATURES` features, from feature `first` on. Groups have `GROUP` inputs
+    of a block, or `BLOCKS` blocks.
+    """
+    block = tl.program_id(0) % num_blocks
+    feature = tl.program_id(0) // num_blocks * FEATURES + tl.arange(0, FEATURES)[:, None]
+    i = tl.arange(0, 32)[None, :]
+    y, is_feature = first + feature, feature < num_features
+    halves = tl.load(
+        halves_YH + (y.to(tl.int64) * num_blocks + block) * 32 + i, mask=is_feature, other=0
+    )
+    for subblock in tl.static_range(4):
+        x = subblock * 32 + i
+        mask = is_feature & (block * 128 + x < size_in)
+        place = (block // BLOCKS * (128 // GROUP) + x // GROUP) * size_out + y
+        scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=mask, other=0))
+        differences = ((halves.to(tl.int32) >> 4 * subblock) & 15) - zeros
+        values = differences.to(tl.float32) * scale
+        tl.store(out_YX + feature * size_in + block * 128 + x, values, mask=mask)

@@ -1,0 +1,101 @@
+"""Products with weights of codes that share scales in groups of inputs. The input is not quantized.
+
+    "int4": weight[y, x] = (code[y, x] - zero[y, group of x]) * scale[y, group of x]
+    "fp8":  weight[y, x] = code[y, x] * scale[y, group of x]
+
+Legend: T tokens, X features in, Y features out, G groups, W words of several inputs, B blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.interface import GroupedCodes
+from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8
+
+# Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
+SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+CODES_PER_WORD = len(SHIFTS)
+MAX_CODE, MIDDLE = 15, 8
+BLOCK_ROWS = 128  # that share scales where e4m3 numbers are computed
+_SMALLEST_STEP = 1e-30  # of groups of zeros
+
+
+def shifts_on(device: torch.device) -> Tensor:
+    """`SHIFTS`, int32, computed there: a copy from the host could be no part of a CUDA graph."""
+    place = torch.arange(CODES_PER_WORD, dtype=torch.int32, device=device)
+    return place % 2 * 16 + place // 2 * 4
+
+
+def pack_codes(codes_YX: Tensor) -> Tensor:
+    """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
+    codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(SHIFTS)))
+    words_YW = torch.zeros(codes_YW8.shape[:2], dtype=torch.int32)
+    for i, shift in enumerate(SHIFTS):
+        words_YW |= codes_YW8[:, :, i] << shift
+    return words_YW
+
+
+def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes [Y, X], zero points, uint8 [Y, G], and scales, bfloat16 [Y, G]) nearest to the
+    values: between the smallest number of a group and the largest one, with 0 among them.
+    """
+    values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
+    lowest_YG, highest_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
+    scale_YG = ((highest_YG - lowest_YG) / MAX_CODE).to(torch.bfloat16)
+    step_YG1 = scale_YG.to(torch.float32).clamp(min=_SMALLEST_STEP).unsqueeze(2)
+    zeros_YG1 = torch.round(-lowest_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
+    codes_YGX = torch.round(values_YGX / step_YG1 + zeros_YG1).clamp(0, MAX_CODE)
+    return codes_YGX.flatten(1), zeros_YG1.squeeze(2).to(torch.uint8), scale_YG
+
+
+def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 codes, uint8 [Y, X], and scales, float32 [Y, G]) nearest to the values: of
+    `BLOCK_ROWS` rows and `group_size` inputs, the largest number becomes the largest code.
+    """
+    rows = len(values_YX)
+    values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
+    largest_YG = functional.pad(values_YGX.abs().amax(2), (0, 0, 0, -rows % BLOCK_ROWS))
+    scale_BG = largest_YG.unflatten(0, (-1, BLOCK_ROWS)).amax(1) / MAX_FP8
+    scale_YG = scale_BG.repeat_interleave(BLOCK_ROWS, 0)[:rows]
+    steps_YG1 = scale_YG.clamp(min=_SMALLEST_STEP).unsqueeze(2)
+    return to_fp8(values_YGX / steps_YG1).flatten(1), scale_YG
+
+
+def widened(weight: GroupedCodes) -> Tensor:
+    """The values, [Y, X], of a weight that is not packed: those of whole numbers exactly, those of
+    e4m3 numbers rounded to float32.
+    """
+    groups = weight.scale_YG.shape[1], -1
+    if weight.zeros_YG is None:
+        numbers_YGX = from_fp8(weight.words_YW).unflatten(1, groups)
+    else:
+        shifts = shifts_on(weight.words_YW.device)
+        codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
+        numbers_YGX = codes_YX.unflatten(1, groups) - weight.zeros_YG.unsqueeze(2)
+    scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)
+    values_YGX: Tensor = numbers_YGX.to(torch.float32) * scale_YG1
+    return values_YGX.flatten(1)
+
+
+class ReferenceGrouped:
+    """`GroupedKernels` in plain PyTorch, on any device, for both forms."""
+
+    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """Nothing to compile."""
+        return []
+
+    def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
+        """The weight, unchanged."""
+        return weight
+
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
+        """[T, Y] in the dtype of x, with sums in float32."""
+        out_TY = x_TX.to(torch.float32) @ widened(weight).T
+        if bias_Y is not None:
+            out_TY = out_TY + bias_Y.to(torch.float32)
+        return out_TY.to(x_TX.dtype)

@@ -1,0 +1,86 @@
+"""Products with 4-bit codes, of the matrices of Qwen3-8B (4,096 wide, 12,288 features) and of
+Qwen3-0.6B split over ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kernels.gpu import int4
+from tests.kernels.compile_cases import CompileCase
+
+_ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_WEIGHT = {"halves_YH": "*i16", "scale_GY": "*i32"}
+
+
+def _multiply(
+    num_rows: int, group_size: int, dtype: str = "bf16", is_part: bool = False
+) -> CompileCase:
+    tiles = int4.tiles_of(num_rows, _ITEMSIZES[dtype])
+    constants: dict[str, Any] = {
+        "bias_Y": None,
+        "GROUPS": 128 // group_size,
+        "WHOLE": True,
+        "ROWS": tiles.rows,
+        "FEATURES": tiles.features,
+        "WIDENING": "singly" if dtype == "fp32" else "pairs",
+    }
+    out = {"out_PTY": "*fp32" if is_part else f"*{dtype}"}
+    sizes = {"num_rows": "i32", "size_in": "i32:16", "size_out": "i32:16", "num_blocks": "i32"}
+    parts = {"blocks_per_part": "i32", "blocks_per_group": "i32"}
+    signature = {"x_TX": f"*{dtype}"} | _WEIGHT | {"bias_Y": "constexpr"}
+    return CompileCase(
+        name=f"int4-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
+        kernel=int4._multiply_codes,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        signature=signature | out | sizes | parts | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+def _add_parts(dtype: str) -> CompileCase:
+    constants = {"bias_Y": None, "FEATURES": int4._FEATURES_PER_SUM}
+    return CompileCase(
+        name=f"int4-add_parts-{dtype}",
+        kernel=int4._add_parts,
+        num_warps=2,
+        signature={"sums_PTY": "*fp32", "bias_Y": "constexpr", "out_TY": f"*{dtype}"}
+        | {"num_rows": "i32", "size_out": "i32:16", "num_parts": "i32", "FEATURES": "constexpr"},
+        constexprs=constants,
+    )
+
+
+def _widen(group_size: int, dtype: str = "bf16") -> CompileCase:
+    constants = {
+        "GROUP": min(group_size, 128),
+        "BLOCKS": max(1, group_size // 128),
+        "FEATURES": int4._WIDENED_FEATURES,
+    }
+    sizes = {"first": "i32", "num_features": "i32", "size_in": "i32:16", "size_out": "i32:16"}
+    return CompileCase(
+        name=f"int4-widen-{group_size}-{dtype}",
+        kernel=int4._widen_codes,
+        signature=_WEIGHT
+        | {"out_YX": f"*{dtype}"}
+        | sizes
+        | {"num_blocks": "i32"}
+        | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+    )
+
+
+CASES = [
+    _multiply(1, 128),
+    _multiply(1, 128, is_part=True),
+    _multiply(1, 32),
+    _multiply(1, 64, "fp16"),
+    _multiply(1, 128, "fp32"),
+    _multiply(128, 128),
+    _multiply(128, 32, "fp16", is_part=True),
+    _add_parts("bf16"),
+    _add_parts("fp32"),
+    _widen(128),
+    _widen(4096, "fp16"),
+    _widen(16, "fp32"),
+]

@@ -1,0 +1,78 @@
+"""Models in 4 bits behind graphs: a replay multiplies the codes that lay there at the capture, and
+looks up rows of an embedding in 4 bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from configs.quantization import INT4
+from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4, tiles_of
+from kernels.interface import GroupedCodes, Kernels
+from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from tests.checkpoints import Shape, make_checkpoint
+from tests.kernels.replaced import Replaced
+from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted
+from tests.workers.conftest import config_of
+from tests.workers.test_grouped import stored_model
+from workers.batch import mixed_graphs
+from workers.model_runner import warm_up
+from workers.models.qwen3 import Qwen3
+from workers.parallel.group import TensorParallelGroup
+
+SIZES: dict[str, Any] = {"layers": 1, "intermediate": 96, "head_dim": 32, "vocab": 150}
+
+
+def make_stored(model_dir: Path) -> dict[str, Any]:
+    stored_model(model_dir, "pack_32", Shape(name="stored", **SIZES))
+    return {}
+
+
+def make_plain(model_dir: Path) -> dict[str, Any]:
+    make_checkpoint(model_dir, Shape(name="tied", tied=True, **SIZES))
+    return {"quantization": INT4}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted here")
+@pytest.mark.parametrize("make", [make_stored, make_plain])
+def test_replayed_steps_give_the_tokens_of_eager_ones(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_graphs, "_SIZES", ())  # large, so slow in the interpreter
+    options = make(tmp_path)
+    kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonInt4()))
+    pair = Pair(MakeRunner(tmp_path), 2, kernels, **options)
+    rows = admitted(pair, 2)
+    pair.step([(row, 10) for row in rows])
+    for chosen in (rows, rows[1:], rows):
+        assert pair.step([(row, 1) for row in chosen]) == len(chosen)
+
+
+def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True, **SIZES))
+    num_rows: set[int] = set()
+
+    def linear(x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None) -> Tensor:
+        num_rows.add(len(x_TX))
+        return torch.zeros(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
+
+    kernels: Any = Replaced(REFERENCE, int4=Replaced(REFERENCE.int4, linear=linear))
+    options = {"quantization": INT4, "max_num_batched_tokens": 192}
+    config = config_of(tmp_path, attention_backend="reference", **options)
+    config = dataclasses.replace(config, device="cuda")
+    group = TensorParallelGroup(0, 1, torch.device("cpu"))
+    model = Qwen3(
+        config.model, group, kernels, torch.float32, config.max_model_len, config.quantization
+    )
+    for piece in model.slices():
+        piece.target.zero_()
+    warm_up(config, model, group, kernels)
+    assert max(num_rows) > MAX_FUSED_ROWS
+    fused = {tiles_of(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS}
+    assert fused == {tiles_of(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
