@@ -6,17 +6,20 @@ Legend: T tokens, X features in, Y features out, G groups, W words.
 from __future__ import annotations
 
 from functools import partial
+from unittest import mock
 
 import torch
 
 from benchmarks.gpu_check_common import Call, Check, Row, median_us, num_sets, rounded, share
 from benchmarks.gpu_check_verdicts import judge, poisoned
+from kernels.gpu import int4
 from kernels.interface import GroupedCodes, GroupedKernels
 from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped
 
 # Of Qwen3-8B: features of each product of a layer, in and out.
 _PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 _GROUP_SIZE = 128
+_BOTH_WAYS = range(64, 257)  # numbers of rows
 
 
 def int4_numerics(check: Check, kernels: GroupedKernels) -> None:
@@ -57,11 +60,12 @@ def drawn(check: Check, size_in: int, size_out: int, group: int) -> GroupedCodes
 
 def int4_speed(check: Check) -> None:
     """Each product of a layer beside the time to read its codes, or to compute it, and beside
-    torch's product in the dtype of the check, which reads four times the bytes.
+    torch's product in the dtype of the check, which reads four times the bytes. Of some rows it is
+    timed both ways: `share` and `times_plain` are those of the way that `MAX_FUSED_ROWS` chooses.
     """
     products, group = (((128, 96),), 64) if check.small else (_PRODUCTS, _GROUP_SIZE)
     for size_in, size_out in products:
-        for num_rows in (2,) if check.small else (1, 16, 64, 256, 2048):
+        for num_rows in (2, 64) if check.small else (1, 16, 64, 128, 256, 2048):
             name = f"int4: {num_rows} x {size_in} to {size_out}"
             check.add(name, partial(_product_row, check, num_rows, size_in, size_out, group))
 
@@ -72,9 +76,18 @@ def _product_row(check: Check, num_rows: int, size_in: int, size_out: int, group
     plain_bytes = check.dtype.itemsize * (weights + numbers)
     floor = check.floor_us(num_bytes, 2 * num_rows * weights)
     sizes = check, num_rows, size_in, size_out
-    us = median_us(check, [_packed(*sizes, group) for _ in range(num_sets(check, num_bytes))])
+    ways = {"registers": num_rows} if num_rows < _BOTH_WAYS.stop else {}
+    if num_rows >= _BOTH_WAYS.start:
+        ways["widened"] = 0
+    times = {}
+    for way, max_fused_rows in ways.items():
+        with mock.patch.object(int4, "MAX_FUSED_ROWS", max_fused_rows):
+            calls = [_packed(*sizes, group) for _ in range(num_sets(check, num_bytes))]
+            times[way] = median_us(check, calls)
+    us = times["registers" if num_rows <= int4.MAX_FUSED_ROWS else "widened"]
     plain_us = median_us(check, [_plain(*sizes) for _ in range(num_sets(check, plain_bytes))])
-    row = {"us": rounded(us), "floor_us": rounded(floor), "plain_us": rounded(plain_us)}
+    row: Row = {f"{way}_us": rounded(each) for way, each in times.items()}
+    row |= {"floor_us": rounded(floor), "plain_us": rounded(plain_us)}
     row["times_plain"] = rounded(plain_us / us, 3)
     return row | share(check, num_bytes, floor, us)
 
