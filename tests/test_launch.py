@@ -32,8 +32,10 @@ from cluster.resources.session import SESSION
 from cluster.serve.run import ServeJob
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
+from configs.shapes import SHAPES
 from scheduler.errors import EngineError
 from scheduler.params import SamplingParams
+from tests.workers.test_grouped import FORMATS
 from workers.models.random_checkpoint import write_random_checkpoint
 
 CHECKOUT = Path(launch.__file__).resolve().parent
@@ -754,6 +756,14 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
     [memory] = [line for line in dense if line.startswith("memory of this machine")]
     assert "enough for such weights of all ranks with --spares off" in memory
     assert "experts" not in "".join(dense)
+
+
+def test_doctor_counts_weights_in_the_form_in_which_they_are_kept(tmp_path: Path) -> None:
+    raw = SHAPES["qwen3-8b"] | {"quantization_config": FORMATS["awq_128"][0]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    lines = cluster.commands.doctor._model_lines(str(tmp_path))
+    # 6.95 billion parameters in 4 bits, with 3 bytes per 128; 1.24 billion of the vocabulary.
+    assert "a rank with --tp 1: 6.1 GB of weights in int4, as they are stored" in lines
 
 
 def test_doctor_says_how_many_gpus_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:

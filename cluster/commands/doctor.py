@@ -17,7 +17,7 @@ from configs.model import ModelConfig
 from configs.paths import CHECKOUT, IS_INSTALLED
 from configs.shapes import SHAPES
 from scheduler.errors import ConfigError
-from workers.configuration import has_cuda
+from workers.configuration import has_cuda, resolve_config
 from workers.models.size import count_parameters, parameters_line
 from workers.toolchain import missing
 
@@ -59,13 +59,20 @@ def _model_lines(name: str) -> list[str]:
     raw = SHAPES.get(name)
     model = ModelConfig.from_dir(Path(name)) if raw is None else ModelConfig.from_dict(raw)
     lines = [f"model {name}: {parameters_line(model)}"]
+    kept = None
+    if raw is None:
+        device = "cuda" if has_cuda() else "cpu"
+        kept = resolve_config(EngineConfig(model=name), model, Path(name), device).quantization
+    of_matrices = kept.bytes_per_weight if kept is not None else _BYTES
+    form = "bfloat16" if kept is None else f"{kept.name}, as they are stored,"
     rank_bytes = {}
     for num_ranks in model.possible_tensor_parallel_sizes():
         rank = count_parameters(model, num_ranks)
-        rank_bytes[num_ranks] = _BYTES * rank.total
+        in_16_bits = _BYTES * rank.vocabulary
+        rank_bytes[num_ranks] = in_16_bits + int(of_matrices * (rank.total - rank.vocabulary))
         of_experts = f", {_gigabytes(_BYTES * rank.of_experts)} of experts" if model.experts else ""
-        weights = f"{_gigabytes(_BYTES * rank.total)} of weights in bfloat16{of_experts}"
-        lines.append(f"a rank with --tp {num_ranks}: {weights}")
+        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {form}{of_experts}"
+        lines.append(f"a rank with --tp {num_ranks}: {weights.removesuffix(',')}")
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = _gigabytes(memory_bytes)
     lines.append(f"memory of this machine, {size}: {_verdict(rank_bytes[1], memory_bytes)}")
