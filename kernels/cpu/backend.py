@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.cpu import attention, elementwise, few_rows, linear, pool, sampling
+from kernels.cpu import attention, elementwise, linear, pool, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.grouped import CpuGrouped
@@ -89,7 +89,7 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
     )
     qkv, cos_sin = torch.zeros(1, 3, _DIM, dtype=dtype), torch.zeros(1, _DIM)
     positions = torch.zeros(1, dtype=torch.int32)
-    few_row_products = [few_rows.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
+    few_row_products = [linear.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
     return [
         lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
         *few_row_products,

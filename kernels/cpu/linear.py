@@ -3,8 +3,13 @@
 Packing once saves oneDNN from reordering the weight at every call, about half the time for a decode
 batch. float32 is packed on x86, where the library that torch would use otherwise is two to four
 times slower for few rows on processors that are not Intel's. bfloat16 is packed where the processor
-has instructions for it. Its products of few rows are our own where the processor and the layout
-allow it (`few_rows.py`).
+has instructions for it.
+
+For a decode batch in bfloat16, alone or beside a piece of a prompt, oneDNN's own product neither
+reads at memory speed nor computes at full speed. Where the processor and the layout allow it,
+`linear_of_few_rows` reads the same packed weight (`packed.py`) instead.
+
+Legend: T tokens, X features in, Y features out.
 """
 
 from __future__ import annotations
@@ -13,12 +18,15 @@ import functools
 import platform
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu import few_rows
-from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.jit import Array, as_array, exact_entry_jit
+from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
+from kernels.cpu.panel import multiply_bfloat16_panel
+from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
@@ -28,6 +36,7 @@ _ROWS_HINT = 16
 # oneDNN adds the products of a row in spans of this many. Where registers hold sixteen floats, it
 # adds those of a row that is alone without spans, which rounds differently.
 _PRODUCTS_PER_SPAN = 1024
+_NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 
 @functools.cache
@@ -59,10 +68,35 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = panel_address(packed_YX)
     if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
-        return few_rows.linear(x_TX, address, len(packed_YX), bias_Y)
+        return linear_of_few_rows(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     leave_cores()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)
+
+
+def linear_of_few_rows(x_TX: Tensor, address: int, size_out: int, bias_Y: Tensor | None) -> Tensor:
+    """x @ weight.T + bias, [T, Y], fast for T up to `packed.max_rows`; `address` from
+    `packed.packed_address`.
+    """
+    out_TY = torch.empty(len(x_TX), size_out, dtype=torch.bfloat16)
+    bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
+    panel_bytes = PANEL * row_bytes(2 * x_TX.shape[1])
+    _multiply_few_rows(as_array(x_TX.contiguous()), address, panel_bytes, bias, as_array(out_TY))
+    return out_TY
+
+
+@exact_entry_jit
+def _multiply_few_rows(
+    x_TX: Array, address: int, panel_bytes: int, bias_Y: Array, out_TY: Array
+) -> None:
+    arguments = (x_TX, (address, panel_bytes, np.uint16(0)), bias_Y, (), out_TY)
+    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_bfloat16_panel, arguments)
+
+
+def run_once() -> None:
+    """Compile the kernel of few rows, or load it from the cache."""
+    weight = torch.zeros(PANEL, PANEL, dtype=torch.bfloat16)
+    linear_of_few_rows(weight[:1], weight.data_ptr(), PANEL, None)

@@ -1,6 +1,6 @@
 """A product of few rows with a weight that is stored in panels, one panel after the other.
 
-A weight is panels of as many output features as a tile has columns (`tile.py`): `few_rows.py`
+A weight is panels of as many output features as a tile has columns (`tile.py`): `linear.py`
 (bfloat16) and `int8.py` read oneDNN's (`packed.py`), `mixed.py` (float32 with bfloat16) packs its
 own. A panel is read in chunks, each once from memory and then, for each tile of rows, from the
 first-level cache, while the next one is fetched. Each sum is taken in one order, along X, so a

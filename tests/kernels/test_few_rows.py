@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu import few_rows, linear, torch_c
+from kernels.cpu import linear, torch_c
 from kernels.cpu.packed import max_rows, packed_address
 from kernels.cpu.tile import has_dot_products
 
@@ -36,7 +36,7 @@ def test_product_is_near_that_of_float64(shape: tuple[int, int], with_bias: bool
     whole, address = pack(weight)
     for rows in (*range(1, 10), 16, 31, 32, 33, 95, 96):
         x = normal(rows, size_in, seed=rows)
-        out = few_rows.linear(x, address, size_out, bias)
+        out = linear.linear_of_few_rows(x, address, size_out, bias)
         want = x.double() @ weight.double().T
         want = want if bias is None else want + bias.double()
         # One rounding to bfloat16, and the roundings of the float32 sums.
@@ -48,10 +48,10 @@ def test_product_is_near_that_of_float64(shape: tuple[int, int], with_bias: bool
 def test_a_row_has_the_same_bits_whatever_rows_are_beside_it() -> None:
     _whole, address = pack(normal(192, 320, seed=1))
     x = normal(96, 320, seed=2)
-    whole = few_rows.linear(x, address, 192, None)
+    whole = linear.linear_of_few_rows(x, address, 192, None)
     for first in range(96):
         for last in (first + 1, min(96, first + 6)):
-            alone = few_rows.linear(x[first:last], address, 192, None)
+            alone = linear.linear_of_few_rows(x[first:last], address, 192, None)
             assert torch.equal(alone, whole[first:last])
 
 
@@ -83,7 +83,7 @@ def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
         taken.append(len(x))
         return torch.zeros(len(x), size_out, dtype=torch.bfloat16)
 
-    monkeypatch.setattr(few_rows, "linear", spy)
+    monkeypatch.setattr(linear, "linear_of_few_rows", spy)
     most = max_rows(64, 128)
     for rows in (1, most, most + 1):
         out = linear.linear(normal(rows, 64, seed=2), whole, None)
