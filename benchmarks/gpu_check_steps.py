@@ -196,17 +196,23 @@ def decode_step(
     launch_ms = 1000 * statistics.median(executor.launch_s)
     end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
-    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    kv_row *= 1 if config.kv_cache_dtype == FP8 else 2  # bytes
-    floor_us = check.floor_us(2 * weights + batch * context * kv_row, 2 * weights * batch)
-    floor_ms = floor_us / size / 1000
+    floor_ms = floor_of_step_ms(check, model, config.kv_cache_dtype, batch, context) / size
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),
         "floor_ms": rounded(floor_ms),
         "share": rounded(floor_ms / ms, 3),
     }
+
+
+def floor_of_step_ms(
+    check: Check, model: ModelConfig, kv_cache_dtype: str, batch: int, context: int
+) -> float:
+    """Of one rank: reading the weights, and the keys and values of all rows, once."""
+    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
+    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    kv_row *= 1 if kv_cache_dtype == FP8 else 2  # bytes
+    return check.floor_us(2 * weights + batch * context * kv_row, 2 * weights * batch) / 1000
 
 
 # Prefill steps

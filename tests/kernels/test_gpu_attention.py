@@ -180,8 +180,8 @@ def test_row_of_2000_tokens(dtype: torch.dtype) -> None:
         )
 
 
-@pytest.mark.parametrize("query_len", [2, 31, 32, 33, 65, 130])
-@pytest.mark.parametrize("prefix_len", [0, 1, 127, 700])
+@pytest.mark.parametrize("query_len", [2, 31, 32, 33, 130])
+@pytest.mark.parametrize("prefix_len", [0, 127, 700])
 def test_chunks_behind_a_cached_prefix(query_len: int, prefix_len: int) -> None:
     lens = [prefix_len + query_len], [query_len]
     assert_matches_reference(make_case(*lens, kv_heads=1, head_dim=64, dtype=torch.float16))
@@ -223,7 +223,7 @@ def test_rows_without_parts_go_the_way_of_prompts() -> None:
     torch.testing.assert_close(out.cpu(), want, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("extra", [0, 1, 5, 40, 400])
+@pytest.mark.parametrize("extra", [0, 5, 400])
 @pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
 def test_any_number_of_parts_gives_the_same(
     lens: tuple[list[int], list[int]], extra: int, new_memory_is_nan: None
