@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -43,12 +42,6 @@ FORMS = {
 LARGE = Form(dtype=torch.float32, hidden=512, layers=4, vocab=8192)  # 71 MiB
 MIB = 2**20
 NAME = f"eagleray-test-{os.getpid()}"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_fork_server_is_left() -> Iterator[None]:
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module")
