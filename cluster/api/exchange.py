@@ -78,6 +78,8 @@ class Exchange:
         self.writer: Writer | None = None
         self.written_s = 0.0
         self._commented = False  # whether a comment was last written
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task[None] | None = None
         self.receive, self._send = receive, send
 
     async def body(self) -> bytes:
@@ -142,16 +144,27 @@ class Exchange:
         self._commented = False
         return b":\n\n" + data
 
-    async def keep_alive(self, pause_s: float) -> None:
+    def keep_alive(self, pause_s: float) -> None:
         """While the stream is silent, send a line that clients ignore after each pause, so that no
-        proxy on the way takes it for dead.
+        proxy on the way takes it for dead; until `end_keep_alive`. Timers, since the task of a
+        coroutine that sleeps takes five times the memory.
         """
-        while True:
-            seen_s = self.written_s
-            await asyncio.sleep(pause_s)
-            if self.written_s == seen_s:
-                await self.event(b": waiting\n\n")
-                self._commented = True
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(pause_s, self._comment_if_silent, self.written_s, pause_s)
+
+    def _comment_if_silent(self, seen_s: float, pause_s: float) -> None:
+        if self.written_s == seen_s:
+            self._commenting = asyncio.create_task(self._comment())
+        self.keep_alive(pause_s)
+
+    async def _comment(self) -> None:
+        await self.event(b": waiting\n\n")
+        self._commented = True
+
+    def end_keep_alive(self) -> None:
+        for pending in (self._timer, self._commenting):
+            if pending is not None:
+                pending.cancel()
 
     async def unless_left(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; if the client leaves meanwhile, cancel it and raise `Gone`. The body must

@@ -181,7 +181,7 @@ class Runner:
                     exchange.send_event_nowait(data)
                 return True
 
-            keeping = asyncio.create_task(exchange.keep_alive(self._limits.keep_alive_s))
+            exchange.keep_alive(self._limits.keep_alive_s)
             try:
                 while items := await chunks.next(take_now):
                     note_tokens(items)
@@ -189,7 +189,7 @@ class Runner:
                     if data:
                         await exchange.event(data)
             finally:
-                keeping.cancel()
+                exchange.end_keep_alive()
             timing.end()
             await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
 
