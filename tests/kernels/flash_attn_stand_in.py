@@ -159,7 +159,6 @@ def _with_kvcache_2(
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
-
 # The names of the operator's arguments, in order, and those that this project uses.
 _NAMES_3 = re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMA.partition(" -> ")[0])
 _USED_3 = {"q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table"}
@@ -170,19 +169,18 @@ _DEFAULTS_3 = {"window_size_left": -1, "window_size_right": -1}
 def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., Outputs]:
     def fwd(*values: Any) -> Outputs:
         """Trailing arguments with their default values may be missing."""
-        given = dict(zip(_NAMES_3, values, strict=False))
+        given: dict[str, Any] = dict.fromkeys(_NAMES_3)
+        given |= zip(_NAMES_3, values, strict=False)
         for name in given.keys() - _USED_3:
             is_default = given[name] is None or given[name] == _DEFAULTS_3.get(name, 0)
             _require(
                 not isinstance(given[name], torch.Tensor) and is_default,
                 f"{name} is not used by this project",
             )
-        q, k, v, out, cu_seqlens_q, seqused_k, max_seqlen_q, page_table = map(
-            given.get,
-            ("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table"),
-        )
-        num_splits = given.get("num_splits", 0)
-        _require(0 <= num_splits <= 256, "num_splits must be from 0 to 256")
+        q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+        cu_seqlens_q, seqused_k = given["cu_seqlens_q"], given["seqused_k"]
+        max_seqlen_q, page_table = given["max_seqlen_q"], given["page_table"]
+        _require(0 <= (given["num_splits"] or 0) <= 256, "num_splits must be from 0 to 256")
         _require(
             "FP16" not in left_out or q.dtype != torch.float16, "this build does not support FP16"
         )
@@ -198,17 +196,8 @@ def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., Outputs]:
             k.shape[1] % tile_tokens == 0 and max_seqlen_q * (q.shape[1] // k.shape[2]) > tile_rows
         )
         _require("PAGEDKV" not in left_out or by_tma, "this build does not support paged KV")
-        _attend(
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            seqused_k,
-            page_table,
-            given.get("softmax_scale"),
-            given.get("is_causal"),
-            out,
-        )
+        scale, is_causal = given["softmax_scale"], given["is_causal"]
+        _attend(q, k, v, cu_seqlens_q, seqused_k, page_table, scale, is_causal, out)
         return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
     return fwd
