@@ -97,6 +97,11 @@ def run_way(check: Check, way: Way, alone: dict[str, Any]) -> None:
             return {"passed": json.loads(said) == mine}
 
         check.add(f"{way.name}: both ranks sample the same", compare)
+    compare_with_one_rank(check, way, mine, alone)
+
+
+def compare_with_one_rank(check: Check, way: Way, mine: list[Any], alone: dict[str, Any]) -> None:
+    """Add a row that says whether the ranks sampled what one rank does."""
     if "tokens" not in alone:
         alone["tokens"] = _tokens(check, way, InProcessExecutor)
     check.add(f"{way.name}: as one rank", lambda: {"passed": mine == [alone["tokens"]]})

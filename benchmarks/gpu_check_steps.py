@@ -33,7 +33,7 @@ from benchmarks.gpu_check_engine import (
     run_all,
 )
 from configs.model import ModelConfig
-from configs.quantization import INT4
+from configs.quantization import INT4, Quantization
 from scheduler.engine import Engine
 from workers.roofline import active_layer_parameters, floor_s, works_of
 
@@ -205,18 +205,32 @@ def decode_step(
     launch_ms = 1000 * statistics.median(executor.launch_s)
     end_batch(engine, batch)
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
-    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    kv_row *= 1 if config.kv_cache_dtype == FP8 else 2  # bytes
-    weight_bytes = weights * (config.quantization.bytes_per_weight if config.quantization else 2)
-    floor_us = check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch)
-    floor_ms = floor_us / size / 1000
+    floor_ms = floor_of_step_ms(
+        check, model, config.kv_cache_dtype, batch, context, config.quantization
+    )
+    floor_ms /= size
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),
         "floor_ms": rounded(floor_ms),
         "share": rounded(floor_ms / ms, 3),
     }
+
+
+def floor_of_step_ms(
+    check: Check,
+    model: ModelConfig,
+    kv_cache_dtype: str,
+    batch: int,
+    context: int,
+    quantization: Quantization | None = None,
+) -> float:
+    """Of one rank: reading the weights, and the keys and values of all rows, once."""
+    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
+    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    kv_row *= 1 if kv_cache_dtype == FP8 else 2  # bytes
+    weight_bytes = weights * (quantization.bytes_per_weight if quantization is not None else 2)
+    return check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch) / 1000
 
 
 # Prefill steps

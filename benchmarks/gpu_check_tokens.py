@@ -146,12 +146,16 @@ def _compare(
         count = add_ragged(check, engine)
         ended = run_all(engine)
     outputs[key] = [list(ended[str(number)]) for number in range(count)]
-    want = next(iter(outputs.values()))
-    pairs = list(zip(outputs[key], want, strict=True))
+    return verdict_on(check, outputs[key], next(iter(outputs.values())), dtype)
+
+
+def verdict_on(check: Check, got: list[list[int]], want: list[list[int]], dtype: str) -> Row:
+    """How the outputs of a backend differ from those of the reference, and whether they may."""
+    pairs = list(zip(got, want, strict=True))
     differ = {number: pair for number, pair in enumerate(pairs) if pair[0] != pair[1]}
     equal = sum(_begun_alike(*pair) for pair in pairs) / sum(map(len, want))
     row: Row = {
-        "requests": count,
+        "requests": len(want),
         "differ": len(differ),
         "first": sorted(_begun_alike(*pair) for pair in differ.values())[:5],
         "equal": rounded(equal),
@@ -163,7 +167,7 @@ def _compare(
     else:
         alike = equal >= _EQUAL_IN_16_BITS
     # Outputs that do not vary would be the same with any model.
-    varied = len({token for output in want for token in output}) > count
+    varied = len({token for output in want for token in output}) > len(want)
     return row | {"passed": varied and alike}
 
 

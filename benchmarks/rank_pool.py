@@ -1,5 +1,5 @@
-"""Four plain processes that serve as the ranks of one engine after another, so that torch is
-imported once.
+"""Four plain processes that serve as the ranks of one engine after another, forked from one that
+has imported torch.
 
 `PoolExecutor` is an executor over some of them: no Ray, gloo over loopback, digests compared after
 each step.
@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 from configs.engine import ResolvedConfig
@@ -26,10 +27,15 @@ class WorkerPool:
     """Processes that each hold at most one `Worker` and answer calls to it in order."""
 
     def __init__(self, size: int = NUM_PROCESSES) -> None:
-        context = multiprocessing.get_context("spawn")
         self._connections: list[Connection[Any, Any]] = []
-        self._processes = []
-        for _ in range(size):
+        self._processes: list[ForkServerProcess] = []
+        self.grow(size)
+
+    def grow(self, size: int) -> None:
+        """Start as many more processes as make this many."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["benchmarks.rank_process"])
+        for _ in range(size - len(self._processes)):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()

@@ -5,6 +5,8 @@ the others.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -21,52 +23,28 @@ from benchmarks import (
 from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_engine import TINY, Parts, near_zero, open_engine
 from benchmarks.gpu_check_sampling import KINDS
-from kernels.gpu import backend
-from kernels.gpu.backend import TRITON_KERNELS as TRITON
+from configs.model import ModelConfig
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.benchmarks.gpu_check_small import refusing, small
 from tests.kernels.gpu_device import DEVICE
-from tests.kernels.replaced import Replaced
-from tests.workers.fake_gpu import FakeGpu
 from workers.models.weights import WeightSlice
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler
 
 
-def test_backend_with_other_tokens_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = Replaced(TRITON, silu_and_mul=lambda gate_up: -TRITON.silu_and_mul(gate_up))
-    monkeypatch.setattr(backend, "TRITON_KERNELS", wrong)
-    check = small(wrong)
-    gpu_check_tokens.tokens(check)
-    assert "float32 triton eager" in {
-        row["name"] for row in check.rows if not row.get("passed", True)
-    }
-
-
 def test_tokens_of_16_bits_must_begin_as_those_of_the_reference() -> None:
-    outputs: dict[str, list[list[int]]] = {}
-    rows = [
-        gpu_check_tokens._compare(small(), outputs, name, "bfloat16", "reference", True)
-        for name in ("a", "b")
-    ]
-    assert all(row["passed"] and row["equal"] == 1 for row in rows)
-    outputs["a"] = [[token + 1 for token in output] for output in outputs["a"]]
-    row = gpu_check_tokens._compare(small(), outputs, "b", "bfloat16", "reference", True)
-    assert not row["passed"] and row["equal"] == 0 and row["differ"] == row["requests"]
+    want = [list(range(10 * number, 10 * number + 6)) for number in range(10)]
+    row = gpu_check_tokens.verdict_on(small(), want, want, "bfloat16")
+    assert row["passed"] and row["equal"] == 1
+    others = [[token + 1 for token in output] for output in want]
+    row = gpu_check_tokens.verdict_on(small(), others, want, "bfloat16")
+    assert not row["passed"] and row["equal"] == 0 and row["differ"] == row["requests"] == 10
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has graphs of its own")
-def test_tokens_through_graphs_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu()
-    monkeypatch.setattr("workers.worker.open_device", lambda kind, index: gpu)
-    monkeypatch.setattr("workers.worker.find_kernels", lambda config: gpu.recordable(TRITON))
-    outputs: dict[str, list[list[int]]] = {}
-    rows = [
-        gpu_check_tokens._compare(small(), outputs, str(eager), "float32", "triton", eager)
-        for eager in (True, False)
-    ]
-    assert all(row["passed"] for row in rows) and len(outputs) == 2
-    assert sum(graph.num_replays for graph in gpu.graphs) > 0
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tokens_that_do_not_vary_do_not_pass(dtype: str) -> None:
+    want = [[1, 2, 3] for _ in range(10)]
+    assert not gpu_check_tokens.verdict_on(small(), want, want, dtype)["passed"]
 
 
 def test_a_step_is_told_by_kinds_of_kernels_and_gaps() -> None:
@@ -102,31 +80,25 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
         assert kind == wanted[module.rpartition(".")[2]], name
 
 
-def test_ranks_whose_weights_do_not_fit_together_do_not_pass(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 1 is another process, and has the right weights."""
-    by_name = gpu_check_ranks.by_name
-
-    def by_other_names(piece: WeightSlice) -> None:
-        by_name(dataclasses.replace(piece, name=f"{piece.name}'"))
-
-    monkeypatch.setattr(gpu_check_ranks, "by_name", by_other_names)
-    check = small()
-    gpu_check_ranks.two_ranks(check)
-    failed = [row["name"] for row in check.rows if not row.get("passed", True)]
-    assert failed == ["eager: as one rank"], check.rows
+def test_ranks_must_sample_what_one_rank_does() -> None:
+    check, alone = small(), dict[str, Any]()
+    way = gpu_check_ranks.Way(small=True, eager=True, shared_memory=True)
+    gpu_check_ranks.compare_with_one_rank(check, way, [], alone)
+    gpu_check_ranks.compare_with_one_rank(check, way, [alone["tokens"]], alone)
+    others = [[token + 1 for token in output] for output in alone["tokens"]]
+    gpu_check_ranks.compare_with_one_rank(check, way, [others], alone)
+    assert [row["passed"] for row in check.rows] == [False, True, False]
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("kv_cache_dtype", "wanted"), [("auto", "85"), ("fp8_e4m3", "86")])
 def test_the_default_model_must_answer(
-    kv_cache_dtype: str, monkeypatch: pytest.MonkeyPatch
+    kv_cache_dtype: str, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It says 85."""
+    monkeypatch.setattr(gpu_check_model, "_ANSWERS", {"What is 47 + 38?": wanted})
     check = Check(device=torch.device("cpu"), small=True, backends={})
     row = gpu_check_model._answers(check, "cpu", kv_cache_dtype)
-    assert row["passed"] and "85" in row["answers"]
-    monkeypatch.setattr(gpu_check_model, "_ANSWERS", {"What is 47 + 38?": "86"})
-    assert not gpu_check_model._answers(check, "cpu", kv_cache_dtype)["passed"]
+    assert "85" in row["answers"] and row["passed"] == (wanted == "85")
 
 
 SIZES: dict[str, Any] = {
@@ -147,27 +119,24 @@ def twins(piece: WeightSlice) -> None:
 def test_token_may_differ_only_at_a_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check_tokens, "wide", twins)
     check, outputs = small(), dict[str, list[list[int]]]()
-
-    def compare(name: str) -> Row:
-        return gpu_check_tokens._compare(check, outputs, name, "float32", "reference", True)
-
-    assert compare("reference")["differ"] == 0
+    row = gpu_check_tokens._compare(check, outputs, "reference", "float32", "reference", True)
+    assert row["passed"] and row["differ"] == 0
     # Of greedy requests, so that the twin of a token is as good: 0 without, 6 with penalties.
-    want = outputs["reference"] = [list(output) for output in outputs["reference"]]
-    exact = [list(output) for output in want]
+    want = outputs["reference"]
+    got = [list(output) for output in want]
     for number in (0, 6):
-        want[number][2] ^= 1
-    row = compare("tie")
+        got[number][2] ^= 1
+    row = gpu_check_tokens.verdict_on(check, got, want, "float32")
     assert (row["passed"], row["differ"], row["near_ties"], row["first"]) == (True, 2, 2, [2, 2])
-    want[6][2] ^= 2
-    row = compare("no tie")
+    got[6][2] ^= 2
+    row = gpu_check_tokens.verdict_on(check, got, want, "float32")
     assert (row["passed"], row["differ"], row["near_ties"]) == (False, 2, 1)
     # More requests than a few do not differ by rounding, wherever they do.
-    want[:] = exact
-    for number in (0, 6, 7):
-        want[number][2] ^= 1
-    row = compare("many")
+    got[7][2] ^= 1
+    row = gpu_check_tokens.verdict_on(check, got, want, "float32")
     assert (row["passed"], row["differ"], row["near_ties"]) == (False, 3, 0)
+    # An output that ends too early is no near tie.
+    assert gpu_check_tokens.near_ties(check, {0: (want[0][:2], want[0])}) == []
 
 
 @pytest.mark.parametrize(("gap", "sampled"), [(2e-5, {1, 2}), (1.1e-4, {1})])
@@ -189,13 +158,6 @@ def test_noise_moves_only_what_rounding_may_move(way: str, gap: float, sampled: 
     assert set(tokens.token_ids_B.tolist()) == sampled
 
 
-def test_output_that_ends_too_early_is_no_near_tie() -> None:
-    check, outputs = small(), dict[str, list[list[int]]]()
-    gpu_check_tokens._compare(check, outputs, "reference", "float32", "reference", True)
-    whole = outputs["reference"][0]
-    assert gpu_check_tokens.near_ties(check, {0: (whole[:2], whole)}) == []
-
-
 @pytest.mark.parametrize(("options", "num_steps"), [({}, None), ({"num_steps_ahead": 2}, 2)])
 def test_engine_runs_as_many_steps_ahead_as_it_does_for_users(
     options: dict[str, Any], num_steps: int | None
@@ -207,37 +169,35 @@ def test_engine_runs_as_many_steps_ahead_as_it_does_for_users(
 
 
 def test_row_after_one_that_fails_has_a_fresh_engine() -> None:
-    check, engines = small(), []
+    check, opened, engines = small(), list[str](), list[str]()
+
+    @contextmanager
+    def open_one() -> Iterator[Any]:
+        opened.append(f"engine {len(opened)}")
+        yield opened[-1], None, None
 
     def passes(parts: Parts) -> Row:
-        engines.append(parts[0])
-        gpu_check_engine.add(parts[0], 0, [1, 2, 3], 2)
-        return {"passed": len(gpu_check_engine.run_all(parts[0])) == 1}
+        engines.append(str(parts[0]))
+        return {"passed": True}
 
     def fails(parts: Parts) -> Row:
-        engines.append(parts[0])
-        gpu_check_engine.add(parts[0], 0, [1, 2, 3], 2)
+        engines.append(str(parts[0]))
         raise RuntimeError("out of memory")
 
-    start_s = gpu_check_engine.add_rows(
-        check,
-        lambda: open_engine(check, TINY, "reference", near_zero, **SIZES),
-        [("a", passes), ("b", fails), ("c", passes), ("d", passes)],
-    )
+    rows = [("a", passes), ("b", fails), ("c", passes), ("d", passes)]
+    start_s = gpu_check_engine.add_rows(check, open_one, rows)
     assert [row["passed"] for row in check.rows] == [True, False, True, True]
-    assert engines[0] is engines[1] and engines[2] is engines[3] is not engines[0]
-    assert len(start_s) == 2
+    assert engines == ["engine 0", "engine 0", "engine 1", "engine 1"] and len(start_s) == 2
 
 
 def test_floor_of_a_step_counts_the_bytes_of_its_cache() -> None:
     """The cache of 8-bit numbers is half as large, and the weights are the same."""
-    floors = []
-    for dtype in ("auto", "fp8_e4m3"):
-        check = small()
-        options: dict[str, Any] = {"kv_cache_dtype": dtype, "enforce_eager": True}
-        gpu_check_steps._decode_steps(check, TINY, dtype, (2,), **options)
-        floors.append(check.rows[0]["floor_ms"])
-    cache_ms = 1000 * 2 * 8 * 2 * 1 * 64 / small().ceilings.memory_bytes_per_s  # one byte each
+    check, model = small(), ModelConfig.from_dict(TINY)
+    floors = [
+        gpu_check_steps.floor_of_step_ms(check, model, dtype, 2, 8)
+        for dtype in ("bfloat16", "fp8_e4m3")
+    ]
+    cache_ms = 1000 * 2 * 8 * 2 * 1 * 64 / check.ceilings.memory_bytes_per_s  # one byte each
     assert floors[0] - floors[1] == pytest.approx(cache_ms, rel=0.01)
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 from pathlib import Path
 
-from tests.kernels.gpu_device import PYTHON
+import pytest
 
-ROOT = Path(__file__).parents[2]
+import tests.kernels.gpu_device  # noqa: F401
+from benchmarks import gpu_host
 
 
-def test_every_call_and_stage_is_timed_and_written(tmp_path: Path) -> None:
+def test_every_call_and_stage_is_timed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "host.json"
-    command = [*PYTHON, "benchmarks.gpu_host", "--small", "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu_host", "--small", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_host.main()
+    assert not ended.value.code
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     calls = {name: row for name, row in rows.items() if "us" in row}
     steps = {name: row for name, row in rows.items() if "step_ms" in row}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks import gpu_sweep
@@ -14,18 +15,17 @@ from benchmarks.gpu_check_speed import Pool
 from benchmarks.gpu_sweep import Case, best_of, line_of
 from kernels.gpu.attention_launch import Launch
 from tests.benchmarks.gpu_check_small import small
-from tests.kernels.gpu_device import DEVICE, PYTHON
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.gpu_device import DEVICE
 
 
-def test_every_launch_is_timed_and_written(tmp_path: Path) -> None:
+def test_every_launch_is_timed_and_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "made" / "sweep.json"
-    command = [*PYTHON, "benchmarks.gpu_sweep", "--small", "--out", str(out)]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["gpu_sweep", "--small", "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        gpu_sweep.main()
+    assert not ended.value.code
     record = json.loads(out.read_text())
     rows = record["rows"]
     assert all(row["us"] > 0 and row["floor_us"] > 0 for row in rows), rows
@@ -38,7 +38,7 @@ def test_every_launch_is_timed_and_written(tmp_path: Path) -> None:
     )
     assert len(launches["decode fp8 3 x 40"]) >= 5 and len(launches["prefill 20"]) == 2
     assert all(row["passed"] and row["roundings"] <= 4 for row in rows)
-    lines = done.stdout.splitlines()[1:]
+    lines = capsys.readouterr().out.splitlines()[1:]
     assert lines == [*map(line_of, rows), "", "best", *best_of(rows)]
     assert record["times_are_real"] is (DEVICE.type == "cuda")
 

@@ -177,7 +177,7 @@ def test_a_second_call_keeps_what_the_first_has_done_and_tells_how_the_rest_is_d
 ) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu_runs", "right", "--small"]
     command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
-    subprocess.run([*command, "--steps", "inputs"], cwd=CHECKOUT, timeout=150, check=True)
+    run(tmp_path / "out", [step("inputs", "")])
     command += ["--budget-s", "1", "--steps", "ray_generate", "transformers"]
     done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr

@@ -13,6 +13,7 @@ tokens of a row.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -158,70 +159,28 @@ def _with_kvcache_2(
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
+# The names of the operator's arguments, in order, and those that this project uses.
+_NAMES_3 = re.findall(r"(\w+)(?:=[^,)]+)?[,)]", SCHEMA.partition(" -> ")[0])
+_USED_3 = {"q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "max_seqlen_q", "page_table"}
+_USED_3 |= {"softmax_scale", "is_causal", "num_splits"}
+_DEFAULTS_3 = {"window_size_left": -1, "window_size_right": -1}
+
 
 def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., Outputs]:
-    def fwd(
-        q: Any,
-        k: Any,
-        v: Any,
-        k_new: Any = None,
-        v_new: Any = None,
-        q_v: Any = None,
-        out: Any = None,
-        cu_seqlens_q: Any = None,
-        cu_seqlens_k: Any = None,
-        cu_seqlens_k_new: Any = None,
-        seqused_q: Any = None,
-        seqused_k: Any = None,
-        max_seqlen_q: Any = None,
-        max_seqlen_k: Any = None,
-        page_table: Any = None,
-        kv_batch_idx: Any = None,
-        leftpad_k: Any = None,
-        rotary_cos: Any = None,
-        rotary_sin: Any = None,
-        seqlens_rotary: Any = None,
-        q_descale: Any = None,
-        k_descale: Any = None,
-        v_descale: Any = None,
-        softmax_scale: Any = None,
-        is_causal: Any = False,
-        window_size_left: Any = -1,
-        window_size_right: Any = -1,
-        attention_chunk: Any = 0,
-        softcap: Any = 0.0,
-        is_rotary_interleaved: Any = False,
-        scheduler_metadata: Any = None,
-        num_splits: Any = 0,
-        pack_gqa: Any = None,
-        sm_margin: Any = 0,
-    ) -> Outputs:
-        _require_unused(
-            k_new=k_new,
-            v_new=v_new,
-            q_v=q_v,
-            cu_seqlens_k=cu_seqlens_k,
-            cu_seqlens_k_new=cu_seqlens_k_new,
-            seqused_q=seqused_q,
-            max_seqlen_k=max_seqlen_k,
-            kv_batch_idx=kv_batch_idx,
-            leftpad_k=leftpad_k,
-            rotary_cos=rotary_cos,
-            rotary_sin=rotary_sin,
-            seqlens_rotary=seqlens_rotary,
-            q_descale=q_descale,
-            k_descale=k_descale,
-            v_descale=v_descale,
-            window_size_left=window_size_left + 1,
-            window_size_right=window_size_right + 1,
-            attention_chunk=attention_chunk,
-            softcap=softcap,
-            is_rotary_interleaved=is_rotary_interleaved,
-            scheduler_metadata=scheduler_metadata,
-            pack_gqa=pack_gqa,
-            sm_margin=sm_margin,
-        )
-        _require(0 <= num_splits <= 256, "num_splits must be from 0 to 256")
+    def fwd(*values: Any) -> Outputs:
+        """Trailing arguments with their default values may be missing."""
+        given: dict[str, Any] = dict.fromkeys(_NAMES_3)
+        given |= zip(_NAMES_3, values, strict=False)
+        for name in given.keys() - _USED_3:
+            is_default = given[name] is None or given[name] == _DEFAULTS_3.get(name, 0)
+            _require(
+                not isinstance(given[name], torch.Tensor) and is_default,
+                f"{name} is not used by this project",
+            )
+        q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
+        cu_seqlens_q, seqused_k = given["cu_seqlens_q"], given["seqused_k"]
+        max_seqlen_q, page_table = given["max_seqlen_q"], given["page_table"]
+        _require(0 <= (given["num_splits"] or 0) <= 256, "num_splits must be from 0 to 256")
         _require(
             "FP16" not in left_out or q.dtype != torch.float16, "this build does not support FP16"
         )
@@ -237,7 +196,8 @@ def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., Outputs]:
             k.shape[1] % tile_tokens == 0 and max_seqlen_q * (q.shape[1] // k.shape[2]) > tile_rows
         )
         _require("PAGEDKV" not in left_out or by_tma, "this build does not support paged KV")
-        _attend(q, k, v, cu_seqlens_q, seqused_k, page_table, softmax_scale, is_causal, out)
+        scale, is_causal = given["softmax_scale"], given["is_causal"]
+        _attend(q, k, v, cu_seqlens_q, seqused_k, page_table, scale, is_causal, out)
         return out, q.new_empty(0), q.new_empty(0), q.new_empty(0)
 
     return fwd

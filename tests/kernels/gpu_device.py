@@ -1,13 +1,7 @@
 """Where tests of GPU kernels run: on a GPU, or else in Triton's interpreter on CPU tensors."""
 
-import sys
-
 import torch
 
 import tests.kernels.triton_interpreter  # noqa: F401
 
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
-# How programs of kernels are started: this, then their module.
-PYTHON = [sys.executable, "-m"]
-if DEVICE.type != "cuda":
-    PYTHON.append("tests.kernels.interpreted")

@@ -476,159 +476,39 @@ def wide_block(tensor: torch.Tensor) -> torch.Tensor:
     return changed
 
 
-# (calls, argument, its wrong value, error, message)
-WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], type[Exception], str]] = [
-    (ALL, "q", lambda q: q.float(), RuntimeError, "q must be float16 or bfloat16"),
-    (
-        ALL,
-        "q",
-        lambda q: q.repeat_interleave(2, -1)[..., ::2],
-        RuntimeError,
-        "q must have a contiguous last",
-    ),
-    (ALL, "q", lambda q: q[..., :3, :], RuntimeError, "query heads must be a multiple"),
-    (ALL, "q", lambda q: q[..., :56], RuntimeError, "q must have the head dim"),
-    (ALL, "q", lambda q: q.unsqueeze(0), RuntimeError, "q must have . dimensions"),
-    (ALL, "q", lambda q: q.to("meta"), RuntimeError, "must be on the device of q"),
-    (ALL, "keys", lambda k: k.half(), RuntimeError, "k_cache must have the dtype of q"),
-    (ALL, "keys", lambda k: k[:-1], RuntimeError, "caches must have the same shape"),
-    (ALL, "keys", lambda k: k.flatten(0, 1), RuntimeError, "k_cache must have 4 dimensions"),
-    (ALL, "table", lambda table: table.long(), RuntimeError, "table must be int32"),
-    (ALL, "table", lambda table: table.to("meta"), RuntimeError, "must be on the device of q"),
-    (ALL, "table", lambda table: table[:2], RuntimeError, "table must have a row for each"),
-    (ALL, "table", lambda table: table[:, :1], RuntimeError, "must fit in its row"),
-    (
-        ALL,
-        "table",
-        lambda table: table.repeat_interleave(2, -1)[:, ::2],
-        RuntimeError,
-        "table must have a contiguous",
-    ),
-    (ALL, "table", wide_block, RuntimeError, "used blocks must lie in the cache"),
-    (ALL, "table", lambda table: None, RuntimeError, "table must have 2 dimensions"),
-    (ALL, "causal", lambda _: False, RuntimeError, "causal must be True"),
-    (ALL, "causal", lambda _: MISSING, RuntimeError, "causal must be True"),
-    (
-        ALL[:2],
-        "softmax_scale",
-        lambda _: torch.tensor(0.125),
-        RuntimeError,
-        "softmax_scale must be a float",
-    ),
-    (ALL[2:], "softmax_scale", lambda _: MISSING, RuntimeError, "softmax_scale must be a float"),
-    (ALL[:2], "window_size", lambda _: (128, 0), RuntimeError, "window_size is not"),
-    (ALL[2:], "window_size_left", lambda _: 128, RuntimeError, "window_size_left is not"),
-    (ALL[:2], "q", lambda _: MISSING, TypeError, "missing .* 'q'"),
-    (ALL[2:], "q", lambda _: MISSING, RuntimeError, "missing value for argument 'q'"),
-    (ALL[:2], "out", lambda _: None, TypeError, "unexpected keyword argument 'out'"),
-    (ALL[2:], "out", lambda _: MISSING, RuntimeError, "out must be given"),
-    (ALL[2:], "out", lambda out: out[1:], RuntimeError, "out must have the shape of q"),
-    (ALL[2:], "out", lambda out: out.float(), RuntimeError, "out must have the dtype of q"),
-    (ALL[:2], "page_table", lambda _: None, TypeError, "unexpected keyword argument 'page_table'"),
-    (
-        ALL[2:],
-        "block_table",
-        lambda _: None,
-        RuntimeError,
-        "Unknown keyword argument 'block_table'",
-    ),
-    (
-        ALL[1:],
-        "lens",
-        lambda lens: lens.long(),
-        RuntimeError,
-        "(cache_seqlens|seqused_k) must be int32",
-    ),
-    (
-        ALL[1:],
-        "lens",
-        lambda lens: lens[:2],
-        RuntimeError,
-        "(cache_seqlens|seqused_k) must have shape",
-    ),
-    (ALL[1:], "lens", lambda lens: lens - 300, RuntimeError, "must fit in its row"),
-    (
-        ALL[1:],
-        "lens",
-        lambda lens: lens.repeat_interleave(2)[::2],
-        RuntimeError,
-        "must be contiguous",
-    ),
-    (ALL[1:], "num_splits", lambda _: 1000, RuntimeError, "num_splits must be from 0"),
-    (
-        ALL[2:],
-        "scheduler_metadata",
-        lambda _: torch.zeros(4),
-        RuntimeError,
-        "scheduler_metadata is not",
-    ),
-    (ALL[2:], "max_seqlen_q", lambda _: None, RuntimeError, "max_seqlen_q must be an int"),
-    (
-        ("varlen 2", "fwd 3"),
-        "max_seqlen_q",
-        lambda _: 0,
-        RuntimeError,
-        "max_seqlen_q must bound",
-    ),
-    (("varlen 2",), "max_seqlen_k", lambda _: 299, RuntimeError, "max_seqlen_k must bound"),
-    (
-        ("varlen 2",),
-        "max_seqlen_k",
-        lambda _: torch.tensor(300),
-        RuntimeError,
-        "max_seqlen_k must be an int",
-    ),
-    (("varlen 2",), "cu_seqlens_k", lambda _: MISSING, TypeError, "missing .* 'cu_seqlens_k'"),
-    (
-        ("varlen 2",),
-        "cu_seqlens_k",
-        lambda starts: starts[:-1],
-        RuntimeError,
-        "cu_seqlens_k must have shape",
-    ),
-    (
-        ("varlen 2",),
-        "cu_seqlens_k",
-        lambda starts: starts.flip(0),
-        RuntimeError,
-        "cu_seqlens_k must ascend from 0",
-    ),
-    (
-        (ALL[0], *ALL[2:]),
-        "cu_seqlens_q",
-        lambda starts: starts.long(),
-        RuntimeError,
-        "cu_seqlens_q must be int32",
-    ),
-    (
-        ALL[:1],
-        "cu_seqlens_q",
-        lambda starts: starts + 1,
-        RuntimeError,
-        "cu_seqlens_q must ascend from 0",
-    ),
-    (
-        ALL[:1],
-        "cu_seqlens_q",
-        lambda starts: starts * 2,
-        RuntimeError,
-        "cu_seqlens_q must end with 3",
-    ),
-    (ALL[2:], "cu_seqlens_q", lambda starts: starts.flip(0), RuntimeError, "must ascend from 0"),
-    (
-        ALL[2:],
-        "cu_seqlens_q",
-        lambda starts: starts + 1,
-        RuntimeError,
-        "cu_seqlens_q must lie within 3 tokens",
-    ),
-    (
-        ("fwd 3 by TMA",),
-        "max_seqlen_q",
-        lambda _: 96,
-        RuntimeError,
-        "does not support paged KV",
-    ),
+# (calls, argument, its wrong value, message): one for each thing that the stand-ins check
+WRONG: list[tuple[tuple[str, ...], str, Callable[[Any], Any], str]] = [
+    (ALL, "q", lambda q: q.float(), "q must be float16 or bfloat16"),
+    (ALL, "q", lambda q: q.repeat_interleave(2, -1)[..., ::2], "q must have a contiguous last"),
+    (ALL, "q", lambda q: q[..., :3, :], "query heads must be a multiple"),
+    (ALL, "q", lambda q: q[..., :56], "q must have the head dim"),
+    (ALL, "q", lambda q: q.unsqueeze(0), "q must have . dimensions"),
+    (ALL, "keys", lambda k: k.half(), "k_cache must have the dtype of q"),
+    (ALL, "keys", lambda k: k[:-1], "caches must have the same shape"),
+    (ALL, "table", lambda table: table.long(), "table must be int32"),
+    (ALL, "table", lambda table: table.to("meta"), "must be on the device of q"),
+    (ALL, "table", lambda table: table[:2], "table must have a row for each"),
+    (ALL, "table", lambda table: table[:, :1], "must fit in its row"),
+    (ALL, "table", wide_block, "used blocks must lie in the cache"),
+    (ALL, "causal", lambda _: MISSING, "causal must be True"),
+    (ALL[:2], "softmax_scale", lambda _: torch.tensor(0.125), "softmax_scale must be a float"),
+    (ALL[2:], "softmax_scale", lambda _: MISSING, "softmax_scale must be a float"),
+    (ALL[:2], "window_size", lambda _: (128, 0), "window_size is not"),
+    (ALL[2:], "window_size_left", lambda _: 128, "window_size_left is not"),
+    (ALL[2:], "out", lambda _: MISSING, "out must be given"),
+    (ALL[2:], "out", lambda out: out[1:], "out must have the shape of q"),
+    (ALL[2:], "out", lambda out: out.float(), "out must have the dtype of q"),
+    (ALL[1:], "lens", lambda lens: lens.long(), "(cache_seqlens|seqused_k) must be int32"),
+    (ALL[1:], "lens", lambda lens: lens[:2], "(cache_seqlens|seqused_k) must have shape"),
+    (ALL[1:], "lens", lambda lens: lens.repeat_interleave(2)[::2], "must be contiguous"),
+    (ALL[1:], "num_splits", lambda _: 1000, "num_splits must be from 0"),
+    (ALL[2:], "max_seqlen_q", lambda _: None, "max_seqlen_q must be an int"),
+    (("varlen 2", "fwd 3"), "max_seqlen_q", lambda _: 0, "max_seqlen_q must bound"),
+    (("varlen 2",), "max_seqlen_k", lambda _: 299, "max_seqlen_k must bound"),
+    (ALL[:1], "cu_seqlens_k", lambda starts: starts.flip(0), "cu_seqlens_k must ascend from 0"),
+    (ALL[:1], "cu_seqlens_q", lambda starts: starts * 2, "cu_seqlens_q must end with 3"),
+    (ALL[2:], "cu_seqlens_q", lambda starts: starts + 1, "must lie within 3 tokens"),
+    (("fwd 3 by TMA",), "max_seqlen_q", lambda _: 96, "does not support paged KV"),
 ]
 
 
@@ -642,20 +522,20 @@ def test_stand_in_takes_the_call_that_the_wrong_ones_are_made_of(call: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("call", "argument", "change", "error", "message"),
+    ("call", "argument", "change", "message"),
     [
-        pytest.param(call, argument, change, error, message, id=f"{call}-{argument}-{message}")
-        for calls, argument, change, error, message in WRONG
+        pytest.param(call, argument, change, message, id=f"{call}-{argument}-{message}")
+        for calls, argument, change, message in WRONG
         for call in calls
     ],
 )
 def test_stand_in_refuses_a_wrong_call(
-    call: str, argument: str, change: Callable[[Any], Any], error: type[Exception], message: str
+    call: str, argument: str, change: Callable[[Any], Any], message: str
 ) -> None:
     function, arguments = valid_call(call)
     name = NAMES[call].get(argument, argument)
     wrong = arguments | {name: change(arguments.get(name))}
-    with pytest.raises(error, match=message):
+    with pytest.raises(RuntimeError, match=message):
         function(**{name: value for name, value in wrong.items() if value is not MISSING})
 
 

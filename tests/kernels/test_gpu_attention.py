@@ -170,18 +170,8 @@ def test_lengths_around_the_edges_of_blocks_tiles_and_splits(
     assert_matches_reference(case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
-def test_row_of_2000_tokens(dtype: torch.dtype) -> None:
-    for query_len in (1, 70):
-        assert_matches_reference(
-            make_case(
-                [2000, 3, 1999], [query_len, 1, 1], kv_heads=1, head_dim=128, group=2, dtype=dtype
-            )
-        )
-
-
-@pytest.mark.parametrize("query_len", [2, 31, 32, 33, 65, 130])
-@pytest.mark.parametrize("prefix_len", [0, 1, 127, 700])
+@pytest.mark.parametrize("query_len", [2, 31, 32, 33, 130])
+@pytest.mark.parametrize("prefix_len", [0, 127, 700])
 def test_chunks_behind_a_cached_prefix(query_len: int, prefix_len: int) -> None:
     lens = [prefix_len + query_len], [query_len]
     assert_matches_reference(make_case(*lens, kv_heads=1, head_dim=64, dtype=torch.float16))
@@ -223,50 +213,46 @@ def test_rows_without_parts_go_the_way_of_prompts() -> None:
     torch.testing.assert_close(out.cpu(), want, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("extra", [0, 1, 5, 40, 400])
+@pytest.mark.parametrize("extra", [0, 5, 400])
 @pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
 def test_any_number_of_parts_gives_the_same(
     lens: tuple[list[int], list[int]], extra: int, new_memory_is_nan: None
 ) -> None:
-    """Including more parts than there are tiles."""
+    """Including more parts than there are tiles. No memory is read that was not written."""
     rows = sorted(zip(*lens, strict=True), key=lambda row: row[1] != 1)
     seq_lens, query_lens = [row[0] for row in rows], [row[1] for row in rows]
-    case = make_case(seq_lens, query_lens, kv_heads=2, group=3, head_dim=128, dtype=torch.float16)
+    case = make_case(seq_lens, query_lens, kv_heads=2, group=3, head_dim=80, dtype=torch.float16)
     assert_matches_reference(divided(case, query_lens.count(1) + extra))
 
 
-def test_a_mixed_batch_takes_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decode rows at its front, and all others, single queries among them."""
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Those of the launches, as they are made."""
     launches: list[tuple[int, ...]] = []
+
+    class Noting:
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches.append(grid)
+            return self.kernel[grid]
+
     for name in ("decode_kernel", "prefill_kernel"):
-        kernel = getattr(attention, name)
+        monkeypatch.setattr(attention, name, Noting(getattr(attention, name)))
+    return launches
 
-        class Noting:
-            def __init__(self, kernel: Any = kernel) -> None:
-                self.kernel = kernel
 
-            def __getitem__(self, grid: tuple[int, ...]) -> Any:
-                launches.append(grid)
-                return self.kernel[grid]
-
-        monkeypatch.setattr(attention, name, Noting())
+def test_a_mixed_batch_takes_two_launches(grids: list[tuple[int, ...]]) -> None:
+    """The decode rows at its front, and all others, single queries among them."""
     assert_matches_reference(make_case([50, 9, 40, 7], [1, 1, 30, 1], kv_heads=2, head_dim=64))
-    assert launches == [(2, 2), (33 * 2 // 32 + 2, 2)]
+    assert grids == [(2, 2), (33 * 2 // 32 + 2, 2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_order_of_decode_programs_changes_no_bit(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, grids: list[tuple[int, ...]]
 ) -> None:
-    grids: list[tuple[int, int]] = []
-    kernel: Any = attention.decode_kernel
-
-    class Noting:
-        def __getitem__(self, grid: tuple[int, int]) -> Any:
-            grids.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(attention, "decode_kernel", Noting())
     case = make_case(DECODE_LENS, [1] * 6, kv_heads=3, group=2, head_dim=64, dtype=dtype)
     case = divided(on_device(case), 11)
     outs = [
@@ -279,17 +265,11 @@ def test_order_of_decode_programs_changes_no_bit(
 
 @pytest.mark.parametrize(("most", "grid"), [(11, (3, 11)), (10, (11, 3))])
 def test_more_parts_than_a_grid_may_have_in_its_second_dimension_are_in_the_first(
-    most: int, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    most: int,
+    grid: tuple[int, int],
+    grids: list[tuple[int, ...]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    grids: list[tuple[int, int]] = []
-    kernel: Any = attention.decode_kernel
-
-    class Noting:
-        def __getitem__(self, grid: tuple[int, int]) -> Any:
-            grids.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(attention, "decode_kernel", Noting())
     monkeypatch.setattr(attention, "_MAX_GRID_Y", most)
     case = make_case(DECODE_LENS, [1] * 6, kv_heads=3, group=2, head_dim=64)
     assert_matches_reference(divided(case, 11))
@@ -375,20 +355,6 @@ def test_reads_nothing_beyond_the_end_of_a_row(
     torch.testing.assert_close(
         paged_attention_gpu(q, k_cache, v_cache, attn, 0.25), want, atol=2e-5, rtol=0
     )
-
-
-@pytest.mark.parametrize(("max_query_len", "max_seq_len"), [(1, 32_768), (8, 32_768), (1, 301)])
-def test_bounds_above_what_is_reached_change_nothing(max_query_len: int, max_seq_len: int) -> None:
-    q, k_cache, v_cache, attn = make_case(DECODE_LENS, [1] * 6, head_dim=64)
-    loose = replace(attn, max_query_len=max_query_len, max_seq_len=max_seq_len)
-    assert_matches_reference((q, k_cache, v_cache, loose))
-
-
-@pytest.mark.parametrize("lens", [MIXED, (DECODE_LENS, [1] * 6)], ids=["mixed", "decode"])
-def test_every_output_is_written_and_no_scratch_read_that_was_not(
-    lens: tuple[list[int], list[int]], new_memory_is_nan: None
-) -> None:
-    assert_matches_reference(make_case(*lens, head_dim=80, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("query_len", [1, 30])

@@ -42,7 +42,6 @@ pytestmark = [
 ]
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 kinds = pytest.mark.parametrize(
     ("kind", "dtype"),
     [(kind, (torch.float32, torch.bfloat16)[i % 2]) for i, kind in enumerate(KINDS)],
@@ -123,9 +122,8 @@ def block_sums(values: torch.Tensor) -> torch.Tensor:
 # The best token
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@kinds
 @pytest.mark.parametrize("num_columns", COLUMNS)
-@dtypes
 def test_best_is_that_of_the_reference(num_columns: int, kind: str, dtype: torch.dtype) -> None:
     logits = make_logits(kind, num_columns, dtype)
     assert_same_best(gpu.row_best(logits), reference.row_best(logits))
@@ -159,9 +157,12 @@ def test_sums_are_those_of_each_token_alone(
     assert torch.equal(total, weights.sum(dim=1))
 
 
-@dtypes
 @spreads
-@pytest.mark.parametrize("rows", ROWS, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(rows, (torch.float32, torch.bfloat16)[i % 2]) for i, rows in enumerate(ROWS)],
+    ids=str,
+)
 def test_weights_are_the_reference_s_up_to_rounding_however_rows_are_chosen_and_spread(
     monkeypatch: pytest.MonkeyPatch, rows: list[int], num_programs: int, dtype: torch.dtype
 ) -> None:
@@ -231,7 +232,7 @@ def test_drawn_indices_are_those_of_the_reference(num_ranks: int, num_rows: int)
 
 
 @kinds
-@pytest.mark.parametrize("num_columns", [1, 129, 1003, 9000])
+@pytest.mark.parametrize("num_columns", [1, 129, 9000])
 def test_list_is_that_of_the_reference(num_columns: int, kind: str, dtype: torch.dtype) -> None:
     rows = make_rows(make_logits(kind, num_columns, dtype))
     for top_k in ([1, 2, 3, 20, 21], [256, 1, 100, 7, 130]):
@@ -264,7 +265,7 @@ def test_limits_of_lists_are_the_reference_s_and_each_rank_keeps_what_it_weighs(
 
 
 @kinds
-@pytest.mark.parametrize("rows", [None, [5], [2, 2, 0]], ids=str)
+@pytest.mark.parametrize("rows", [None, [2, 2, 0]], ids=str)
 def test_histograms_count_the_gaps_within_by_their_digits(
     rows: list[int] | None, kind: str, dtype: torch.dtype
 ) -> None:

@@ -160,9 +160,15 @@ def largest_difference(model: Any, prompt: list[int], scores: PromptLogprobs) ->
     return float(max(differences))
 
 
-@pytest.mark.parametrize("chunk", [1, 7, WHOLE])
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["default", "tied", "untied"])
+# Every pair of a checkpoint and a size, of a checkpoint and a chunk, and of a size and a chunk.
+@pytest.mark.parametrize(
+    ("name", "size", "chunk"),
+    [
+        (name, size, (1, 7, WHOLE)[(i + j) % 3])
+        for i, name in enumerate(("default", "tied", "untied"))
+        for j, size in enumerate((1, 2, 4))
+    ],
+)
 def test_prompt_logprobs_are_those_of_transformers(
     pool: WorkerPool,
     checkpoint: Callable[[str], Checkpoint],

@@ -24,7 +24,7 @@ def test_requests_made_from_the_document_are_answered(tmp_path: Path) -> None:
     program = Path(sys.executable).parent / "schemathesis"
     with serve(echo_number) as server:
         command = [
-            *(str(program), "run", f"{server.url}/openapi.json", "--max-examples", "40"),
+            *(str(program), "run", f"{server.url}/openapi.json", "--max-examples", "15"),
             *("--checks", "not_a_server_error", "--seed", "1", "--no-color"),
             *("--phases", "fuzzing"),
         ]

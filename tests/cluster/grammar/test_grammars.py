@@ -41,7 +41,7 @@ from scheduler.sequence import Sequence
 
 MODEL = ModelConfig.from_dir(Path(DEFAULT_MODEL_DIR))
 EOS = set(MODEL.eos_token_ids)
-NUM_SCHEMAS = 150
+NUM_SCHEMAS = 75
 WAIT_S = 60.0
 REGEXES = [
     r"\d{3}-\d{4}",

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 CHIPS = (80, 90, 100)
+# For kernels without matrix products, which need few registers and little shared memory and differ
+# little from chip to chip. They have run on sm_90 (docs/kernels.md).
+CHIPS_NOT_RUN_ON = (80, 100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,5 @@
-"""Experts of Qwen3-30B-A3B (2,048 wide, 128 experts of 768 features) and of 235B-A22B (4,096 and
-1,536), whole and split over ranks.
+"""Experts of Qwen3-30B-A3B (2,048 wide, 128 experts of 768 features): each kind of tile; sums of
+235B-A22B (4,096 wide).
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.gpu import experts
-from tests.kernels.compile_cases import CompileCase
+from tests.kernels.compile_cases import CHIPS, CompileCase
 
 
 def _route(
@@ -78,6 +78,8 @@ def _products(
                 signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
                 | dict.fromkeys(constants, "constexpr"),
                 constexprs=constants,
+                # float32 has no matrix products, and the same tiles on all chips.
+                chips=CHIPS if dtype != "fp32" else CHIPS[:1],
             )
         )
     return cases
@@ -95,17 +97,12 @@ def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
 
 
 CASES = [
-    _route(128, 8),
     _route(128, 8, padded=True),
     _route(1024, 16, "fp32"),
     _sort_pairs(128, experts._CHUNKS[0]),
-    _sort_pairs(128, experts._CHUNKS[1]),
     _sort_pairs(1024, experts._CHUNKS[1]),
     *_products(1, 2048, 768),
     *_products(512, 2048, 768),
-    *_products(1, 2048, 96),
-    *_products(512, 4096, 1536, "fp16"),
     *_products(1, 2048, 768, "fp32"),
-    _add_up(2048),
     _add_up(4096, "fp32"),
 ]

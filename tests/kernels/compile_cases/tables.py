@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kernels.gpu import tables
-from tests.kernels.compile_cases import CompileCase
+from tests.kernels.compile_cases import CHIPS_NOT_RUN_ON, CompileCase
 
 _TOKENS = {"TOKENS": tables._TOKENS_PER_PROGRAM}
 
@@ -18,6 +18,7 @@ CASES = [
         | dict.fromkeys(("num_tokens", "token_stride", "table_stride", "block_size"), "i32")
         | {"TOKENS": "constexpr"},
         constexprs=_TOKENS,
+        chips=CHIPS_NOT_RUN_ON,
     ),
     CompileCase(
         name="write_tokens",
@@ -25,5 +26,6 @@ CASES = [
         signature=dict.fromkeys(("tokens_SL", "slots_R", "positions_R"), "*i32")
         | {"token_ids_R": "*i64", "num_rows": "i32", "token_stride": "i32", "TOKENS": "constexpr"},
         constexprs=_TOKENS,
+        chips=CHIPS_NOT_RUN_ON,
     ),
 ]

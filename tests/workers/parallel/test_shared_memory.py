@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +112,6 @@ def _rank_main(
         except Exception as error:
             answer = error
         pipe.send(answer)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_fork_server_is_left() -> Iterator[None]:
-    yield
-    forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])

@@ -561,7 +561,8 @@ def test_one_two_and_four_shards_give_the_same_tokens_and_logprobs_bit_by_bit(
     monkeypatch.setattr(sys.modules[__name__], "KERNELS", KERNELS)  # puts it back afterwards
     meetings = {size: open_rendezvous("127.0.0.1", 60.0) for size in (2, 4)}
     addresses = {size: meeting.address for size, meeting in meetings.items()}
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     answers = context.Queue()
     ranks = [
         context.Process(target=run_rank, args=(rank, addresses, answers), daemon=True)
