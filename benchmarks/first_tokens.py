@@ -217,8 +217,8 @@ class Simulation:
         """As `StepLoop` does."""
         began_s = self.ranks.now_s
         self.engine.ensure_submitted()
-        spare_s = self.engine.spare_s
-        plan_at_s = began_s + spare_s - max(self.plan_lead_s, PLAN_LEAD_SHARE * spare_s)
+        slack_s = self.engine.slack_s
+        plan_at_s = began_s + slack_s - max(self.plan_lead_s, PLAN_LEAD_SHARE * slack_s)
         if (wait_s := plan_at_s - self.ranks.now_s) > 0:
             self.engine.wait(wait_s)
             self._take_arrived()

@@ -8,10 +8,10 @@ nor a backend, so a client can ask what would run without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
-the token table; S slots, W blocks in a row's table. Of experts: X experts, K experts of a token, F
-features of one expert. In sampling, letters mean other things: R the
-rows of one draw, V columns of this rank's vocabulary shard, X blocks of columns, K the largest
-top-k, N ranks.
+the token table; J = H + 2 K heads of queries, keys and values; S slots, W blocks in a row's table.
+Of experts: X experts, K experts of a token, F features of one expert. In sampling, letters mean
+other things: R the rows of one draw, V columns of this rank's vocabulary shard, X blocks of
+columns, K the largest top-k, N ranks.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class Engine:
             self.executor.launch(plan)
 
     @property
-    def spare_s(self) -> float:
+    def slack_s(self) -> float:
         """Seconds, at the least, after the oldest unread step has begun, until there is nothing
         left to run unless another step is submitted by then. 0 if that is not known, or if no other
         may be submitted.

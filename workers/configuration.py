@@ -64,7 +64,7 @@ def resolve(
     fill in those that were left unset. Raises `ConfigError`.
     """
     model.check_tensor_parallel_size(engine_config.tensor_parallel_size)
-    _check_experts(engine_config, model, device)
+    _check_experts(engine_config, model, device, backend)
     dtype = _dtype(engine_config, model, device, backend)
     keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
     max_num_seqs = num_seqs(engine_config, device)
@@ -158,12 +158,13 @@ def _dtype(
     return dtype
 
 
-def _check_experts(engine_config: EngineConfig, model: ModelConfig, device: str) -> None:
+def _check_experts(
+    engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
+) -> None:
     """Raise `ConfigError` if this model has experts and they cannot run so."""
     if model.experts is None:
         return
-    is_reference = engine_config.attention_backend == "reference"
-    if is_reference and device == "cuda" and not engine_config.enforce_eager:
+    if backend.name == "reference" and device == "cuda" and not engine_config.enforce_eager:
         raise ConfigError(
             "attention_backend 'reference' runs a model with experts on a GPU only without graphs:"
             " set enforce_eager, or choose another attention_backend"

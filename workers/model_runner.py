@@ -250,14 +250,14 @@ class ModelRunner:
         logprobs = None if sampled is None else sampled.logprobs
         tensors = [] if sampled is None else [sampled.token_ids_B]
         tensors += [] if logprobs is None else logprobs.tensors
-        tensors += [] if scored is None else (*scored.tensors, scored.rank_P)
+        tensors += [] if scored is None else (*scored.tensors, scored.token_rank_P)
         copies, ended = self.device.to_host(*tensors)
         copied = iter(copies)
         token_ids_R = None if sampled is None else next(copied)
         if logprobs is not None:
             logprobs = replace(logprobs, tensors=_next_logprobs(copied))
         if scored is not None:
-            scored = replace(scored, tensors=_next_logprobs(copied), rank_P=next(copied))
+            scored = replace(scored, tensors=_next_logprobs(copied), token_rank_P=next(copied))
         return PendingStep(
             device=self.device,
             token_ids_R=token_ids_R,

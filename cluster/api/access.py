@@ -61,8 +61,9 @@ class Access:
             )
 
     def _check_site(self, headers: Headers, is_open: bool) -> None:
-        """What a page has a browser fetch from another site, such as an image, has no `Origin`. The
-        page cannot read the answer, but making it may take long.
+        """Raise `HttpError` 403 for a request of another site's page, by `Host`, `Origin` and
+        `Sec-Fetch-Site`. What a page has a browser fetch from another site, such as an image, has
+        no `Origin`. The page cannot read the answer, but making it may take long.
         """
         host, origin = headers.get("host", "").lower(), headers.get("origin", "").lower()
         if not self._is_host_allowed(host):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.api.endpoints import Job, Served, first_of, make_job
+from cluster.api.endpoints import Job, Served, first_not_none, make_job
 from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
     AllowedTools,
@@ -147,7 +147,9 @@ def job_of(chat: Chat, served: Served) -> Job:
             1, min(max_answer_tokens, most("alternatives") // (num_outputs * (1 + chat.logprobs)))
         )
     params = options.sampling(
-        max_tokens=first_of(chat.max_tokens, served.builder.defaults.max_tokens, max_answer_tokens),
+        max_tokens=first_not_none(
+            chat.max_tokens, served.builder.defaults.max_tokens, max_answer_tokens
+        ),
         logprobs=chat.logprobs,
         structure=structure,
     )

@@ -10,7 +10,7 @@ from cluster.api.offsets import Offsets
 from cluster.api.prompts_scored import (
     Echo,
     Entries,
-    at_least_lowest,
+    clamped_logprob,
     scores_of,
     token_text,
     top_by_text,
@@ -168,7 +168,7 @@ class CompletionWriter(Envelope):
         for token_id, entry in zip(token_ids, logprobs, strict=False):
             tokens.append(self._text(token_id))
             text_offsets.append(offsets.next(token_id))
-            values.append(at_least_lowest(entry.logprob) if entry else None)
+            values.append(clamped_logprob(entry.logprob) if entry else None)
         return {
             "tokens": tokens,
             "token_logprobs": values,

@@ -102,7 +102,7 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     served.check_name(request.model)
     echo = bool(request.echo)
     num_echo_top_logprobs = request.logprobs if echo and served.tokenizer is not None else None
-    max_tokens = first_of(
+    max_tokens = first_not_none(
         request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
     is_only_prompt = echo and max_tokens == 0
@@ -208,6 +208,6 @@ def _num_prompt_tokens(generations: list[Generation]) -> int:
     return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
 
 
-def first_of(*values: int | None) -> int:
+def first_not_none(*values: int | None) -> int:
     """The first that is not None."""
     return next(value for value in values if value is not None)

@@ -16,7 +16,7 @@ LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 Entries = Seq[TokenLogprobs | None]
 
 
-def at_least_lowest(logprob: float) -> float:
+def clamped_logprob(logprob: float) -> float:
     """A log probability that JSON has; the lowest one for NaN."""
     return logprob if logprob > LOWEST_LOGPROB else LOWEST_LOGPROB
 
@@ -35,7 +35,7 @@ def prompt_logprobs(
 
     def described(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = None if tokenizer is None else token_text(tokenizer, token_id)
-        return {"logprob": at_least_lowest(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": clamped_logprob(logprob), "rank": rank, "decoded_token": text}
 
     for token_id, entry in zip(token_ids, entries, strict=True):
         if entry is None:
@@ -90,7 +90,7 @@ class Echo:
         return text, {
             "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": [
-                None if entry is None else at_least_lowest(entry.logprob) for entry in entries
+                None if entry is None else clamped_logprob(entry.logprob) for entry in entries
             ],
             "top_logprobs": (self._top(entry) for entry in entries),
             "text_offset": offsets,
@@ -109,5 +109,5 @@ def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dic
     tops: dict[str, float] = {}
     best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
     for token_id, logprob in best:
-        tops.setdefault(token_text(tokenizer, token_id), at_least_lowest(logprob))
+        tops.setdefault(token_text(tokenizer, token_id), clamped_logprob(logprob))
     return tops

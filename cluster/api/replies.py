@@ -19,7 +19,7 @@ from cluster.api.errors import body_of
 from cluster.api.parser import AnswerParser, Parts, ToolCall
 from cluster.api.prompts_scored import (
     Entries,
-    at_least_lowest,
+    clamped_logprob,
     scores_of,
 )
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
@@ -322,7 +322,7 @@ def _token(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any
     return {
         "token": data.decode(errors="replace"),
         "bytes": list(data),
-        "logprob": at_least_lowest(logprob),
+        "logprob": clamped_logprob(logprob),
     }
 
 

@@ -36,7 +36,7 @@ from scheduler.params import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-Name = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
+ToolName = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
@@ -266,7 +266,7 @@ class ChatMessage(Model):
 
 class Function(Options):
     PATH: ClassVar[str] = "tools.function"
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

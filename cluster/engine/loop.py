@@ -189,8 +189,8 @@ class StepLoop:
         request that arrives meanwhile joins that plan instead of the one after it.
         """
         assert self.busy_since_s is not None
-        spare_s = self.engine.spare_s
-        plan_at_s = self.busy_since_s + spare_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * spare_s)
+        slack_s = self.engine.slack_s
+        plan_at_s = self.busy_since_s + slack_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * slack_s)
         if (wait_s := plan_at_s - time.monotonic()) > 0:
             self.engine.wait(wait_s)
             while self._inbox and isinstance(self._inbox[0], Submit | Finish):

@@ -16,7 +16,7 @@ Refuse = Callable[[str], Exception]
 # Keywords with schemas by name, a list of schemas, and a schema.
 BY_NAME = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 LISTS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
-SCHEMAS = (
+SCHEMA_KEYWORDS = (
     *("items", "additionalProperties", "propertyNames", "additionalItems", "contains"),
     *("unevaluatedProperties", "unevaluatedItems", "not", "if", "then", "else"),
 )
@@ -32,7 +32,7 @@ def parts_of(schema: Mapping[str, Any]) -> Iterator[Any]:
         parts = schema.get(name)
         if isinstance(parts, list):
             yield from parts
-    for name in SCHEMAS:
+    for name in SCHEMA_KEYWORDS:
         if name in schema:
             yield schema[name]
 

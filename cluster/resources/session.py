@@ -138,11 +138,11 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     check_arguments(sys.argv)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)
-    surroundings: AbstractContextManager[None] = nullcontext()
+    init_context: AbstractContextManager[None] = nullcontext()
     if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
         options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
-        surroundings = only_what_engines_use()
+        init_context = only_what_engines_use()
         failed = "start a local Ray"
         advice = (
             "Its files go to RAY_TMPDIR, TMPDIR or /tmp: use a short path to a writable folder with"
@@ -160,7 +160,7 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
         failed = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:
-        with surroundings:
+        with init_context:
             ray.init(address=address, **options, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error

@@ -56,7 +56,7 @@ _MAX_THREADS = os.cpu_count() or 1
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _WORD_BYTES = 8
 # Lines of the pool. Those of its threads follow, first the caller's.
-_NUM_THREADS, _BUSY, _STATE, _LOOP, _ALONE_AFTER, _COUNTS, _FIRST_THREAD = range(7)
+_NUM_THREADS, _LOOP_LOCK, _STATE, _LOOP, _ALONE_AFTER, _COUNTS, _FIRST_THREAD = range(7)
 _FUNCTION, _ARGUMENT, _NUM_TASKS, _NUM_PARTS = range(0, 4 * _WORD_BYTES, _WORD_BYTES)  # of _LOOP
 _NUM_WOKEN, _NUM_ENTERED = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS
 _NEXT_TASK, _SLEEP, _LINES_PER_THREAD = range(3)
@@ -187,7 +187,7 @@ def _run_loop(function: int, argument: int, num_tasks: int) -> None:
     two are addresses.
     """
     num_parts = min(load_acquire(_line(_NUM_THREADS)), num_tasks)
-    if num_parts <= 1 or not replace_if(_line(_BUSY), 0, 1):
+    if num_parts <= 1 or not replace_if(_line(_LOOP_LOCK), 0, 1):
         call_tasks(function, argument, 0, num_tasks)
         return
     loop, state = _line(_LOOP), _line(_STATE)
@@ -201,7 +201,7 @@ def _run_loop(function: int, argument: int, num_tasks: int) -> None:
     _take_tasks(0)
     if fetch_and_add(state, -_OPEN) & _INSIDE:
         _await_helpers()
-    store_release(_line(_BUSY), 0)
+    store_release(_line(_LOOP_LOCK), 0)
 
 
 # -- helpers ---------------------------------------------------------------------------------------

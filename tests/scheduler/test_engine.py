@@ -135,14 +135,14 @@ def test_a_step_can_be_planned_late_while_others_are_under_way(depth: int) -> No
     engine.add(make_request("a", PROMPT))
     engine.ensure_submitted()
     engine.ensure_submitted()
-    assert executor.events == ["launch 0"] and engine.spare_s == 0.0, "nothing is known yet"
+    assert executor.events == ["launch 0"] and engine.slack_s == 0.0, "nothing is known yet"
     for _ in range(3):
         engine.step()
     steps_s = [0.05 + 0.01] * depth  # as in `FakeRank`
-    assert engine.spare_s == pytest.approx(sum(steps_s))
+    assert engine.slack_s == pytest.approx(sum(steps_s))
     while engine.scheduler.schedule():
         pass
-    assert engine.spare_s == 0.0, "no more steps may be submitted"
+    assert engine.slack_s == 0.0, "no more steps may be submitted"
 
 
 def test_one_token_needs_one_step_at_any_depth() -> None:

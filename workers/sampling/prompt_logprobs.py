@@ -52,11 +52,11 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTokens:
-    """The scores of `rows`, one after another; rank_P int64."""
+    """The scores of `rows`, one after another; token_rank_P int64."""
 
     rows: ScoredRows
     tensors: LogprobTensors
-    rank_P: Tensor
+    token_rank_P: Tensor
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
@@ -74,7 +74,7 @@ class ScoredTokens:
             first=first,
             num_top=num_top,
             logprobs=_floats(self.tensors.logprob_L[part]),
-            ranks=_ints(self.rank_P[part]),
+            ranks=_ints(self.token_rank_P[part]),
             top_token_ids=_ints(self.tensors.top_ids_LM[part, :num_top]),
             top_logprobs=_floats(self.tensors.top_logprobs_LM[part, :num_top]),
         )
@@ -129,10 +129,12 @@ class PromptScorer:
                 strict=True,
             )
         ]
-        tensors_of_slices, ranks_of_slices = zip(*slices, strict=True)
+        tensors_of_slices, token_ranks_of_slices = zip(*slices, strict=True)
         tensors = map(torch.cat, zip(*tensors_of_slices, strict=True))
         return ScoredTokens(
-            rows=rows, tensors=LogprobTensors(*tensors), rank_P=torch.cat(ranks_of_slices)
+            rows=rows,
+            tensors=LogprobTensors(*tensors),
+            token_rank_P=torch.cat(token_ranks_of_slices),
         )
 
 

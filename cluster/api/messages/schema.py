@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from cluster.api.fields import WITHOUT_EFFECT, Asks
-from cluster.api.schema import ListOf, Model, Name, Options, ReasoningEffort, kind_among
+from cluster.api.schema import ListOf, Model, Options, ReasoningEffort, ToolName, kind_among
 
 
 class TextBlock(Model):
@@ -128,7 +128,7 @@ class CustomTool(Options):
 
     PATH: ClassVar[str] = "tools"
     type: str | None = None
-    name: Name
+    name: ToolName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

@@ -14,11 +14,11 @@ from cluster.api.schema import (
     JsonObjectFormat,
     ListOf,
     Model,
-    Name,
     Options,
     ReasoningEffort,
     RefusalPart,
     TextFormat,
+    ToolName,
     kind_among,
 )
 from scheduler.bounds import most
@@ -122,7 +122,7 @@ Item = Annotated[
 class FunctionTool(Options):
     PATH: ClassVar[str] = "tools"
     type: Literal["function"]
-    name: Name
+    name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -141,7 +141,7 @@ class CustomTool(Options):
 
     PATH: ClassVar[str] = "tools"
     type: Literal["custom"]
-    name: Name
+    name: ToolName
     description: str | None = None
     format: CustomFormat | None = None
 
@@ -157,7 +157,7 @@ class NamespaceTool(Options):
 
     PATH: ClassVar[str] = "tools"
     type: Literal["namespace"]
-    name: Name
+    name: ToolName
     description: str | None = None
     tools: ListOf[
         Annotated[
