@@ -23,11 +23,13 @@ from configs.quantization import (
     stored_quantization,
 )
 from kernels.cpu.backend import CPU_KERNELS
+from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
 from kernels.reference.grouped import quantize_blocks, quantize_groups, widened
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
+from tests.kernels.replaced import Replaced
 from tests.stored_checkpoints import (
     SINGLE_NAME,
     awq,
@@ -208,7 +210,7 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
     name = f"model.layers.1.mlp.{matrix}.weight"
     make_checkpoint(tmp_path, SHAPE)
     model = ModelConfig.from_dir(tmp_path)
-    words = {}
+    values = {}
     for size in (1, 4):
         parts = []
         for rank in range(size):
@@ -216,9 +218,9 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
             ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(form))
             pieces = [piece for piece in ours.slices() if piece.name == name]
             load_weights(pieces, tmp_path, model)
-            parts.append(pieces[0].target)
-        words[size] = torch.cat(parts, dim=pieces[0].dim)
-    assert torch.equal(words[1], words[4])
+            parts.append(widened(codes_of(pieces[0])))
+        values[size] = torch.cat(parts, dim=pieces[0].dim)
+    assert torch.equal(values[1], values[4])
 
 
 @pytest.mark.parametrize("form", [INT4, FP8])
@@ -254,6 +256,15 @@ def rounded_values(values: torch.Tensor, form: str) -> torch.Tensor:
     return (codes - zeros) * scale
 
 
+@pytest.mark.parametrize("form", [INT4, FP8])
+@pytest.mark.parametrize("largest", [0, 1e-32, 3e-30, 1e-28])
+def test_tiny_numbers_are_rounded_with_the_scale_that_is_held(form: str, largest: float) -> None:
+    """To half a step, of scales not below 2^-100, which every dtype of computed scales holds."""
+    values = (2 * torch.rand(3, 128) - 1) * largest
+    error = (rounded_values(values, form) - values).abs().max()
+    assert error <= largest / 13 + (2.0**-100 if largest else 0)
+
+
 def test_the_largest_number_of_a_block_becomes_the_largest_code() -> None:
     """And each number the nearest of those that the block's scale gives."""
     values = torch.randn(200, 256)
@@ -268,11 +279,10 @@ def test_the_largest_number_of_a_block_becomes_the_largest_code() -> None:
             assert torch.equal(codes[rows, inputs], nearest.view(torch.uint8))
 
 
-@pytest.mark.parametrize("form", [INT4, FP8])
-def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
-    """Whatever was in the memory, codes that are not numbers too."""
+def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
+    """Of 8 rows, the last 4 padding, in memory that held codes that are not numbers."""
     matrix = WeightFormat(
-        kernels=CPU_KERNELS,
+        kernels=kernels,
         dtype=torch.float32,
         weight_dtype=torch.float32,
         device=torch.device("cpu"),
@@ -281,9 +291,28 @@ def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
     assert isinstance(matrix, GroupedWeight)
     matrix.weight.words_YW.fill_(0x7F)
     matrix.weight.scale_YG.fill_(1)
+    if matrix.weight.zeros_YG is not None:
+        matrix.weight.zeros_YG.fill_(0xFF)
     matrix.zero(4)
+    return matrix
+
+
+@pytest.mark.parametrize("form", [INT4, FP8])
+def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
+    matrix = poisoned_vocabulary(form, CPU_KERNELS)
     assert not matrix.rows(torch.arange(4, 8)).any()
     assert matrix.rows(torch.arange(4)).any()
+
+
+@pytest.mark.parametrize("form", [INT4, FP8])
+@pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
+def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_rows: int) -> None:
+    kernels = CPU_KERNELS
+    if form == INT4 and not torch.cuda.is_available():
+        kernels = Replaced(CPU_KERNELS, int4=TritonInt4())
+    for held_kernels in (CPU_KERNELS, kernels):
+        matrix = poisoned_vocabulary(form, held_kernels)
+        assert not matrix.packed().product(torch.ones(num_rows, 128), None)[:, 4:].any()
 
 
 @pytest.mark.parametrize(("name", "bits"), [("pack_32", 4), ("float_channel", 8)])
