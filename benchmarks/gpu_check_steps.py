@@ -229,7 +229,10 @@ def floor_of_step_ms(
     weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     kv_row *= 1 if kv_cache_dtype == FP8 else 2  # bytes
-    weight_bytes = weights * (quantization.bytes_per_weight if quantization is not None else 2)
+    bytes_per_weight = 2.0
+    if quantization is not None:  # in 4 bits: a GPU holds a word per group, a CPU 3 bytes
+        bytes_per_weight = 1 / 2 + 4 / quantization.group_size
+    weight_bytes = weights * bytes_per_weight
     return check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch) / 1000
 
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kernels.gpu.capabilities import TRITON
 from kernels.interface import Capabilities, Kernels
-from kernels.reference.capabilities import REFERENCE
+from kernels.reference.capabilities import REFERENCE, REFERENCE_ON_GPU
 
 
 def select_backend(
@@ -180,6 +180,7 @@ def _load_reference() -> Kernels:
 
 
 _REFERENCE = Backend(describe=lambda: REFERENCE, load=_load_reference, automatic=False)
+_REFERENCE_ON_GPU = replace(_REFERENCE, describe=lambda: REFERENCE_ON_GPU)
 # Best first. The last automatic backend of a device is taken unchecked.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "cpu": {
@@ -193,6 +194,6 @@ BACKENDS: dict[str, dict[str, Backend]] = {
         "hybrid": Backend(describe=_describe_hybrid, load=_load_hybrid),
         "flash_attn": Backend(describe=_describe_flash_attn, load=_load_flash_attn),
         "triton": Backend(describe=_describe_triton, load=_load_triton),
-        "reference": _REFERENCE,
+        "reference": _REFERENCE_ON_GPU,
     },
 }

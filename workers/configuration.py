@@ -18,6 +18,7 @@ from configs.engine import (
     ResolvedConfig,
     num_seqs,
 )
+from configs.formats.stored import WORDS
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import (
     INT8,
@@ -176,6 +177,28 @@ def _check_experts(
         )
 
 
+def reason_to_unpack(config: ResolvedConfig) -> str | None:
+    """Why a rank holds none of the checkpoint's codes; None if it does, or there are none."""
+    model, stored = config.model, config.model.stored
+    if stored is None or (config.quantization is not None and config.quantization.stored):
+        return None
+    if model.experts is not None:
+        return "the model has experts"
+    if stored.dtype == WORDS and stored.bits != 4:
+        return f"codes have {stored.bits} bits"
+    if stored.index is not None:
+        return "inputs of a group do not follow one another (desc_act, actorder)"
+    kept = stored_quantization(stored, model.sizes_in(config.engine.tensor_parallel_size))
+    if kept is None:
+        return "groups of a rank are not whole words of codes"
+    if config.engine.quantization not in (None, kept.name):
+        return f"quantization {config.engine.quantization!r} was asked for"
+    return (
+        f"kernel backend {config.attention_backend!r} has no products with {kept.name!r} on device"
+        f" {config.device!r}"
+    )
+
+
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
@@ -183,7 +206,13 @@ def _quantization(
     sizes_in = model.sizes_in(engine_config.tensor_parallel_size)
     if model.stored is not None:
         kept = stored_quantization(model.stored, sizes_in)
-    if kept is not None and kept.name != INT8:
+    if kept is not None and kept.name == INT8:
+        if asked not in (None, INT8):
+            raise ConfigError(
+                f"quantization {asked!r} is not possible for this checkpoint: it holds 8-bit codes"
+                " ('int8'), which are kept as they are. Leave quantization out"
+            )
+    elif kept is not None:
         # Otherwise the codes are unpacked, on any backend.
         is_possible = kept.name in backend.quantizations and model.experts is None
         kept = kept if is_possible and asked in (None, kept.name) else None
@@ -196,16 +225,37 @@ def _quantization(
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
             f" backend {backend.name!r}; the kernel backends that can here are"
-            f" {backends_with_quantization(quantization.name)}. Choose one of them, or weights that"
-            " are not quantized"
+            f" {backends_with_quantization(quantization.name)}."
+            f" {_advice(['one of them'], quantization, sizes_in, backend)}"
         )
     if not quantization.fits(sizes_in):
+        is_split = engine_config.tensor_parallel_size > 1
+        choices = ["a smaller tensor_parallel_size"] if is_split else []
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for matrices of"
             f" {', '.join(map(str, sizes_in))} inputs on a rank: these must be multiples of"
-            f" {quantization.inputs_per_word}. Choose a smaller tensor_parallel_size, or 'int8'"
+            f" {quantization.inputs_per_word}. {_advice(choices, quantization, sizes_in, backend)}"
         )
     return quantization
+
+
+def _advice(
+    choices: list[str], refused: Quantization, sizes_in: tuple[int, ...], backend: Capabilities
+) -> str:
+    """What to do about a quantization that is not possible: one of the choices, or what the backend
+    can do instead.
+    """
+    if refused.stored:
+        return f"Choose {', or '.join([*choices, 'weights that are not quantized'])}"
+    names = [
+        repr(name)
+        for name in backend.quantizations
+        if name != refused.name and computed_quantization(name).fits(sizes_in)
+    ]
+    choices = [*choices, *([f"quantization {' or '.join(names)}"] if names else [])]
+    if not choices:
+        return "Leave quantization out"
+    return f"Choose {', or '.join(choices)}, or leave quantization out"
 
 
 def _kv_cache_dtype(engine_config: EngineConfig, dtype: str, backend: Capabilities) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from configs.engine import ResolvedConfig
 from kernels.interface import Kernels
 from workers.batch.kv_cache import torch_dtype
+from workers.configuration import reason_to_unpack
 from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import LastingMemory, is_supported
 from workers.memory.weights import adopt_weights, keep_weights
@@ -45,6 +46,10 @@ def load_model(
     checkpoint_hash = fingerprint(model_dir)
     dtype = torch_dtype(config.dtype)
     weight_dtype = torch_dtype(config.weight_dtype)
+    if (reason := reason_to_unpack(config)) is not None and group.rank == 0:
+        anew = config.quantization
+        how = "" if anew is None else f" and rounded to other codes ({anew.name})"
+        logger.warning("matrices are unpacked%s, because %s", how, reason)
     quantization = kept_quantization(
         model_dir,
         config.model,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.engine import ResolvedConfig
+from configs.quantization import INT4
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED_TOP_K
@@ -309,6 +310,7 @@ def run_largest_step(
     _run_step(config, model, group, kernels, num_rows, row_len, row_len, [sampling] * num_rows)
 
 
+@torch.inference_mode()
 def warm_up(
     config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
 ) -> None:
@@ -324,16 +326,15 @@ def warm_up(
         for top_k, top_p in ((0, 1.0), (MAX_LISTED_TOP_K, 1.0), (MAX_LISTED_TOP_K + 1, 0.9))
     ]
     most = config.max_num_batched_tokens // longest
-    steps: tuple[tuple[int, int, int], ...] = (
-        (most, longest, longest),
-        (1, min(2, longest), longest),
-        (1, 1, 1),
-        (1, 1, config.max_model_len),
-    )
-    if config.device == "cuda":  # whose products with 4-bit codes are of three kinds
-        steps += ((1, min(_SOME_TOKENS, longest), longest),)
+    of_two = (1, min(2, longest), longest)
+    steps = ((most, longest, longest), of_two, (1, 1, 1), (1, 1, config.max_model_len))
     for num_rows, row_len, bound in steps:
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
+    quantization = config.quantization
+    if config.device == "cuda" and quantization is not None and quantization.name == INT4:
+        # It has kernels for some rows too, and others for the head.
+        row_len = min(_SOME_TOKENS, longest)
+        model.logits(_run_step(config, model, group, kernels, 1, row_len, longest, []))
     for sampling in kinds:
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
@@ -352,9 +353,9 @@ def _run_step(
     row_len: int,
     max_seq_len: int,
     samplings: list[Sampling],
-) -> None:
+) -> Tensor:
     """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
-    block, which is never written.
+    block, which is never written. Returns the hidden states [T, E].
     """
     device = group.device
     num_tokens = num_rows * row_len
@@ -384,7 +385,7 @@ def _run_step(
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
     if not samplings:
-        return
+        return hidden_TE
     sampler = make_sampler(config, model, group, kernels)
     num_sampled = len(samplings)
     for slot, sampling in enumerate(samplings):
@@ -395,3 +396,4 @@ def _run_step(
     ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
     num_top = min(MAX_LOGPROBS, config.model.vocab_size)
     score_slice(model, sampler.shard, hidden_SE, ids_S, num_top)
+    return hidden_TE

@@ -1,5 +1,7 @@
 """What the reference backend can do. Imports no torch."""
 
+import dataclasses
+
 from kernels.interface import Capabilities
 
 REFERENCE = Capabilities(
@@ -11,3 +13,5 @@ REFERENCE = Capabilities(
     quantizations=("int8", "int4", "fp8"),
     kv_cache_dtypes=("fp8_e4m3",),
 )
+# Codes in groups would be widened in every step: on a GPU they are held as values instead.
+REFERENCE_ON_GPU = dataclasses.replace(REFERENCE, quantizations=("int8",))

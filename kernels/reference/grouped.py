@@ -22,7 +22,7 @@ SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 CODES_PER_WORD = len(SHIFTS)
 MAX_CODE, MIDDLE = 15, 8
 BLOCK_ROWS = 128  # that share scales where e4m3 numbers are computed
-_MIN_SCALE = 1e-30  # what groups of zeros are divided by
+_MIN_SCALE = 2.0**-100  # of groups of zeros too; every dtype of scales but float16 holds it
 
 
 def shifts_on(device: torch.device) -> Tensor:
@@ -46,8 +46,8 @@ def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor,
     """
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
     lowest_YG, highest_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
-    scale_YG = ((highest_YG - lowest_YG) / MAX_CODE).to(torch.bfloat16)
-    step_YG1 = scale_YG.to(torch.float32).clamp(min=_MIN_SCALE).unsqueeze(2)
+    scale_YG = ((highest_YG - lowest_YG) / MAX_CODE).clamp(min=_MIN_SCALE).to(torch.bfloat16)
+    step_YG1 = scale_YG.to(torch.float32).unsqueeze(2)
     zeros_YG1 = torch.round(-lowest_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
     codes_YGX = torch.round(values_YGX / step_YG1 + zeros_YG1).clamp(0, MAX_CODE)
     return codes_YGX.flatten(1), zeros_YG1.squeeze(2).to(torch.uint8), scale_YG
@@ -61,9 +61,8 @@ def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
     largest_YG = functional.pad(values_YGX.abs().amax(2), (0, 0, 0, -rows % BLOCK_ROWS))
     scale_BG = largest_YG.unflatten(0, (-1, BLOCK_ROWS)).amax(1) / MAX_FP8
-    scale_YG = scale_BG.repeat_interleave(BLOCK_ROWS, 0)[:rows]
-    steps_YG1 = scale_YG.clamp(min=_MIN_SCALE).unsqueeze(2)
-    return to_fp8(values_YGX / steps_YG1).flatten(1), scale_YG
+    scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(BLOCK_ROWS, 0)[:rows]
+    return to_fp8(values_YGX / scale_YG.unsqueeze(2)).flatten(1), scale_YG
 
 
 def widened(weight: GroupedCodes) -> Tensor:

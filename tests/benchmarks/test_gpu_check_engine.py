@@ -24,6 +24,7 @@ from benchmarks.gpu_check_common import Check, Row
 from benchmarks.gpu_check_engine import TINY, Parts, near_zero, open_engine
 from benchmarks.gpu_check_sampling import KINDS
 from configs.model import ModelConfig
+from configs.quantization import computed_quantization
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.benchmarks.gpu_check_small import refusing, small
 from tests.kernels.gpu_device import DEVICE
@@ -199,6 +200,15 @@ def test_floor_of_a_step_counts_the_bytes_of_its_cache() -> None:
     ]
     cache_ms = 1000 * 2 * 8 * 2 * 1 * 64 / check.ceilings.memory_bytes_per_s  # one byte each
     assert floors[0] - floors[1] == pytest.approx(cache_ms, rel=0.01)
+
+
+def test_floor_of_a_step_with_4_bit_codes_has_a_word_per_group() -> None:
+    check, model = small(), ModelConfig.from_dict(TINY)
+    plain, in_4_bits = (
+        gpu_check_steps.floor_of_step_ms(check, model, "bfloat16", 1, 0, quantization)
+        for quantization in (None, computed_quantization("int4"))
+    )
+    assert in_4_bits / plain == pytest.approx((1 / 2 + 4 / 128) / 2)
 
 
 @pytest.mark.parametrize("backend_name", ["triton", "reference"])

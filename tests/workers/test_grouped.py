@@ -4,7 +4,6 @@ with the values that are stored, at every tensor-parallel size.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -16,22 +15,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.rank_pool import WorkerPool, executor_of
-from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.quantization import (
     FP8,
     INT4,
-    Quantization,
     computed_quantization,
     stored_quantization,
 )
 from kernels.cpu.backend import CPU_KERNELS
+from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
 from kernels.reference.grouped import quantize_blocks, quantize_groups, widened
-from kernels.select import choose
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
+from tests.kernels.replaced import Replaced
 from tests.stored_checkpoints import (
     SINGLE_NAME,
     awq,
@@ -45,7 +43,6 @@ from tests.stored_checkpoints import (
 )
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
-from workers.configuration import resolve
 from workers.memory.weights import adopt_weights, keep_weights
 from workers.models.loader import kept_quantization, load_weights
 from workers.models.qwen3 import Qwen3
@@ -56,11 +53,6 @@ from workers.parallel.group import TensorParallelGroup
 SHAPE = Shape(name="four_bits", hidden=128, intermediate=640, heads=4, kv_heads=2, head_dim=32)
 TIED = Shape(
     name="tied_odd_vocabulary", hidden=128, intermediate=256, head_dim=32, vocab=1003, tied=True
-)
-WITH_EXPERTS = Shape(
-    name="experts",
-    hidden=128,
-    extra={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 )
 FORMATS: dict[str, Any] = {
     "awq_128": (awq(128), draw_awq(128, torch.float16)),
@@ -218,7 +210,7 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
     name = f"model.layers.1.mlp.{matrix}.weight"
     make_checkpoint(tmp_path, SHAPE)
     model = ModelConfig.from_dir(tmp_path)
-    words = {}
+    values = {}
     for size in (1, 4):
         parts = []
         for rank in range(size):
@@ -226,9 +218,9 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
             ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(form))
             pieces = [piece for piece in ours.slices() if piece.name == name]
             load_weights(pieces, tmp_path, model)
-            parts.append(pieces[0].target)
-        words[size] = torch.cat(parts, dim=pieces[0].dim)
-    assert torch.equal(words[1], words[4])
+            parts.append(widened(codes_of(pieces[0])))
+        values[size] = torch.cat(parts, dim=pieces[0].dim)
+    assert torch.equal(values[1], values[4])
 
 
 @pytest.mark.parametrize("form", [INT4, FP8])
@@ -264,6 +256,15 @@ def rounded_values(values: torch.Tensor, form: str) -> torch.Tensor:
     return (codes - zeros) * scale
 
 
+@pytest.mark.parametrize("form", [INT4, FP8])
+@pytest.mark.parametrize("largest", [0, 1e-32, 3e-30, 1e-28])
+def test_tiny_numbers_are_rounded_with_the_scale_that_is_held(form: str, largest: float) -> None:
+    """To half a step, of scales not below 2^-100, which every dtype of computed scales holds."""
+    values = (2 * torch.rand(3, 128) - 1) * largest
+    error = (rounded_values(values, form) - values).abs().max()
+    assert error <= largest / 13 + (2.0**-100 if largest else 0)
+
+
 def test_the_largest_number_of_a_block_becomes_the_largest_code() -> None:
     """And each number the nearest of those that the block's scale gives."""
     values = torch.randn(200, 256)
@@ -278,11 +279,10 @@ def test_the_largest_number_of_a_block_becomes_the_largest_code() -> None:
             assert torch.equal(codes[rows, inputs], nearest.view(torch.uint8))
 
 
-@pytest.mark.parametrize("form", [INT4, FP8])
-def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
-    """Whatever was in the memory, codes that are not numbers too."""
+def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
+    """Of 8 rows, the last 4 padding, in memory that held codes that are not numbers."""
     matrix = WeightFormat(
-        kernels=CPU_KERNELS,
+        kernels=kernels,
         dtype=torch.float32,
         weight_dtype=torch.float32,
         device=torch.device("cpu"),
@@ -291,62 +291,28 @@ def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
     assert isinstance(matrix, GroupedWeight)
     matrix.weight.words_YW.fill_(0x7F)
     matrix.weight.scale_YG.fill_(1)
+    if matrix.weight.zeros_YG is not None:
+        matrix.weight.zeros_YG.fill_(0xFF)
     matrix.zero(4)
+    return matrix
+
+
+@pytest.mark.parametrize("form", [INT4, FP8])
+def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
+    matrix = poisoned_vocabulary(form, CPU_KERNELS)
     assert not matrix.rows(torch.arange(4, 8)).any()
     assert matrix.rows(torch.arange(4)).any()
 
 
-@pytest.mark.parametrize(
-    ("form", "size"), [(INT4, "100"), (FP8, "102")], ids=lambda value: str(value)
-)
-def test_groups_that_are_no_whole_words_are_refused(tmp_path: Path, form: str, size: str) -> None:
-    make_checkpoint(tmp_path, Shape(name="narrow", intermediate=int(size)))
-    multiple = 8 if form == INT4 else 4
-    refusal = f"'{form}' is not possible for matrices of 64, 64, {size} .* multiples of {multiple}"
-    with pytest.raises(ConfigError, match=refusal):
-        resolved(tmp_path, quantization=form)
-
-
-def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedConfig:
-    model = ModelConfig.from_dir(model_dir)
-    backend = choose(device, options.get("attention_backend", "auto"))
-    return resolve(EngineConfig(**options), model, model_dir, device, backend)
-
-
-def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
-    """Groups in another order, 8 bits, rows of half a word, experts, GPUs without kernels, and
-    where other codes are asked for.
-    """
-    stored_model(tmp_path, "float_channel", Shape(name="narrow", intermediate=102))
-    assert resolved(tmp_path).quantization is None
-    for name in ("awq_128", "fp8_bfloat16"):
-        make_checkpoint(tmp_path, WITH_EXPERTS)
-        raw = json.loads((tmp_path / "config.json").read_text())
-        raw["quantization_config"] = FORMATS[name][0]
-        (tmp_path / "config.json").write_text(json.dumps(raw))
-        assert resolved(tmp_path).quantization is None
-    model = make_checkpoint(tmp_path, SHAPE)
-    pack_checkpoint(tmp_path, model, bits=4, group_size=64, ordered=False)
-    assert resolved(tmp_path).quantization is None
-    model = make_checkpoint(tmp_path, SHAPE)
-    pack_checkpoint(tmp_path, model, bits=8, group_size=64)
-    assert resolved(tmp_path).quantization is None
-    for name in ("pack_32", "fp8_bfloat16"):
-        stored_model(tmp_path, name)
-        assert resolved(tmp_path).quantization is not None
-        from_user = resolved(tmp_path, quantization="int8").quantization
-        assert from_user == Quantization(stored=False, vocabulary=True)
-    assert resolved(tmp_path, "cuda", attention_backend="triton").quantization is None
-
-
-@pytest.mark.parametrize("name", ["triton", "reference"])
-def test_4_bits_are_kept_on_gpus_too(tmp_path: Path, name: str) -> None:
-    stored_model(tmp_path, "pack_32")
-    quantization = resolved(tmp_path, "cuda", attention_backend=name).quantization
-    assert quantization is not None and quantization.name == INT4 and quantization.stored
-    make_checkpoint(tmp_path, SHAPE)
-    options = {"attention_backend": name, "quantization": INT4}
-    assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(INT4)
+@pytest.mark.parametrize("form", [INT4, FP8])
+@pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
+def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_rows: int) -> None:
+    kernels = CPU_KERNELS
+    if form == INT4 and not torch.cuda.is_available():
+        kernels = Replaced(CPU_KERNELS, int4=TritonInt4())
+    for held_kernels in (CPU_KERNELS, kernels):
+        matrix = poisoned_vocabulary(form, held_kernels)
+        assert not matrix.packed().product(torch.ones(num_rows, 128), None)[:, 4:].any()
 
 
 @pytest.mark.parametrize(("name", "bits"), [("pack_32", 4), ("float_channel", 8)])
@@ -359,7 +325,7 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
     tensors = {n: t for n, t in tensors.items() if not n.startswith(matrix)}
     tensors[f"{matrix}weight"] = weights[f"{matrix}weight"].clone()
     save_file(tensors, tmp_path / SINGLE_NAME)
-    config = resolved(tmp_path)
+    config = config_of(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert kept_quantization(tmp_path, config.model, config.quantization) is None
     assert f"not kept in {bits} bits, because {matrix}weight is not quantized" in caplog.text

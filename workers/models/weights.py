@@ -276,6 +276,8 @@ class GroupedWeight:
     def zero(self, first: int) -> None:
         self.weight.words_YW[first:].zero_()
         self.weight.scale_YG[first:].zero_()
+        if self.weight.zeros_YG is not None:
+            self.weight.zeros_YG[first:].zero_()
 
     def rows(self, ids_T: Tensor) -> Tensor:
         zeros_YG = self.weight.zeros_YG

@@ -5,6 +5,7 @@ looks up rows of an embedding in 4 bits.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from configs.quantization import INT4
+from kernels.gpu import int4
 from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4, tiles_of
 from kernels.interface import GroupedCodes, Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
@@ -26,7 +28,8 @@ from workers.model_runner import warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
-SIZES: dict[str, Any] = {"layers": 1, "intermediate": 96, "head_dim": 32, "vocab": 150}
+# The second layer's keys and values show what the first one's products gave.
+SIZES: dict[str, Any] = {"layers": 2, "intermediate": 256, "head_dim": 32, "vocab": 150}
 
 
 def make_stored(model_dir: Path) -> dict[str, Any]:
@@ -41,30 +44,27 @@ def make_plain(model_dir: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted here")
 @pytest.mark.parametrize("make", [make_stored, make_plain])
-def test_replayed_steps_give_the_tokens_of_eager_ones(
+def test_replayed_steps_give_what_eager_ones_give_with_the_reference(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Single rows with sums in several parts, two with codes that are widened in memory."""
     monkeypatch.setattr(mixed_graphs, "_SIZES", ())  # large, so slow in the interpreter
+    monkeypatch.setattr(int4, "MAX_FUSED_ROWS", 1)
+    monkeypatch.setattr(int4, "_BLOCKS_PER_PART", 1)
+    assert int4.split_of(1, SIZES["intermediate"] // 128)[1] > 1
     options = make(tmp_path)
     kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonInt4()))
     pair = Pair(MakeRunner(tmp_path), 2, kernels, **options)
     rows = admitted(pair, 2)
     pair.step([(row, 10) for row in rows])
-    for chosen in (rows, rows[1:], rows):
+    for chosen in (rows[1:], rows):
         assert pair.step([(row, 1) for row in chosen]) == len(chosen)
 
 
-def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, Shape(name="tied", tied=True, **SIZES))
-    num_rows: set[int] = set()
-
-    def linear(x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None) -> Tensor:
-        num_rows.add(len(x_TX))
-        return torch.zeros(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
-
-    kernels: Any = Replaced(REFERENCE, int4=Replaced(REFERENCE.int4, linear=linear))
-    options = {"quantization": INT4, "max_num_batched_tokens": 192}
-    config = config_of(tmp_path, attention_backend="reference", **options)
+def warmed_up(model_dir: Path, kernels: Any, quantization: str | None) -> None:
+    """Warm up a model as on a GPU."""
+    options = {"quantization": quantization, "max_num_batched_tokens": 192}
+    config = config_of(model_dir, attention_backend="reference", **options)
     config = dataclasses.replace(config, device="cuda")
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
     model = Qwen3(
@@ -73,6 +73,37 @@ def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) ->
     for piece in model.slices():
         piece.target.zero_()
     warm_up(config, model, group, kernels)
-    assert max(num_rows) > MAX_FUSED_ROWS
-    fused = {tiles_of(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS}
-    assert fused == {tiles_of(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
+
+
+def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) -> None:
+    """Of layers, and of the head, whose kernels are others."""
+    make_checkpoint(tmp_path, Shape(name="tied", tied=True, **SIZES))
+    rows_of: dict[int, set[int]] = defaultdict(set)  # by output features
+
+    def linear(x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None) -> Tensor:
+        rows_of[weight.num_rows].add(len(x_TX))
+        return torch.zeros(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
+
+    kernels = Replaced(REFERENCE, int4=Replaced(REFERENCE.int4, linear=linear))
+    warmed_up(tmp_path, kernels, INT4)
+    every = {tiles_of(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
+    for num_rows in rows_of.values():
+        assert {tiles_of(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS} == every
+    (head,) = (size for size in rows_of if SIZES["vocab"] <= size < SIZES["vocab"] + 64)
+    del rows_of[head]  # of no more rows than are sampled
+    assert all(max(num_rows) > MAX_FUSED_ROWS for num_rows in rows_of.values())
+
+
+@pytest.mark.parametrize(("quantization", "is_run"), [(INT4, True), (None, False)])
+def test_a_step_of_some_tokens_is_run_for_4_bit_codes_alone(
+    tmp_path: Path, quantization: str | None, is_run: bool
+) -> None:
+    make_checkpoint(tmp_path, Shape(name="small", **SIZES))
+    num_tokens = set()
+
+    def silu_and_mul(x_TX: Tensor) -> Tensor:
+        num_tokens.add(len(x_TX))
+        return REFERENCE.silu_and_mul(x_TX)
+
+    warmed_up(tmp_path, Replaced(REFERENCE, silu_and_mul=silu_and_mul), quantization)
+    assert (64 in num_tokens) is is_run
