@@ -84,7 +84,7 @@ def kept_quantization(
     is_asked_for: bool = False,
 ) -> Quantization | None:
     """`quantization`, with what it must know of the files; None where these have matrices or
-    scales of another kind, so that all must be widened. Raises `ConfigError` for that if the user
+    scales of another kind, so that all must be unpacked. Raises `ConfigError` for that if the user
     asked for the quantization (and see `check_checkpoint`).
     """
     if quantization is None or quantization.name == INT8 or not quantization.stored:
