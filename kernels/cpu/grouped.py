@@ -153,7 +153,6 @@ def _multiply_panel(
         np.zeros(PANEL, np.float32),
     )
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
-    buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):
         x = x_TX.ctypes.data + group * group_size * x_TX.itemsize, x_TX.strides[0], x_TX[0, 0]
@@ -165,7 +164,7 @@ def _multiply_panel(
             for i in range(len(sums)):
                 sums[i] = 0
             sizes = num_rows, num_word_rows, codes_per_word * x_TX.itemsize // STEP_BYTES
-            _add_widened(sizes, x, words, sums_address, buffer_address)
+            _add_widened(sizes, x, words, sums_address, buffer)
         words_address += num_word_rows * PANEL * words_NWP.itemsize
         scale_bits_P = scale_NGP[panel, group]
         for p in range(np.uint64(PANEL)):
@@ -184,14 +183,16 @@ def _add_widened(
     x: tuple[int, int, Any],
     words: tuple[int, Any],
     sums_address: int,
-    buffer_address: int,
+    buffer: Array,
 ) -> None:
     """Add x @ numbers of one group to the sums, in chunks that are widened once. sizes: rows of x,
-    rows of words, steps in one of those.
+    rows of words, steps in one of those. The buffer is an argument, not its address: numba frees an
+    array after the last line that names it.
     """
     num_rows, num_word_rows, steps_per_row = sizes
     words_address, word = words
     x_address, x_stride, element = x
+    buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
     rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL * STEP_BYTES)
     widened = buffer_address, PANEL * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):
