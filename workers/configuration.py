@@ -21,7 +21,6 @@ from configs.engine import (
 from configs.formats.stored import WORDS
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import (
-    FP8,
     INT8,
     Quantization,
     computed_quantization,
@@ -192,8 +191,6 @@ def reason_to_unpack(config: ResolvedConfig) -> str | None:
     kept = stored_quantization(stored, model.sizes_in(config.engine.tensor_parallel_size))
     if kept is None:
         return "groups of a rank are not whole words of codes"
-    if kept.name == FP8 and config.engine.quantization is None and config.device == "cpu":
-        return "FP8 is kept in 8 bits only where quantization 'fp8' asks for it"
     if config.engine.quantization not in (None, kept.name):
         return f"quantization {config.engine.quantization!r} was asked for"
     return (
@@ -218,8 +215,7 @@ def _quantization(
     elif kept is not None:
         # Otherwise the codes are unpacked, on any backend.
         is_possible = kept.name in backend.quantizations and model.experts is None
-        is_wanted = asked in ((FP8,) if kept.name == FP8 else (None, kept.name))
-        kept = kept if is_possible and is_wanted else None
+        kept = kept if is_possible and asked in (None, kept.name) else None
     quantization = kept
     if quantization is None and asked is not None:
         quantization = computed_quantization(asked)

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 SUMS = held_out_sums()[:24]
 
 
-@pytest.fixture(scope="module", params=["int8", "int4"])
+@pytest.fixture(scope="module", params=["int8", "int4", "fp8"])
 def llm(users_ray: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One engine for all tests of a form of weights."""
     if request.param not in CPU.quantizations:

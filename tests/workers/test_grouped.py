@@ -108,12 +108,7 @@ def test_logits_are_those_of_the_stored_values(
     with torch.inference_mode():
         expected = model(torch.tensor([TOKENS])).logits[0].numpy()
     for size in (1, 2, 4):
-        config = config_of(
-            tmp_path,
-            tensor_parallel_size=size,
-            attention_backend=backend,
-            quantization=form_of(name),
-        )
+        config = config_of(tmp_path, tensor_parallel_size=size, attention_backend=backend)
         assert config.quantization is not None and config.quantization.name == form_of(name)
         with executor_of(pool, config) as executor:
             ours = run_logits(executor, TOKENS)
@@ -330,7 +325,7 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
     tensors = {n: t for n, t in tensors.items() if not n.startswith(matrix)}
     tensors[f"{matrix}weight"] = weights[f"{matrix}weight"].clone()
     save_file(tensors, tmp_path / SINGLE_NAME)
-    config = config_of(tmp_path, quantization=form)
+    config = config_of(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert kept_quantization(tmp_path, config.model, config.quantization) is None
     assert f"not kept in {bits} bits, because {matrix}weight is not quantized" in caplog.text

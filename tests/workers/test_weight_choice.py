@@ -72,12 +72,11 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, SHAPE)
     pack_checkpoint(tmp_path, model, bits=8, group_size=64)
     assert resolved(tmp_path).quantization is None
-    for name, asked in (("pack_32", None), ("fp8_bfloat16", FP8)):
+    for name in ("pack_32", "fp8_bfloat16"):
         stored_model(tmp_path, name)
-        assert resolved(tmp_path, quantization=asked).quantization is not None
+        assert resolved(tmp_path).quantization is not None
         from_user = resolved(tmp_path, quantization="int8").quantization
         assert from_user == Quantization(stored=False, vocabulary=True)
-    assert resolved(tmp_path).quantization is None, "FP8 stays as it is only if asked for"
     assert resolved(tmp_path, "cuda", attention_backend="triton").quantization is None
 
 
@@ -134,8 +133,7 @@ def test_unpacked_codes_have_a_reason(tmp_path: Path) -> None:
         return reason_to_unpack(resolved(tmp_path, device, attention_backend=name, **options))
 
     stored_model(tmp_path, "fp8_bfloat16")
-    assert reason(quantization=FP8) is None
-    assert reason() == "FP8 is kept in 8 bits only where quantization 'fp8' asks for it"
+    assert reason() is None
     assert reason("cuda", "triton") == (
         "kernel backend 'triton' has no products with 'fp8' on device 'cuda'"
     )
