@@ -17,7 +17,7 @@ different salts do not push each other out of the index. A free block keeps its 
 findable until it is taken for something new.
 
 If ranks are lost and their cache is not, what was published for steps whose result is unread is
-withdrawn (`roll_back`): nobody knows whether those steps have filled it.
+withdrawn (`withdraw_unconfirmed`): nobody knows whether those steps have filled it.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class BlockManager:
         self._hash_function = hash_function
         self._index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
-        # Published blocks whose last filling step is unread, each after the id of that step or of a
-        # later one.
+        # (id of that step or of a later one, block) of published blocks whose last filling step is
+        # unread.
         self._unconfirmed_blocks: deque[tuple[int, Block]] = deque()
 
     @property
@@ -171,7 +171,7 @@ class BlockManager:
         while unconfirmed_blocks and unconfirmed_blocks[0][0] <= step_id:
             unconfirmed_blocks.popleft()
 
-    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+    def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
         """Withdraw what was published after the step with this id, the last whose result was read;
         the steps of the next epoch are counted anew. `users`: of all blocks.
         """

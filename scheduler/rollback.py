@@ -2,13 +2,14 @@
 
 Steps run in order, so a result that was read proves that the cache holds what its step and all
 before it have stored. What the steps after it have stored, in part or in full, nobody knows, and
-need not: they are run again, and store the same values in the same places. Two kinds of blocks are
-in the way, and both are given back:
+need not: they are run again, and store the same values in the same places. Two kinds of blocks
+are in the way:
 
     given away since     a sequence that was preempted, or has ended, holds them no more, and the
                          one that got them counts as computed only what was read
-    published since      the block manager withdraws them; whoever shares them was admitted after
-                         that, so all it has computed is in steps that are lost: it waits again
+    published since      the block manager withdraws them from the index, and their owner keeps
+                         them; whoever shares them was admitted after that, so all it has computed
+                         is in steps that are lost: it waits again
 
 What is left is a count per sequence.
 """

@@ -374,7 +374,7 @@ class Scheduler:
         kept: set[Sequence] = set()
         is_cache_kept = cache_survives and not self.suspects.sequences
         if is_cache_kept:
-            self.block_manager.roll_back(last_read_step_id, self.running)
+            self.block_manager.withdraw_unconfirmed(last_read_step_id, self.running)
             kept = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
         for seq in self.running:
             seq.num_lost = 0 if seq in kept else seq.num_computed

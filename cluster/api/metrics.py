@@ -44,7 +44,7 @@ ENGINE_METRICS = {
     ),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),
     "eagleray_recomputed_tokens_total": (
-        "Tokens that running sequences lost with ranks, without those of steps in flight.",
+        "Tokens computed again after ranks were lost, without those of steps in flight.",
         "num_recomputed_tokens",
     ),
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from configs.formats.stored import FP8, INT8, WORDS, Section, StoredFormat, in_sequence
+from configs.formats.stored import F8_E4M3, I8, WORDS, Section, StoredFormat, in_sequence
 
 METHOD = "compressed-tensors"
 POSSIBLE = (
@@ -51,7 +51,7 @@ def _int_quantized(group: Section, config: Section) -> StoredFormat:
     return StoredFormat(
         name="compressed-tensors (int-quantized)",
         codes="weight",
-        dtype=INT8,
+        dtype=I8,
         bits=8,
         scales=_SCALE,
     )
@@ -95,7 +95,7 @@ def _float_quantized(group: Section, config: Section) -> StoredFormat:
     return StoredFormat(
         name="compressed-tensors (float-quantized)",
         codes="weight",
-        dtype=FP8,
+        dtype=F8_E4M3,
         bits=8,
         scales=_SCALE,
         block_rows=block_rows,

@@ -4,7 +4,7 @@ rows and inputs. Keys: transformers, `FineGrainedFP8Config`.
 
 from __future__ import annotations
 
-from configs.formats.stored import FP8, Section, StoredFormat
+from configs.formats.stored import F8_E4M3, Section, StoredFormat
 
 METHOD = "fp8"
 POSSIBLE = "FP8 (e4m3, blocks of 128 x 128)"
@@ -19,7 +19,7 @@ def read(config: Section) -> StoredFormat:
     return StoredFormat(
         name="FP8",
         codes="weight",
-        dtype=FP8,
+        dtype=F8_E4M3,
         bits=8,
         scales="weight_scale_inv",
         block_rows=BLOCK,

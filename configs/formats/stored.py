@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.errors import ConfigError
 
 WORD_BITS = 32
-WORDS, INT8, FP8 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
+WORDS, I8, F8_E4M3 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
 FLOAT16, BFLOAT16 = "F16", "BF16"
 _USUAL_GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -62,12 +62,12 @@ class StoredFormat:
     @property
     def is_int8(self) -> bool:
         """Whether these are the codes of quantization "int8", which are kept as they are."""
-        return self.dtype == INT8
+        return self.dtype == I8
 
     @property
     def is_fp8(self) -> bool:
         """Whether these are the codes of quantization "fp8"."""
-        return self.dtype == FP8
+        return self.dtype == F8_E4M3
 
     def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold the matrix `name`, which ends in "weight"."""

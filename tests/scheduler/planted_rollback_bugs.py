@@ -14,33 +14,33 @@ from scheduler.sequence import Sequence
 class LostPublicationsAreKept(BlockManager):
     """What was published for steps that are lost can still be found."""
 
-    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+    def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
         self._unconfirmed_blocks.clear()
 
 
 class LostBlockIsKept(BlockManager):
     """One of the blocks that were published for lost steps can still be found."""
 
-    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+    def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
         if self._unconfirmed_blocks:
             self._unconfirmed_blocks.pop()
-        super().roll_back(step_id, users)
+        super().withdraw_unconfirmed(step_id, users)
 
 
 class WithdrawnBlockStaysInTheIndex(BlockManager):
     """A block is forgotten, but not its entry in the index."""
 
-    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
+    def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
         index = dict(self._index)
-        super().roll_back(step_id, users)
+        super().withdraw_unconfirmed(step_id, users)
         self._index = index
 
 
 class WithdrawnBlockCountsAsPublished(BlockManager):
     """Sequences do not hear that their blocks were withdrawn."""
 
-    def roll_back(self, step_id: int, users: Iterable[BlockUser]) -> None:
-        super().roll_back(step_id, ())
+    def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
+        super().withdraw_unconfirmed(step_id, ())
 
 
 class ConfirmedOneStepEarly(BlockManager):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.formats.stored import FP8, INT8, WORDS, part_name
+from configs.formats.stored import F8_E4M3, I8, WORDS, part_name
 from configs.formats.table import POSSIBLE
 from configs.model import ModelConfig, read_json
 from scheduler.errors import ConfigError, UnreadableError
@@ -29,7 +29,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _NUMBERS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
-_ITEM_BYTES = _NUMBERS | {INT8: 1, FP8: 1, WORDS: 4, "I64": 8}
+_ITEM_BYTES = _NUMBERS | {I8: 1, F8_E4M3: 1, WORDS: 4, "I64": 8}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The experts of a layer: a tensor for each matrix of each, or, as transformers holds them, all in
 # two tensors, of which the first one has of each expert the gate, then up.

@@ -19,8 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configs.formats.stored import BFLOAT16, FLOAT16, part_name
-from configs.formats.stored import INT8 as STORED_INT8
+from configs.formats.stored import BFLOAT16, FLOAT16, I8, part_name
 from configs.model import ModelConfig
 from configs.quantization import FP8, INT8, Quantization
 from kernels.reference.grouped import (
@@ -135,7 +134,7 @@ def held_dtype(
         and not name.endswith("_scale")
         and (quantization is None or not is_of_layer(name))
     }
-    return weight_dtype if matrices <= {"BF16", STORED_INT8} else dtype
+    return weight_dtype if matrices <= {"BF16", I8} else dtype
 
 
 class _MergedMatrix:
