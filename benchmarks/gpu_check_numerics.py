@@ -17,8 +17,9 @@ import torch
 
 from benchmarks.gpu_check_attention import attention
 from benchmarks.gpu_check_common import Check, Row
-from benchmarks.gpu_check_int4 import int4_numerics
+from benchmarks.gpu_check_grouped import grouped_numerics
 from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
+from configs.quantization import FP8, INT4
 from kernels.interface import GapRows, Kernels, SamplingKernels
 from kernels.reference import sampling as SAMPLING_REFERENCE
 from kernels.reference.activation import silu_and_mul_reference
@@ -45,7 +46,7 @@ def families(backends: Iterable[str]) -> dict[str, Callable[[Check], None]]:
         "store": lambda check: store(check, check.backends["triton"]),
         **{f"attention {name}": partial(_attention_of_backend, name) for name in backends},
         "sampling": lambda check: sampling(check, check.backends["triton"].sampling),
-        "int4": _int4,
+        **{form: partial(_products_with_codes, form) for form in (INT4, FP8)},
     }
 
 
@@ -53,10 +54,8 @@ def _attention_of_backend(name: str, check: Check) -> None:
     attention(check, name, check.backends[name])
 
 
-def _int4(check: Check) -> None:
-    kernels = check.backends["triton"].int4
-    assert kernels is not None
-    int4_numerics(check, kernels)
+def _products_with_codes(form: str, check: Check) -> None:
+    grouped_numerics(check, form)
 
 
 def elementwise(check: Check, kernels: Kernels) -> None:

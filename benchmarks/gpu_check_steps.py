@@ -33,6 +33,7 @@ from benchmarks.gpu_check_engine import (
     run_all,
 )
 from configs.model import ModelConfig
+from configs.quantization import FP8 as FP8_WEIGHTS
 from configs.quantization import INT4, Quantization
 from scheduler.engine import Engine
 from workers.roofline import active_layer_parameters, floor_s, works_of
@@ -44,7 +45,7 @@ CONTEXT = 512
 FP8 = "fp8_e4m3"
 # With a cache of 8-bit numbers; with few rows the weights are nearly all that is read.
 FP8_BATCHES = (64, 256)
-INT4_BATCHES = (1, 16, 64)
+QUANTIZED_BATCHES = (1, 16, 64)
 # Tokens of a prefill step: prompts, and the length of each.
 PREFILLS = ((1, 2048), (4, 2048))
 
@@ -59,7 +60,7 @@ def shapes_of(check: Check) -> dict[str, dict[str, Any]]:
 
 def decode_steps(check: Check) -> None:
     """Run the section: graphs first, and then, for 0.6B, over a cache of 8-bit numbers, and, for
-    8B, with weights of 4 bits; eager steps last.
+    8B, with weights of 4 bits and of FP8; eager steps last.
     """
     shapes, batches = shapes_of(check), (2,) if check.small else BATCHES
     if check.on_gpu:
@@ -72,9 +73,10 @@ def decode_steps(check: Check) -> None:
         start = partial(_decode_steps, check, raw, label, of_fp8, kv_cache_dtype=FP8)
         check.add(label, start)
         larger, raw = next(iter(shapes.items()))
-        label = f"{larger} graph, {INT4}"
-        start = partial(_decode_steps, check, raw, label, INT4_BATCHES, quantization=INT4)
-        check.add(label, start)
+        for form in (INT4, FP8_WEIGHTS):
+            label = f"{larger} graph, {form} weights"
+            start = partial(_decode_steps, check, raw, label, QUANTIZED_BATCHES, quantization=form)
+            check.add(label, start)
     else:
         check.add("graphs", lambda: NO_GRAPHS)
     for name, raw in shapes.items():
@@ -230,8 +232,9 @@ def floor_of_step_ms(
     kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     kv_row *= 1 if kv_cache_dtype == FP8 else 2  # bytes
     bytes_per_weight = 2.0
-    if quantization is not None:  # in 4 bits: a GPU holds a word per group, a CPU 3 bytes
-        bytes_per_weight = 1 / 2 + 4 / quantization.group_size
+    if quantization is not None:  # a GPU holds a word per group
+        bytes_per_weight = 1 / 2 if quantization.name == INT4 else 1
+        bytes_per_weight += 4 / quantization.group_size
     weight_bytes = weights * bytes_per_weight
     return check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch) / 1000
 

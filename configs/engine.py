@@ -78,11 +78,11 @@ class EngineConfig:
         None,
         help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
         " exact. int4: weights in 4 bits, rounded in groups of 128 inputs, the least exact; on CPUs"
-        " the fastest for one row, on GPUs not measured. fp8: on CPUs, weights in 8 bits (e4m3),"
-        " rounded in blocks of 128 x 128; slower than bfloat16 from about 4 rows on. Checkpoints of"
-        " 4 bits without desc_act, on CPUs of FP8, and those of compressed-tensors in the format of"
-        " int8, are read as they are, others as the values that they store, which this option"
-        " rounds anew (the log says so).",
+        " the fastest for one row. fp8: weights in 8 bits (e4m3), rounded in blocks of 128 x 128;"
+        " on CPUs slower than bfloat16 from about 4 rows on. Neither is measured on GPUs."
+        " Checkpoints of 4 bits without desc_act, of FP8, and those of compressed-tensors in the"
+        " format of int8, are read as they are, others as the values that they store, which this"
+        " option rounds anew (the log says so).",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

@@ -8,8 +8,8 @@ from kernels.gpu import attention, elementwise, sampling, tables
 from kernels.gpu.capabilities import TRITON
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
+from kernels.gpu.grouped import TritonGrouped
 from kernels.gpu.hybrid import hybrid_attention
-from kernels.gpu.int4 import TritonInt4
 from kernels.interface import (
     Capabilities,
     ExpertKernels,
@@ -20,6 +20,8 @@ from kernels.interface import (
 )
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
+_GROUPED = TritonGrouped()
+
 
 class TritonKernels(ReferenceKernels):
     """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
@@ -29,8 +31,8 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
-    int4: GroupedKernels | None = TritonInt4()
-    fp8: GroupedKernels | None = None
+    int4: GroupedKernels | None = _GROUPED
+    fp8: GroupedKernels | None = _GROUPED
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)

@@ -3,7 +3,7 @@
 from kernels.interface import Capabilities
 
 # Products are the same with any attention.
-QUANTIZATIONS = ("int4",)
+QUANTIZATIONS = ("int4", "fp8")
 
 # Blocks of 64 tokens: on an H200, decode attention takes 4 to 10% longer with blocks of 16, and 0
 # to 3% less with blocks of 128, which share fewer prefixes.

@@ -77,7 +77,7 @@ def test_every_kernel_of_ours_has_its_kind() -> None:
         row = gpu_check_steps.parts_of([(name, 0.0, 1000.0)], steps=1)
         kind = next(key for key, ms in row.items() if ms)
         wanted = {"attention": "attention_ms", "sampling": "sampling_ms", "experts": "experts_ms"}
-        wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms", "int4": "products_ms"}
+        wanted |= {"elementwise": "elementwise_ms", "tables": "others_ms", "grouped": "products_ms"}
         assert kind == wanted[module.rpartition(".")[2]], name
 
 
@@ -202,13 +202,14 @@ def test_floor_of_a_step_counts_the_bytes_of_its_cache() -> None:
     assert floors[0] - floors[1] == pytest.approx(cache_ms, rel=0.01)
 
 
-def test_floor_of_a_step_with_4_bit_codes_has_a_word_per_group() -> None:
+@pytest.mark.parametrize(("form", "bytes_per_code"), [("int4", 1 / 2), ("fp8", 1)])
+def test_floor_of_a_step_with_codes_has_a_word_per_group(form: str, bytes_per_code: float) -> None:
     check, model = small(), ModelConfig.from_dict(TINY)
-    plain, in_4_bits = (
+    plain, in_codes = (
         gpu_check_steps.floor_of_step_ms(check, model, "bfloat16", 1, 0, quantization)
-        for quantization in (None, computed_quantization("int4"))
+        for quantization in (None, computed_quantization(form))
     )
-    assert in_4_bits / plain == pytest.approx((1 / 2 + 4 / 128) / 2)
+    assert in_codes / plain == pytest.approx((bytes_per_code + 4 / 128) / 2)
 
 
 @pytest.mark.parametrize("backend_name", ["triton", "reference"])

@@ -173,7 +173,7 @@ def test_its_capabilities_are_those_of_flash_attn_3(monkeypatch: pytest.MonkeyPa
     assert capabilities.name == "hybrid"
     assert capabilities.description.startswith("hybrid (FlashAttention-3, fa3_fwd_interface")
     assert (capabilities.default_block_size, capabilities.dtypes) == (128, ("bfloat16",))
-    assert capabilities.quantizations == TRITON.quantizations == ("int4",)
+    assert capabilities.quantizations == TRITON.quantizations == ("int4", "fp8")
     with pytest.raises(ValueError, match=r"block_size 16 .* multiples of 128"):
         choose("cuda", "hybrid", block_size=16)
     with pytest.raises(ValueError, match=r"head_dim 96 .* possible are 64 to 128 in"):

@@ -189,9 +189,10 @@ class FakeGpu(Device):
         experts = {
             name: self._recordable(getattr(kernels.experts, name)) for name in ("route", "mlp")
         }
-        if kernels.int4 is not None:
-            linear = self._recordable(kernels.int4.linear)
-            recorded["int4"] = Replaced(kernels.int4, linear=linear)
+        for form in ("int4", "fp8"):
+            if (grouped := getattr(kernels, form)) is not None:
+                linear = self._recordable(grouped.linear)
+                recorded[form] = Replaced(grouped, linear=linear)
         recorded["experts"] = Replaced(kernels.experts, **experts)
         return cast(Kernels, Replaced(kernels, **recorded))
 

@@ -23,7 +23,7 @@ from configs.quantization import (
     stored_quantization,
 )
 from kernels.cpu.backend import CPU_KERNELS
-from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4
+from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
 from kernels.reference.grouped import quantize_blocks, quantize_groups, widened
@@ -308,8 +308,8 @@ def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
 @pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
 def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_rows: int) -> None:
     kernels = CPU_KERNELS
-    if form == INT4 and not torch.cuda.is_available():
-        kernels = Replaced(CPU_KERNELS, int4=TritonInt4())
+    if not torch.cuda.is_available():
+        kernels = Replaced(CPU_KERNELS, int4=TritonGrouped(), fp8=TritonGrouped())
     for held_kernels in (CPU_KERNELS, kernels):
         matrix = poisoned_vocabulary(form, held_kernels)
         assert not matrix.packed().product(torch.ones(num_rows, 128), None)[:, 4:].any()

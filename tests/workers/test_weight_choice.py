@@ -12,7 +12,7 @@ import torch
 
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from configs.quantization import FP8, INT4, Quantization, computed_quantization
+from configs.quantization import FP8, INT4, INT8, Quantization, computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.select import choose
 from scheduler.errors import ConfigError
@@ -77,16 +77,16 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
         assert resolved(tmp_path).quantization is not None
         from_user = resolved(tmp_path, quantization="int8").quantization
         assert from_user == Quantization(stored=False, vocabulary=True)
-    assert resolved(tmp_path, "cuda", attention_backend="triton").quantization is None
 
 
-def test_4_bits_are_kept_on_gpus_too(tmp_path: Path) -> None:
-    stored_model(tmp_path, "pack_32")
+@pytest.mark.parametrize(("name", "form"), [("pack_32", INT4), ("fp8_bfloat16", FP8)])
+def test_codes_are_kept_on_gpus_too(tmp_path: Path, name: str, form: str) -> None:
+    stored_model(tmp_path, name)
     quantization = resolved(tmp_path, "cuda", attention_backend="triton").quantization
-    assert quantization is not None and quantization.name == INT4 and quantization.stored
+    assert quantization is not None and quantization.name == form and quantization.stored
     make_checkpoint(tmp_path, SHAPE)
-    options = {"attention_backend": "triton", "quantization": INT4}
-    assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(INT4)
+    options = {"attention_backend": "triton", "quantization": form}
+    assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(form)
 
 
 @pytest.mark.parametrize(("name", "form"), [("pack_32", INT4), ("fp8_bfloat16", FP8)])
@@ -113,14 +113,14 @@ def test_stored_8_bit_codes_are_not_rounded_to_others(
 
 
 def test_a_refusal_names_what_the_backend_can_do(tmp_path: Path) -> None:
-    stored_model(tmp_path, "fp8_bfloat16")
-    advice = "Choose one of them, or quantization 'int4', or leave quantization out$"
+    make_checkpoint(tmp_path, SHAPE)
+    advice = "Choose one of them, or quantization 'int4' or 'fp8', or leave quantization out$"
     with pytest.raises(ConfigError, match=advice):
-        resolved(tmp_path, "cuda", attention_backend="triton", quantization=FP8)
+        resolved(tmp_path, "cuda", attention_backend="triton", quantization=INT8)
 
 
 def test_a_refusal_advises_fewer_ranks_only_where_there_are_several(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, Shape(name="narrow", intermediate=100, kv_heads=2))
+    make_checkpoint(tmp_path, Shape(name="narrow", intermediate=102, kv_heads=2))
     options = {"attention_backend": "triton", "quantization": INT4}
     with pytest.raises(ConfigError, match=r"multiples of 8\. Leave quantization out$"):
         resolved(tmp_path, "cuda", **options)
@@ -134,8 +134,9 @@ def test_unpacked_codes_have_a_reason(tmp_path: Path) -> None:
 
     stored_model(tmp_path, "fp8_bfloat16")
     assert reason() is None
-    assert reason("cuda", "triton") == (
-        "kernel backend 'triton' has no products with 'fp8' on device 'cuda'"
+    assert reason("cuda", "triton") is None
+    assert reason("cuda", "reference") == (
+        "kernel backend 'reference' has no products with 'fp8' on device 'cuda'"
     )
     assert reason(quantization="int8") == "quantization 'int8' was asked for"
     stored_model(tmp_path, "float_channel", Shape(name="narrow", intermediate=102))

@@ -1,5 +1,5 @@
-"""Models in 4 bits behind graphs: a replay multiplies the codes that lay there at the capture, and
-looks up rows of an embedding in 4 bits.
+"""Models of codes in groups behind graphs: a replay multiplies the codes that lay there at the
+capture, and looks up rows of an embedding of codes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.quantization import INT4
-from kernels.gpu import int4
-from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4, tiles_of
+from configs.quantization import FP8, INT4
+from kernels.gpu import grouped
+from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, tiles_of
 from kernels.interface import GroupedCodes, Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.checkpoints import Shape, make_checkpoint
@@ -37,23 +37,32 @@ def make_stored(model_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def make_plain(model_dir: Path) -> dict[str, Any]:
+def make_stored_fp8(model_dir: Path) -> dict[str, Any]:
+    stored_model(model_dir, "fp8_bfloat16", Shape(name="stored", **SIZES))
+    return {}
+
+
+def make_plain(model_dir: Path, form: str = INT4) -> dict[str, Any]:
     make_checkpoint(model_dir, Shape(name="tied", tied=True, **SIZES))
-    return {"quantization": INT4}
+    return {"quantization": form}
+
+
+def make_plain_for_fp8(model_dir: Path) -> dict[str, Any]:
+    return make_plain(model_dir, FP8)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted here")
-@pytest.mark.parametrize("make", [make_stored, make_plain])
+@pytest.mark.parametrize("make", [make_stored, make_stored_fp8, make_plain, make_plain_for_fp8])
 def test_replayed_steps_give_what_eager_ones_give_with_the_reference(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Single rows with sums in several parts, two with codes that are widened in memory."""
     monkeypatch.setattr(mixed_graphs, "_SIZES", ())  # large, so slow in the interpreter
-    monkeypatch.setattr(int4, "MAX_FUSED_ROWS", 1)
-    monkeypatch.setattr(int4, "_BLOCKS_PER_PART", 1)
-    assert int4.split_of(1, SIZES["intermediate"] // 128)[1] > 1
+    monkeypatch.setattr(grouped, "MAX_FUSED_ROWS", 1)
+    monkeypatch.setattr(grouped, "_BLOCKS_PER_PART", 1)
+    assert grouped.split_of(1, SIZES["intermediate"] // 128)[1] > 1
     options = make(tmp_path)
-    kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonInt4()))
+    kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonGrouped(), fp8=TritonGrouped()))
     pair = Pair(MakeRunner(tmp_path), 2, kernels, **options)
     rows = admitted(pair, 2)
     pair.step([(row, 10) for row in rows])
@@ -94,8 +103,8 @@ def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) ->
     assert all(max(num_rows) > MAX_FUSED_ROWS for num_rows in rows_of.values())
 
 
-@pytest.mark.parametrize(("quantization", "is_run"), [(INT4, True), (None, False)])
-def test_a_step_of_some_tokens_is_run_for_4_bit_codes_alone(
+@pytest.mark.parametrize(("quantization", "is_run"), [(INT4, True), (FP8, True), (None, False)])
+def test_a_step_of_some_tokens_is_run_for_codes_in_groups_alone(
     tmp_path: Path, quantization: str | None, is_run: bool
 ) -> None:
     make_checkpoint(tmp_path, Shape(name="small", **SIZES))

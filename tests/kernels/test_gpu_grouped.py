@@ -1,4 +1,4 @@
-"""Triton's products with 4-bit codes against the reference, on a GPU or in the interpreter."""
+"""Triton's products with codes in groups beside the reference, on a GPU or in the interpreter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.gpu import int4
-from kernels.gpu.int4 import MAX_FUSED_ROWS, TritonInt4, split_of
+from kernels.gpu import grouped
+from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, split_of
 from kernels.interface import GroupedCodes
 from kernels.reference.grouped import ReferenceGrouped, pack_codes, widened
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_gpu_elementwise import BFLOAT16, DTYPES, normal
+from tests.kernels.test_grouped import E4M3_CODES
 from tests.workers.fake_gpu import FakeGpu
 
-OURS, REFERENCE = TritonInt4(), ReferenceGrouped()
+OURS, REFERENCE = TritonGrouped(), ReferenceGrouped()
 # Rows of x, features out and in, inputs of a group.
 IN_PARTS = (2, 20, 1152, 128)
 SIZES = [
@@ -31,15 +32,20 @@ SIZES = [
     (2, 35, 48, 16),  # groups that are too small for registers
     (MAX_FUSED_ROWS + 1, 70, 512, 256),
 ]
+FORMS = {"int4": torch.float16, "fp8": torch.float32}  # with the dtype of their scales
 
 
 def drawn(size_out: int, size_in: int, group_size: int, dtype: torch.dtype) -> GroupedCodes:
-    """A weight with every code and zero point, scales of this dtype."""
+    """A weight with every code and zero point, scales of this dtype, and e4m3 codes if that is
+    float32.
+    """
     draws, groups = torch.Generator().manual_seed(size_in), size_in // group_size
+    is_e4m3 = dtype is torch.float32
+    codes = torch.randint(0, 254 if is_e4m3 else 16, (size_out, size_in), generator=draws)
     zeros_YG = torch.randint(0, 16, (size_out, groups), generator=draws).to(torch.uint8)
     return GroupedCodes(
-        words_YW=pack_codes(torch.randint(0, 16, (size_out, size_in), generator=draws)).to(DEVICE),
-        zeros_YG=zeros_YG.to(DEVICE),
+        words_YW=(E4M3_CODES[codes] if is_e4m3 else pack_codes(codes)).to(DEVICE),
+        zeros_YG=None if is_e4m3 else zeros_YG.to(DEVICE),
         scale_YG=(torch.rand(size_out, groups, generator=draws) + 0.5).to(DEVICE, dtype),
         num_rows=size_out,
     )
@@ -59,12 +65,13 @@ def assert_near(got: Tensor, want: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
 def test_products_are_those_of_the_reference(
-    sizes: tuple[int, int, int, int], dtype: torch.dtype
+    form: str, sizes: tuple[int, int, int, int], dtype: torch.dtype
 ) -> None:
     num_rows, size_out, size_in, group_size = sizes
     x, bias = normal(num_rows, size_in, dtype=dtype), normal(size_out, seed=1, dtype=dtype)
-    weight = drawn(size_out, size_in, group_size, torch.float16)
+    weight = drawn(size_out, size_in, group_size, FORMS[form])
     assert_near(product(x, weight, bias), REFERENCE.linear(x, weight, bias))
 
 
@@ -88,14 +95,15 @@ def test_products_of_codes_are_exact_where_sums_are(num_rows: int) -> None:
 
 
 def test_a_matrix_may_be_widened_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4, "_WIDENED_BYTES", 1)  # so, the fewest features
+    monkeypatch.setattr(grouped, "_WIDENED_BYTES", 1)  # so, the fewest features
     weight, x = drawn(300, 64, 32, torch.float16), normal(MAX_FUSED_ROWS + 1, 64)
     bias = normal(300, seed=1)
     assert_near(product(x, weight, bias), REFERENCE.linear(x, weight, bias))
 
 
-def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiles() -> None:
-    weight = OURS.pack_weight(drawn(*IN_PARTS[1:], torch.float16))
+@pytest.mark.parametrize("form", FORMS)
+def test_a_row_has_the_same_bits_in_any_batch_of_the_same_tiles(form: str) -> None:
+    weight = OURS.pack_weight(drawn(*IN_PARTS[1:], FORMS[form]))
     x = normal(16, IN_PARTS[2], dtype=BFLOAT16)
     together = OURS.linear(x, weight, None)
     for row in (0, 11):
@@ -118,18 +126,51 @@ def test_an_empty_batch_is_possible(size_out: int) -> None:
     assert OURS.linear(normal(0, 128), weight, None).shape == (0, size_out)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a real capture would tell more")
-def test_nothing_waits_for_the_device(num_rows: int) -> None:
-    weight, x = OURS.pack_weight(drawn(*IN_PARTS[1:], torch.float16)), normal(num_rows, IN_PARTS[2])
+def test_nothing_waits_for_the_device(num_rows: int, form: str) -> None:
+    weight, x = OURS.pack_weight(drawn(*IN_PARTS[1:], FORMS[form])), normal(num_rows, IN_PARTS[2])
     FakeGpu().capture(lambda: OURS.linear(x, weight, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
+def test_every_e4m3_number_is_widened_exactly(num_rows: int, dtype: torch.dtype) -> None:
+    """At each place of a word."""
+    weight = GroupedCodes(
+        words_YW=torch.stack([E4M3_CODES.roll(place) for place in range(4)], 1)
+        .repeat_interleave(32, 1)
+        .to(DEVICE),
+        zeros_YG=None,
+        scale_YG=torch.ones(len(E4M3_CODES), 1, device=DEVICE),
+        num_rows=len(E4M3_CODES),
+    )
+    for place in range(0, 128, 32):
+        x = torch.zeros(num_rows, 128, dtype=dtype, device=DEVICE)
+        x[:, place] = 1
+        numbers = weight.words_YW[:, place].view(torch.float8_e4m3fn)
+        assert torch.equal(product(x, weight), numbers.to(dtype).expand(num_rows, -1))
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_FUSED_ROWS + 1])
+def test_scales_of_e4m3_numbers_keep_every_bit(num_rows: int) -> None:
+    """Only those of 4-bit codes share their word with zero points."""
+    one = torch.ones(40, 128).to(torch.float8_e4m3fn).view(torch.uint8)
+    scale = torch.rand(40, 1, generator=torch.Generator().manual_seed(0)) + 0.5
+    weight = GroupedCodes(
+        words_YW=one.to(DEVICE), zeros_YG=None, scale_YG=scale.to(DEVICE), num_rows=40
+    )
+    x = torch.zeros(num_rows, 128, device=DEVICE)
+    x[:, 70] = 1
+    assert torch.equal(product(x, weight), weight.scale_YG.T.expand(num_rows, -1))
 
 
 @pytest.mark.parametrize(
     ("dtype", "power", "programs"),
     [
-        (torch.bfloat16, int4._BFLOAT16_POWER, int4._BFLOAT16_PAIRS),
-        (torch.float16, int4._FLOAT16_POWER, int4._FLOAT16_PAIRS),
+        (torch.bfloat16, grouped._BFLOAT16_POWER, grouped._BFLOAT16_DIFFERENCES),
+        (torch.float16, grouped._FLOAT16_POWER, grouped._FLOAT16_DIFFERENCES),
     ],
     ids=["bfloat16", "float16"],
 )
@@ -141,13 +182,32 @@ def test_instructions_for_pairs_give_code_less_zero_point(
         for code in range(16):
             for zero in range(16):
                 word = 0x5A96_C3E1 & ~(0xF000F << 4 * place) | (code << 16 | 15 - code) << 4 * place
-                low, high = run_ptx(program, dtype, word, -(power.value + zero))
+                offset = -(power.value + zero)
+                offsets = bits_of(torch.tensor([offset, offset]).to(dtype))
+                low, high = run_ptx(program, dtype, word, offsets)
                 assert (low, high) == (15 - code - zero, code - zero)
 
 
-def run_ptx(program: str, dtype: torch.dtype, word: int, offset: int) -> tuple[float, float]:
-    """The halves of $0, with `word` in $1 and `offset` in both halves of $2."""
-    registers = {"$1": word, "$2": bits_of(torch.tensor([offset, offset]).to(dtype))}
+@pytest.mark.parametrize(
+    ("dtype", "programs"),
+    [(torch.bfloat16, grouped._BFLOAT16_E4M3), (torch.float16, grouped._FLOAT16_E4M3)],
+    ids=["bfloat16", "float16"],
+)
+def test_instructions_for_pairs_give_e4m3_numbers(dtype: torch.dtype, programs: Any) -> None:
+    for byte, program in enumerate(programs.value):
+        for code, other in zip(E4M3_CODES, E4M3_CODES.roll(1), strict=True):
+            first, second = (
+                0x5A96_C3E1 & ~(0xFF << 8 * byte) | int(each) << 8 * byte for each in (code, other)
+            )
+            want = torch.stack([code, other]).view(torch.float8_e4m3fn).to(dtype)
+            got = torch.tensor(run_ptx(program, dtype, first, second)).to(dtype)
+            # As bits, because -0 is 0.
+            assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def run_ptx(program: str, dtype: torch.dtype, first: int, second: int) -> tuple[float, float]:
+    """The halves of $0, with `first` in $1 and `second` in $2."""
+    registers = {"$1": first, "$2": second}
 
     def value(operand: str) -> int:
         return registers[operand] if operand in registers else int(operand, 0)
@@ -159,6 +219,12 @@ def run_ptx(program: str, dtype: torch.dtype, word: int, offset: int) -> tuple[f
             registers[target] = numbers[0]
         elif name == "shr.u32":
             registers[target] = numbers[0] >> numbers[1]
+        elif name == "shl.b32":
+            registers[target] = numbers[0] << numbers[1] & 0xFFFFFFFF
+        elif name == "and.b32":
+            registers[target] = numbers[0] & numbers[1]
+        elif name == "prmt.b32":
+            registers[target] = permuted(*numbers)
         elif name == "lop3.b32":
             a, b, c, table = numbers
             registers[target] = sum(
@@ -171,6 +237,19 @@ def run_ptx(program: str, dtype: torch.dtype, word: int, offset: int) -> tuple[f
             registers[target] = bits_of((x * y + z).to(dtype))
     low, high = numbers_of(registers["$0"], dtype).tolist()
     return low, high
+
+
+def permuted(a: int, b: int, selector: int) -> int:
+    """`prmt.b32`: each digit of the selector chooses a byte of b:a, or, with 8 added, its sign in
+    all bits.
+    """
+    bytes_ = [(b << 32 | a) >> 8 * place & 0xFF for place in range(8)]
+    result = 0
+    for place in range(4):
+        digit = selector >> 4 * place & 0xF
+        chosen = bytes_[digit & 7]
+        result |= (0xFF * (chosen >> 7) if digit & 8 else chosen) << 8 * place
+    return result
 
 
 def numbers_of(bits: int, dtype: torch.dtype) -> Tensor:

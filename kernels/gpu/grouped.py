@@ -1,23 +1,24 @@
-"""Products with weights of 4-bit codes on a GPU, in Triton: codes stay in 4 bits in memory.
+"""Products with weights of codes in groups on a GPU, in Triton. Codes keep their 4 or 8 bits.
 
 Up to `MAX_FUSED_ROWS` rows of x, `_multiply_codes` reads each code once for every tile of rows,
-widens it in registers and multiplies there; the matrix units see code - zero, a whole number that
-every dtype holds exactly. Sums of a group of inputs are multiplied by its scale in float32. Where
-the output features alone make too few programs, each sums a part of the inputs, and `_add_parts`
-adds the parts up in their order: no result depends on which program was first.
+widens it in registers and multiplies there; the matrix units see code - zero or an e4m3 number,
+which every dtype holds exactly. Sums of a group of inputs are multiplied by its scale in float32.
+Where the output features alone make too few programs, each sums a part of the inputs, and
+`_add_parts` adds the parts up in their order: no result depends on which program was first.
 
 Of more rows, products are bound by the matrix units, not by reading: `_widen_codes` writes a tile
 of features, rounded to the dtype of x, into memory that the next tile uses again and that mostly
 stays in the second-level cache, and torch multiplies it.
 
-A packed weight has blocks of 128 inputs. Half word h of a block holds codes of the inputs h, 32 +
-h, 64 + h and 96 + h, from the lowest bits on: so shifting a tile of half words gives 32 consecutive
-inputs of each feature, all in one group, and no number has to change its place. Scale and zero
-point of a group are one word, which is fetched ahead like the codes (16 bits could not be): the
-scale in float32, whose last four bits, 0 in every number of 16 bits, are the zero point.
+A packed weight has blocks of 128 inputs. Word w of a block, of 16 bits for 4-bit codes and of 32
+for e4m3 codes, holds those of the inputs w, 32 + w, 64 + w and 96 + w, from the lowest bits on: so
+shifting a tile of words gives 32 consecutive inputs of each feature, all in one group, and no
+number has to change its place. Scale and zero point of a group are one int32, which is fetched
+ahead like the codes (16 bits could not be): the scale in float32, whose last four bits, 0 in every
+number of 16 bits, are the zero point; of e4m3 codes, which have none, all bits are the scale's.
 
 Launches depend on shapes alone and nothing waits for the device: CUDA graphs can hold them.
-Legend: T tokens, X features in, Y features out, G groups, H half words, B blocks, P parts.
+Legend: T tokens, X features in, Y features out, G groups, W words, B blocks, P parts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kernels.reference.grouped import CODES_PER_WORD, shifts_on
 # products at least 5.
 MAX_FUSED_ROWS = 128
 _BLOCK = 128
-_SUBBLOCKS = 4  # of a block: the codes of a half word
+_SUBBLOCKS = 4  # of a block: the codes of a word
 _SUBBLOCK = _BLOCK // _SUBBLOCKS
 # Several on each processor of a chip with up to 144, so that enough bytes are on their way; but
 # parts with less to read than what they write are of no use.
@@ -54,8 +55,8 @@ _WIDENED_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
 _PACKED_ROWS = 1024  # at a time
 
 # How codes become numbers; both ways give the same.
-# "pairs": two codes are cut out and completed to bfloat16 or float16 numbers by one instruction
-#     each. There are no fast instructions that convert integers.
+# "pairs": two codes at a time are cut out and completed to bfloat16 or float16 numbers. There are
+#     no fast instructions that convert integers, nor, before compute capability 8.9, e4m3 numbers.
 # "singly": without inline assembly: for the interpreter, and for float32.
 Widening = Literal["pairs", "singly"]
 
@@ -79,25 +80,27 @@ def tiles_of(num_rows: int, itemsize: int) -> Tiles:
     return Tiles(rows=32, features=128, num_warps=8, num_stages=3)
 
 
-class TritonInt4:
-    """`GroupedKernels` in Triton. Each kernel is compiled at its first use."""
+class TritonGrouped:
+    """`GroupedKernels` in Triton, for both forms. Each kernel is compiled at its first use."""
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing: a GPU compiles what it runs, in the steps before the first request."""
         return []
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
-        """Half words, int16 [Y, H], of whole blocks; scales with zero points, int32 [G, Y], of
+        """Words [Y, W], int16 or int32, of whole blocks; scales with zero points, int32 [G, Y], of
         groups that `_held_group_size` gives; no other zero points.
         """
-        assert weight.zeros_YG is not None, "these codes have zero points"
-        num_groups = weight.zeros_YG.shape[1]
-        group_size = CODES_PER_WORD * weight.words_YW.shape[1] // num_groups
+        num_groups, scale_YG = weight.scale_YG.shape[1], weight.scale_YG.to(torch.float32)
+        codes_per_word = 1 if weight.zeros_YG is None else CODES_PER_WORD
+        group_size = codes_per_word * weight.words_YW.shape[1] // num_groups
         repeats = 1 if num_groups == 1 else group_size // _held_group_size(group_size)
-        scale_YG = weight.scale_YG.to(torch.float32).view(torch.int32) | weight.zeros_YG
+        scale_YG = scale_YG.view(torch.int32)
+        if weight.zeros_YG is not None:
+            scale_YG = scale_YG | weight.zeros_YG
         return GroupedCodes(
-            words_YW=_in_blocks(weight.words_YW),
-            zeros_YG=weight.zeros_YG.new_empty(0),
+            words_YW=_in_blocks(weight),
+            zeros_YG=None,
             scale_YG=scale_YG.repeat_interleave(repeats, 1).T.contiguous(),
             num_rows=weight.num_rows,
         )
@@ -128,21 +131,27 @@ def _group_size(weight: GroupedCodes, size_in: int) -> int:
     return triton.cdiv(size_in, _BLOCK) * _BLOCK if num_groups == 1 else size_in // num_groups
 
 
-def _in_blocks(words_YW: Tensor) -> Tensor:
-    """int16 [Y, H]; the last block is filled with zeros."""
+def _in_blocks(weight: GroupedCodes) -> Tensor:
+    """The words [Y, W] of a weight that is not packed; the last block is filled with zeros."""
+    words_YW, is_e4m3 = weight.words_YW, weight.zeros_YG is None
+    size_in = words_YW.shape[1] * (1 if is_e4m3 else CODES_PER_WORD)
+    num_blocks = triton.cdiv(size_in, _BLOCK)
+    dtype, bits_per_code = (torch.int32, 8) if is_e4m3 else (torch.int16, 4)
+    packed_YW = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK, dtype=dtype)
     shifts = shifts_on(words_YW.device)
-    num_blocks = triton.cdiv(words_YW.shape[1] * CODES_PER_WORD, _BLOCK)
-    halves_YH = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK, dtype=torch.int16)
     for first in range(0, len(words_YW), _PACKED_ROWS):
         rows = slice(first, first + _PACKED_ROWS)
-        codes_YX = ((words_YW[rows].unsqueeze(2) >> shifts) & 15).flatten(1)
-        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK - codes_YX.shape[1]))
-        codes_YBSH = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS, _SUBBLOCK))
-        halves_YBH = codes_YBSH[:, :, 0].clone()
+        if is_e4m3:
+            codes_YX = words_YW[rows].to(torch.int32)
+        else:
+            codes_YX = ((words_YW[rows].unsqueeze(2) >> shifts) & 15).flatten(1)
+        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK - size_in))
+        codes_YBSW = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS, _SUBBLOCK))
+        words_YBW = codes_YBSW[:, :, 0].clone()
         for subblock in range(1, _SUBBLOCKS):
-            halves_YBH |= codes_YBSH[:, :, subblock] << 4 * subblock
-        halves_YH[rows] = halves_YBH.flatten(1).to(torch.int16)
-    return halves_YH
+            words_YBW |= codes_YBSW[:, :, subblock] << bits_per_code * subblock
+        packed_YW[rows] = words_YBW.flatten(1).to(dtype)
+    return packed_YW
 
 
 def widening_of(device: torch.device, dtype: torch.dtype) -> Widening:
@@ -216,9 +225,9 @@ def _multiply_widened(
             torch.addmm(bias_Y[features], x_TX, weight_XY, out=out_TY[:, features])
 
 
-def _pairs(type_: str, shift: int, base: int, one: int) -> str:
-    """PTX that widens a code of each half of $1 to a number in the same half of $0: with the bits
-    of a power of two above it, the code is the end of the mantissa of power + code; $2 holds
+def _difference_pairs(type_: str, shift: int, base: int, one: int) -> str:
+    """PTX that widens a 4-bit code of each half of $1 to a number in the same half of $0: with the
+    bits of a power of two above it, the code is the end of the mantissa of power + code; $2 holds
     -(power + zero). The product with 1 is there because bfloat16 has no sum alone before compute
     capability 9.0. All of these numbers are whole and exact.
     """
@@ -233,58 +242,101 @@ def _pairs(type_: str, shift: int, base: int, one: int) -> str:
     return "\n".join(("{", *lines, "}"))
 
 
+def _e4m3_pairs(type_: str, byte: int, shift: int, mask: int, scale: int) -> str:
+    """PTX that widens an e4m3 code of $1 and one of $2, the same byte of both, to the halves of $0,
+    as the cache's (`_pairs` in `fp8.py`): sign, exponent and mantissa are moved into place, and a
+    product with a power of two, which is exact, corrects the exponent's bias.
+    """
+    selector = byte | (8 + byte) << 4 | (4 + byte) << 8 | (12 + byte) << 12  # 8: the byte's sign
+    lines = [
+        ".reg .b32 codes, scale, zero;",
+        f"mov.b32 scale, 0x{scale:04X}{scale:04X};",
+        "mov.b32 zero, 0x80008000;",
+        f"prmt.b32 codes, $1, $2, 0x{selector:04X};",
+        f"shl.b32 codes, codes, {shift};",
+        f"and.b32 codes, codes, 0x{mask:04X}{mask:04X};",
+        f"fma.rn.{type_} $0, codes, scale, zero;",
+    ]
+    return "\n".join(("{", *lines, "}"))
+
+
 # The smallest power of two whose unit in the last place is 1.
 _BFLOAT16_POWER, _FLOAT16_POWER = tl.constexpr(128), tl.constexpr(1024)
-_BFLOAT16_PAIRS = tl.constexpr(
-    tuple(_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80) for i in range(_SUBBLOCKS))
+_BFLOAT16_DIFFERENCES = tl.constexpr(
+    tuple(_difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80) for i in range(_SUBBLOCKS))
 )
-_FLOAT16_PAIRS = tl.constexpr(
-    tuple(_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00) for i in range(_SUBBLOCKS))
+_FLOAT16_DIFFERENCES = tl.constexpr(
+    tuple(_difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00) for i in range(_SUBBLOCKS))
+)
+_BFLOAT16_E4M3 = tl.constexpr(
+    tuple(_e4m3_pairs("bf16x2", i, shift=4, mask=0x87F0, scale=0x7B80) for i in range(_SUBBLOCKS))
+)
+_FLOAT16_E4M3 = tl.constexpr(
+    tuple(_e4m3_pairs("f16x2", i, shift=7, mask=0xBF80, scale=0x5C00) for i in range(_SUBBLOCKS))
 )
 
 
 @triton.jit
-def _scale_and_zero(words):  # type: ignore[no-untyped-def]
+def _scale_and_zero(words, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-def]
     """(scales, float32; zero points, int32)"""
-    return (words & -16).to(tl.float32, bitcast=True), words & 15
+    if IS_E4M3:
+        scale, zeros = words.to(tl.float32, bitcast=True), tl.zeros_like(words)
+    else:
+        scale, zeros = (words & -16).to(tl.float32, bitcast=True), words & 15
+    return scale, zeros
 
 
 @triton.jit
-def _differences(  # type: ignore[no-untyped-def]
-    halves, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
+def _singly(words, zeros, SUBBLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers of one subblock, float32. zeros: broadcast to the words."""
+    if words.dtype == tl.int32:
+        code = (words >> 8 * SUBBLOCK) & 0xFF
+        half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    else:
+        numbers = (((words.to(tl.int32) >> 4 * SUBBLOCK) & 15) - zeros).to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def _numbers(  # type: ignore[no-untyped-def]
+    words, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
 ):
-    """code - zero of one subblock, [features, 32], exactly; zeros are int32, [features]."""
-    if WIDENING == "pairs":
-        if dtype == tl.bfloat16:
-            offsets = (-(zeros + _BFLOAT16_POWER)).to(dtype)[:, None]
-            differences = tl.inline_asm_elementwise(
-                _BFLOAT16_PAIRS[SUBBLOCK],
+    """What the codes of one subblock stand for but for the scale, [features, 32], exactly; zeros
+    are int32, [features].
+    """
+    if WIDENING == "singly":
+        numbers = _singly(words, zeros[:, None], SUBBLOCK).to(dtype)
+    else:
+        # The bits of either dtype: an instruction's result has a dtype that is no parameter.
+        IS_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
+        if words.dtype == tl.int32:
+            bits = tl.inline_asm_elementwise(
+                _BFLOAT16_E4M3[SUBBLOCK] if IS_BFLOAT16 else _FLOAT16_E4M3[SUBBLOCK],
                 "=r,r,r",
-                [halves, offsets],
-                dtype=tl.bfloat16,
+                [words],
+                dtype=tl.int16,
                 is_pure=True,
                 pack=2,
             )
         else:
-            offsets = (-(zeros + _FLOAT16_POWER)).to(dtype)[:, None]
-            differences = tl.inline_asm_elementwise(
-                _FLOAT16_PAIRS[SUBBLOCK],
+            power = _BFLOAT16_POWER if IS_BFLOAT16 else _FLOAT16_POWER
+            bits = tl.inline_asm_elementwise(
+                _BFLOAT16_DIFFERENCES[SUBBLOCK] if IS_BFLOAT16 else _FLOAT16_DIFFERENCES[SUBBLOCK],
                 "=r,r,r",
-                [halves, offsets],
-                dtype=tl.float16,
+                [words, (-(zeros + power)).to(dtype)[:, None]],
+                dtype=tl.int16,
                 is_pure=True,
                 pack=2,
             )
-    else:
-        codes = (halves.to(tl.int32) >> 4 * SUBBLOCK) & 15
-        differences = (codes - zeros[:, None]).to(dtype)
-    return differences
+        numbers = bits.to(dtype, bitcast=True)
+    return numbers
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_blocks", "blocks_per_part", "blocks_per_group"])
 def _multiply_codes(  # type: ignore[no-untyped-def]
     x_TX,
-    halves_YH,
+    words_YW,
     scale_GY,
     bias_Y,
     out_PTY,
@@ -309,25 +361,28 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
     part = tl.program_id(0) // num_row_tiles // num_panels
     y, i = panel * FEATURES + tl.arange(0, FEATURES), tl.arange(0, 32)
     is_row, is_feature = row < num_rows, y < size_out
-    halves_YH += y.to(tl.int64)[:, None] * (num_blocks * 32) + i[None, :]
+    words_YW += y.to(tl.int64)[:, None] * (num_blocks * 32) + i[None, :]
     x_TX += row[None, :] * size_in + i[:, None]
     dtype: tl.constexpr = x_TX.dtype.element_ty
+    IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     first = part * blocks_per_part
     for block in range(first, min(first + blocks_per_part, num_blocks)):
-        halves = tl.load(halves_YH + block * 32, mask=is_feature[:, None], other=0)
+        words = tl.load(words_YW + block * 32, mask=is_feature[:, None], other=0)
         for subblock in tl.static_range(4):
             start = block * 128 + subblock * 32
             if subblock % (4 // GROUPS) == 0:
                 # Behind the last input there is no group.
                 place = (block // blocks_per_group * GROUPS + subblock * GROUPS // 4) * size_out + y
                 is_group = is_feature & (WHOLE | (start < size_in))
-                scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=is_group, other=0))
+                scale, zeros = _scale_and_zero(
+                    tl.load(scale_GY + place, mask=is_group, other=0), IS_E4M3
+                )
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
             mask = is_row[None, :] & (WHOLE | (start + i < size_in)[:, None])
             x = tl.load(x_TX + start, mask=mask, other=0.0)
-            differences = _differences(halves, zeros, subblock, dtype, WIDENING)
-            product = tl.dot(differences, x, product, input_precision="ieee")
+            numbers = _numbers(words, zeros, subblock, dtype, WIDENING)
+            product = tl.dot(numbers, x, product, input_precision="ieee")
             if (subblock + 1) % (4 // GROUPS) == 0:
                 total += product * scale[:, None]
     if bias_Y is not None:
@@ -353,7 +408,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["first", "num_features", "num_blocks"])
 def _widen_codes(  # type: ignore[no-untyped-def]
-    halves_YH,
+    words_YW,
     scale_GY,
     out_YX,
     first,
@@ -372,14 +427,14 @@ def _widen_codes(  # type: ignore[no-untyped-def]
     feature = tl.program_id(0) // num_blocks * FEATURES + tl.arange(0, FEATURES)[:, None]
     i = tl.arange(0, 32)[None, :]
     y, is_feature = first + feature, feature < num_features
-    halves = tl.load(
-        halves_YH + (y.to(tl.int64) * num_blocks + block) * 32 + i, mask=is_feature, other=0
+    IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
+    words = tl.load(
+        words_YW + (y.to(tl.int64) * num_blocks + block) * 32 + i, mask=is_feature, other=0
     )
     for subblock in tl.static_range(4):
         x = subblock * 32 + i
         mask = is_feature & (block * 128 + x < size_in)
         place = (block // BLOCKS * (128 // GROUP) + x // GROUP) * size_out + y
-        scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=mask, other=0))
-        differences = ((halves.to(tl.int32) >> 4 * subblock) & 15) - zeros
-        values = differences.to(tl.float32) * scale
+        scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=mask, other=0), IS_E4M3)
+        values = _singly(words, zeros, subblock) * scale
         tl.store(out_YX + feature * size_in + block * 128 + x, values, mask=mask)

@@ -1,4 +1,4 @@
-"""Products with 4-bit codes, of the matrices of Qwen3-8B (4,096 wide, 12,288 features) and of
+"""Products with codes in groups, of the matrices of Qwen3-8B (4,096 wide, 12,288 features) and of
 Qwen3-0.6B split over ranks.
 """
 
@@ -6,17 +6,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from kernels.gpu import int4
+from kernels.gpu import grouped
 from tests.kernels.compile_cases import CompileCase
 
 _ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
-_WEIGHT = {"halves_YH": "*i16", "scale_GY": "*i32"}
+_WORDS = {"int4": "*i16", "fp8": "*i32"}
 
 
 def _multiply(
-    num_rows: int, group_size: int, dtype: str = "bf16", is_part: bool = False
+    num_rows: int, group_size: int, dtype: str = "bf16", is_part: bool = False, form: str = "int4"
 ) -> CompileCase:
-    tiles = int4.tiles_of(num_rows, _ITEMSIZES[dtype])
+    tiles = grouped.tiles_of(num_rows, _ITEMSIZES[dtype])
     constants: dict[str, Any] = {
         "bias_Y": None,
         "GROUPS": 128 // group_size,
@@ -28,10 +28,11 @@ def _multiply(
     out = {"out_PTY": "*fp32" if is_part else f"*{dtype}"}
     sizes = {"num_rows": "i32", "size_in": "i32:16", "size_out": "i32:16", "num_blocks": "i32"}
     parts = {"blocks_per_part": "i32", "blocks_per_group": "i32"}
-    signature = {"x_TX": f"*{dtype}"} | _WEIGHT | {"bias_Y": "constexpr"}
+    signature = {"x_TX": f"*{dtype}", "words_YW": _WORDS[form], "scale_GY": "*i32"}
+    signature |= {"bias_Y": "constexpr"}
     return CompileCase(
-        name=f"int4-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
-        kernel=int4._multiply_codes,
+        name=f"{form}-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
+        kernel=grouped._multiply_codes,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         signature=signature | out | sizes | parts | dict.fromkeys(constants, "constexpr"),
@@ -40,10 +41,10 @@ def _multiply(
 
 
 def _add_parts(dtype: str) -> CompileCase:
-    constants = {"bias_Y": None, "FEATURES": int4._FEATURES_PER_SUM}
+    constants = {"bias_Y": None, "FEATURES": grouped._FEATURES_PER_SUM}
     return CompileCase(
-        name=f"int4-add_parts-{dtype}",
-        kernel=int4._add_parts,
+        name=f"grouped-add_parts-{dtype}",
+        kernel=grouped._add_parts,
         num_warps=2,
         signature={"sums_PTY": "*fp32", "bias_Y": "constexpr", "out_TY": f"*{dtype}"}
         | {"num_rows": "i32", "size_out": "i32:16", "num_parts": "i32", "FEATURES": "constexpr"},
@@ -51,18 +52,17 @@ def _add_parts(dtype: str) -> CompileCase:
     )
 
 
-def _widen(group_size: int, dtype: str = "bf16") -> CompileCase:
+def _widen(group_size: int, dtype: str = "bf16", form: str = "int4") -> CompileCase:
     constants = {
         "GROUP": min(group_size, 128),
         "BLOCKS": max(1, group_size // 128),
-        "FEATURES": int4._WIDENED_FEATURES,
+        "FEATURES": grouped._WIDENED_FEATURES,
     }
     sizes = {"first": "i32", "num_features": "i32", "size_in": "i32:16", "size_out": "i32:16"}
     return CompileCase(
-        name=f"int4-widen-{group_size}-{dtype}",
-        kernel=int4._widen_codes,
-        signature=_WEIGHT
-        | {"out_YX": f"*{dtype}"}
+        name=f"{form}-widen-{group_size}-{dtype}",
+        kernel=grouped._widen_codes,
+        signature={"words_YW": _WORDS[form], "scale_GY": "*i32", "out_YX": f"*{dtype}"}
         | sizes
         | {"num_blocks": "i32"}
         | dict.fromkeys(constants, "constexpr"),
@@ -83,4 +83,9 @@ CASES = [
     _widen(128),
     _widen(4096, "fp16"),
     _widen(16, "fp32"),
+    _multiply(1, 128, form="fp8"),
+    _multiply(1, 128, "fp16", is_part=True, form="fp8"),
+    _multiply(128, 128, form="fp8"),
+    _multiply(1, 128, "fp32", form="fp8"),
+    _widen(128, form="fp8"),
 ]
