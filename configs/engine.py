@@ -132,7 +132,8 @@ class EngineConfig:
     )
     max_num_batched_tokens: int | None = option(
         None,
-        help="Tokens per step, at least max_num_seqs; by default 256 on CPU, 8192 on GPUs.",
+        help="Tokens per step, at least max_num_seqs; by default 256 on CPU, 8192 on GPUs, or"
+        " twice max_num_seqs if that is more.",
         at_least=1,
     )
     max_decode_slowdown: float = option(

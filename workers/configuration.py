@@ -83,7 +83,8 @@ def resolve(
         block_size=engine_config.block_size or backend.default_block_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=engine_config.max_num_batched_tokens
-        or max(DEFAULT_NUM_BATCHED_TOKENS[device], max_num_seqs),
+        # Where nearly all sequences decode, a prompt has at least half of a step.
+        or max(DEFAULT_NUM_BATCHED_TOKENS[device], 2 * max_num_seqs),
         max_model_len=_max_model_len(engine_config, model),
         num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
     )
