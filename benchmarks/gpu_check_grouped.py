@@ -23,6 +23,7 @@ from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped
 _PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 _GROUP_SIZE = 128
 _BOTH_WAYS = range(64, 257)  # numbers of rows
+_TIMED_ROWS = {FP8: (1, 64, 256), INT4: (1, 16, 64, 128, 256, 2048)}
 
 
 def grouped_numerics(check: Check, form: str) -> None:
@@ -79,9 +80,9 @@ def grouped_speed(check: Check) -> None:
     chooses.
     """
     products, group = (((128, 96),), 64) if check.small else (_PRODUCTS, _GROUP_SIZE)
-    for form in (INT4, FP8):
+    for form, numbers_of_rows in _TIMED_ROWS.items():
         for size_in, size_out in products:
-            for num_rows in (2, 64) if check.small else (1, 16, 64, 128, 256, 2048):
+            for num_rows in (2, 64) if check.small else numbers_of_rows:
                 name = f"{form}: {num_rows} x {size_in} to {size_out}"
                 sizes = num_rows, size_in, size_out, group
                 check.add(name, partial(_product_row, check, form, *sizes))

@@ -46,7 +46,7 @@ def families(backends: Iterable[str]) -> dict[str, Callable[[Check], None]]:
         "store": lambda check: store(check, check.backends["triton"]),
         **{f"attention {name}": partial(_attention_of_backend, name) for name in backends},
         "sampling": lambda check: sampling(check, check.backends["triton"].sampling),
-        **{form: partial(_products_with_codes, form) for form in (INT4, FP8)},
+        **{f"{form} weights": partial(_products_with_codes, form) for form in (INT4, FP8)},
     }
 
 

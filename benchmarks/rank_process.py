@@ -90,7 +90,8 @@ class RankProcess:
         self.seconds = defaultdict[str, float](float)
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)
-        for products in (kernels.int8, kernels.int4, kernels.fp8, kernels.mixed):
+        # Forms may share their kernels.
+        for products in {kernels.int8, kernels.int4, kernels.fp8, kernels.mixed}:
             if products is not None:
                 self._clock(products, "linear", "linear")
         for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):

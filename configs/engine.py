@@ -79,10 +79,10 @@ class EngineConfig:
         help="int8: 8-bit weights and products on CPUs with VNNI, half the memory, faster and less"
         " exact. int4: weights in 4 bits, rounded in groups of 128 inputs, the least exact; on CPUs"
         " the fastest for one row. fp8: weights in 8 bits (e4m3), rounded in blocks of 128 x 128;"
-        " on CPUs slower than bfloat16 from about 4 rows on. Neither is measured on GPUs."
+        " on CPUs slower than bfloat16 from about 4 rows on. int4 and fp8 are not measured on GPUs."
         " Checkpoints of 4 bits without desc_act, of FP8, and those of compressed-tensors in the"
-        " format of int8, are read as they are, others as the values that they store, which this"
-        " option rounds anew (the log says so).",
+        " format of int8 are kept as they are unless this option says otherwise; it rounds the"
+        " values that others store (the log says so).",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(
@@ -256,6 +256,9 @@ class ResolvedConfig:
 def num_seqs(engine_config: EngineConfig, device: str) -> int:
     """Sequences that run at once on device "cpu" or "cuda"."""
     default = DEFAULT_NUM_SEQS[device]
-    return engine_config.max_num_seqs or min(
-        default, engine_config.max_num_batched_tokens or default
-    )
+    if engine_config.max_num_seqs is not None:
+        return engine_config.max_num_seqs
+    if engine_config.max_num_batched_tokens is None:
+        return default
+    # Half of a step is left to prompts, as where the tokens follow from the sequences.
+    return min(default, math.ceil(engine_config.max_num_batched_tokens / 2))

@@ -93,7 +93,7 @@ class GroupedCodes:
 
     words_YW: int32, eight codes in a word, in the order of `kernels/reference/grouped.py`; or
         uint8, an e4m3 number each.
-    zeros_YG: uint8 between 0 and 15; None with e4m3 numbers.
+    zeros_YG: uint8 between 0 and 15; None with e4m3 numbers, and perhaps once packed.
     scale_YG: float16 or bfloat16; float32 with e4m3 numbers.
     num_rows: Y.
     """

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from configs.engine import ResolvedConfig
-from configs.quantization import FP8, INT4
+from configs.quantization import INT8
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED_TOP_K
@@ -331,7 +331,7 @@ def warm_up(
     for num_rows, row_len, bound in steps:
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     quantization = config.quantization
-    if config.device == "cuda" and quantization and quantization.name in (INT4, FP8):
+    if config.device == "cuda" and quantization and quantization.name != INT8:
         # These have kernels for some rows too, and others for the head.
         row_len = min(_SOME_TOKENS, longest)
         model.logits(_run_step(config, model, group, kernels, 1, row_len, longest, []))

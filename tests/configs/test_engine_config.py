@@ -242,9 +242,8 @@ def test_what_was_left_open_comes_from_the_checkpoint() -> None:
     assert resolved(max_num_seqs=300).max_num_batched_tokens == 600, (
         "a prompt makes progress beside 299 sequences that decode"
     )
-    assert resolved(max_num_batched_tokens=9).max_num_seqs == 9, (
-        "every running sequence needs one token per step"
-    )
+    assert resolved(max_num_batched_tokens=9).max_num_seqs == 5, "for the same reason"
+    assert resolved(max_num_batched_tokens=1).max_num_seqs == 1
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,7 @@ CASES = [
     _multiply(1, 128, form="fp8"),
     _multiply(1, 128, "fp16", is_part=True, form="fp8"),
     _multiply(128, 128, form="fp8"),
+    _multiply(128, 32, "fp16", form="fp8"),
     _multiply(1, 128, "fp32", form="fp8"),
     _widen(128, form="fp8"),
 ]

@@ -84,7 +84,8 @@ def warmed_up(model_dir: Path, kernels: Any, quantization: str | None) -> None:
     warm_up(config, model, group, kernels)
 
 
-def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [INT4, FP8])
+def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path, form: str) -> None:
     """Of layers, and of the head, whose kernels are others."""
     make_checkpoint(tmp_path, Shape(name="tied", tied=True, **SIZES))
     rows_of: dict[int, set[int]] = defaultdict(set)  # by output features
@@ -93,8 +94,8 @@ def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path) ->
         rows_of[weight.num_rows].add(len(x_TX))
         return torch.zeros(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
 
-    kernels = Replaced(REFERENCE, int4=Replaced(REFERENCE.int4, linear=linear))
-    warmed_up(tmp_path, kernels, INT4)
+    replaced = Replaced(getattr(REFERENCE, form), linear=linear)
+    warmed_up(tmp_path, Replaced(REFERENCE, **{form: replaced}), form)
     every = {tiles_of(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
     for num_rows in rows_of.values():
         assert {tiles_of(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS} == every
