@@ -18,18 +18,25 @@ import pytest
 
 from benchmarks.http_load import free_port
 from configs.paths import CHECKOUT
+from tests.conftest import NOT_INSTALLED
 
 EXAMPLES = sorted((CHECKOUT / "examples").glob("*.py"))
 LIMIT_S = 120.0
 MOST_LINES = 60
 
 
-def run(example: str, *args: str | Path | int, cwd: Path) -> str:
+def environment(*folders: str) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(CHECKOUT), *folders])}
+
+
+def run(
+    example: str, *args: str | Path | int, cwd: Path, folders: tuple[str, ...] = (NOT_INSTALLED,)
+) -> str:
     """What an example prints; it must succeed."""
     done = subprocess.run(
         [sys.executable, CHECKOUT / "examples" / example, *map(str, args)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        env=environment(*folders),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -48,7 +55,9 @@ def test_an_example_is_short(path: Path) -> None:
 class TestRun:
     def test_a_dataset_is_answered(self, tmp_path: Path) -> None:
         parquet = pytest.importorskip("pyarrow.parquet", reason="needs ray[data]")
-        run("batch_over_dataset.py", "--rows", 30, "--output", tmp_path / "out", cwd=tmp_path)
+        output = ["--output", tmp_path / "out"]
+        # Ray Data needs pandas.
+        run("batch_over_dataset.py", "--rows", 30, *output, cwd=tmp_path, folders=())
         rows = parquet.read_table(tmp_path / "out").to_pylist()
         answers = {row["question"]: row["answer"] for row in rows}
         assert len(rows) == 30 and answers["What is 10 + 1?"] == "11"
@@ -88,7 +97,7 @@ def composed(tmp_path: Path) -> Iterator[str]:
     with subprocess.Popen(
         [sys.executable, CHECKOUT / "examples" / "compose.py", "--port", str(port)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        env=environment(NOT_INSTALLED),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

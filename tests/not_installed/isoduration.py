@@ -1,0 +1,3 @@
+"""Not there for programs that tests start: see `tests/conftest.py`."""
+
+raise ImportError("only tests need it")
