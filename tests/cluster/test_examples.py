@@ -55,9 +55,9 @@ def test_an_example_is_short(path: Path) -> None:
 class TestRun:
     def test_a_dataset_is_answered(self, tmp_path: Path) -> None:
         parquet = pytest.importorskip("pyarrow.parquet", reason="needs ray[data]")
-        output = ["--output", tmp_path / "out"]
+        arguments = ("--rows", 30, "--output", tmp_path / "out")
         # Ray Data needs pandas.
-        run("batch_over_dataset.py", "--rows", 30, *output, cwd=tmp_path, folders=())
+        run("batch_over_dataset.py", *arguments, cwd=tmp_path, folders=())
         rows = parquet.read_table(tmp_path / "out").to_pylist()
         answers = {row["question"]: row["answer"] for row in rows}
         assert len(rows) == 30 and answers["What is 10 + 1?"] == "11"
