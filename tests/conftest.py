@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,22 @@ os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 # Ray's own default, 15, leaves its workers almost no time on a core that another program uses.
 os.environ.setdefault("RAY_worker_niceness", "0")
+# Each node would start a process per CPU in advance, which actors of ours cannot use.
+os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+os.environ.setdefault("RAY_enable_worker_prestart", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+
+# Programs that tests start find no packages that only tests need, as those of a user do not. Ray
+# would import these in every process, for a tenth of what a server takes to start. A test process
+# that pytest-xdist has started finds them itself.
+NOT_INSTALLED = str(Path(__file__).parent / "not_installed")
+sys.path[:] = [folder for folder in sys.path if folder != NOT_INSTALLED]
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [NOT_INSTALLED, *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 gc.disable()  # importing and collecting tests create many objects and leave nothing to free
 

@@ -30,13 +30,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "spares": "off",
 }
-SETTINGS_OF_RAY = {
-    # Ray Serve looks at its proxy every 10 s otherwise, and replaces it after three looks.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # Twelve processes would be started in advance, which actors of ours cannot use.
-    "RAY_prestart_worker_first_driver": "0",
-    "RAY_enable_worker_prestart": "0",
-}
 
 
 @dataclass(frozen=True)
@@ -61,8 +54,8 @@ def users_ray() -> Iterator[None]:
     import ray
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SETTINGS_OF_RAY.items():
-            patch.setenv(name, value)
+        # Ray Serve looks at its proxy every 10 s otherwise, and replaces it after three looks.
+        patch.setenv("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
         ray.init(
             address="local",
             num_cpus=12,

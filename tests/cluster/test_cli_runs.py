@@ -29,7 +29,7 @@ LIMIT_S = 90.0
 Run = subprocess.Popen[str]
 
 
-def start(*args: str | Path, env: dict[str, str] | None = None) -> Run:
+def start(*args: str | Path | int, env: dict[str, str] | None = None) -> Run:
     command = [sys.executable, "launch.py", "generate", *map(str, args)]
     return subprocess.Popen(
         command,
@@ -67,7 +67,7 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
 ) -> None:
     outputs = [tmp_path / f"out{i}.jsonl" for i in range(2)]
     runs = [
-        start("--model", small_model.path, "--tp", "2", "--input", requests, "--output", path)
+        start("--model", small_model.path, "--input", requests, "--output", path)
         for path in outputs
     ]
     for run in runs:
@@ -100,11 +100,13 @@ def endless(tmp_path: Path) -> Path:
     return write_requests(tmp_path / "endless.jsonl", lines)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("number", "tp"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1)]
+)
 def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
-    small_model: SmallModel, endless: Path, number: signal.Signals
+    small_model: SmallModel, endless: Path, number: signal.Signals, tp: int
 ) -> None:
-    run = start("--model", small_model.path, "--tp", "2", "--input", endless)
+    run = start("--model", small_model.path, "--tp", tp, "--input", endless)
     assert run.stderr is not None
     for line in run.stderr:
         if line.startswith("start:"):

@@ -18,6 +18,7 @@ from tests.cluster.nodes import autoscaling
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.nodes.losing_nodes import SOON_DEAD
 from tests.cluster.processes import OURS, wait_until
+from tests.conftest import NOT_INSTALLED
 
 pytestmark = [pytest.mark.engine, pytest.mark.nodes]
 NO_HOSTS = why_not()
@@ -43,7 +44,7 @@ def test_a_model_with_experts_over_two_nodes_gives_the_tokens_of_transformers() 
 # A host has its own home directory.
 ENVIRONMENT = os.environ | {
     "EAGLERAY_CACHE_DIR": str(cache_dir()),
-    "PYTHONPATH": str(CHECKOUT),
+    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{NOT_INSTALLED}",
     "RAY_AUTH_MODE": "disabled",
 }
 

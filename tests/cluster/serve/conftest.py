@@ -22,7 +22,7 @@ def served(users_ray: None) -> Iterator[tuple[str, Any]]:
     port = free_port()
     serve.start(http_options={"host": "127.0.0.1", "port": port}, proxy_location="HeadOnly")
     arguments = {
-        "engine": {"device": "cpu", "kv_cache_bytes": 2**26, "stuck_after_s": 5},
+        "engine": {"device": "cpu", "kv_cache_bytes": 2**26, "stuck_after_s": 5, "spares": "off"},
         "replicas": 2,
         "served_model_name": "tiny",
     }

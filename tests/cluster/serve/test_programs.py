@@ -77,7 +77,7 @@ def own_folder() -> Iterator[str]:
 def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_seconds(
     start: Callable[..., Program], own_folder: str
 ) -> None:
-    size = ("--kv-cache-bytes", str(2**26), "--replicas", "2")
+    size = ("--kv-cache-bytes", str(2**26), "--replicas", "2", "--spares", "off")
     program = start(*size, "--ray-address", "local", TMPDIR=own_folder)
     program.wait_until_ready()
     here = family(program.process.pid)

@@ -99,7 +99,7 @@ def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
     """A server of which the replica is harmed in one test after another."""
-    program = Program(*SMALL, "--drain-timeout-s", "1")
+    program = Program(*SMALL, "--drain-timeout-s", "1", "--spares", "off")
     try:
         program.wait_until_ready()
         yield program

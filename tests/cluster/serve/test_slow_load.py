@@ -28,7 +28,7 @@ from tests.cluster.serve.served import NUM_STREAMS, NUM_TOKENS, Streams, free_po
 from workers import faults
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
-ENGINE = EngineConfig(device="cpu", kv_cache_bytes=2**26, stuck_after_s=2.0)
+ENGINE = EngineConfig(device="cpu", kv_cache_bytes=2**26, stuck_after_s=2.0, spares="off")
 
 
 class SlowLoad:
