@@ -1,24 +1,26 @@
 """Memory files in huge pages, of which a processor remembers where more of the memory lies: a
 decode step, which reads all weights, takes 8 to 25% longer in small pages.
 
-Systems seldom give huge pages to memory files by themselves, but the kernel makes them on request
-(MADV_COLLAPSE, since Linux 6.1), where a file has a small page already. Made of the file's first
-page they take 0.06 s per GiB, a fifth of what the small pages of an empty file take; made of a full
-file, which is copied, they take 0.5 to 3 s. All processes that map the file use them, if their
-mapping is aligned as `map_aligned` does it.
+Systems seldom give huge pages to memory files by themselves, but the kernel makes them of a file's
+small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.5 to 3 s per GiB, and whoever
+needs a page that is being moved waits for it. So it is done beside the first steps, one huge page
+at a time. All processes that map the file use them, if their mapping is aligned as `map_aligned`
+does it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
-import os
+import threading
 from typing import Any
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
-_PIECE_BYTES = 8 * HUGE_PAGE_BYTES  # of one call, in the middle of which no process ends
+_PAUSE_S = 0.02  # a page takes 1 to 5 ms
+_ATTEMPTS = 3
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
 
@@ -42,21 +44,23 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     return pages
 
 
-def fill_with_huge_pages(descriptor: int, start: int, end: int) -> None:
-    """Give zeros in huge pages to the empty part of a memory file from byte `start`, the first of
-    a huge page, to `end`, as far as whole ones fit and the system makes them.
+def use_huge_pages(
+    descriptor: int, num_bytes: int, stopping: threading.Event, pause_s: float = _PAUSE_S
+) -> None:
+    """Make the pages of a memory file huge, for every process that has it mapped, unless the system
+    does not do this. The contents stay the same, and may be used meanwhile. Pauses after each page;
+    returns early once `stopping` is set.
     """
-    end -= (end - start) % HUGE_PAGE_BYTES
-    if end <= start:
-        return
-    pages = map_aligned(descriptor, end, flags=mmap.MAP_SHARED, protection=mmap.PROT_READ)
+    # Private, because a sealed file may have no shared mapping before Linux 6.7.
+    pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     first_address, libc = ctypes.addressof(pages), _libc()
-    for first in range(start, end, _PIECE_BYTES):
-        piece_bytes = min(_PIECE_BYTES, end - first)
-        for page in range(first, first + piece_bytes, HUGE_PAGE_BYTES):
-            os.pwrite(descriptor, b"\0", page)  # nothing is made of nothing
-        if libc.madvise(first_address + first, piece_bytes, _MADV_COLLAPSE):
-            return  # the system makes none, or has no more
+    for start in range(0, num_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
+        for _ in range(_ATTEMPTS):
+            failed = libc.madvise(first_address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+            if stopping.wait(pause_s):
+                return
+            if not failed or ctypes.get_errno() != errno.EAGAIN:  # others use the page
+                break
 
 
 def _libc() -> ctypes.CDLL:

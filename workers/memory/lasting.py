@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.memory.huge_pages import HUGE_PAGE_BYTES, fill_with_huge_pages, map_aligned
+from workers.memory.huge_pages import map_aligned
 from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
@@ -77,16 +77,11 @@ class LastingMemory:
         return memory
 
     def grow(self, num_bytes: int) -> None:
-        """Make it `num_bytes` long, the new bytes zero, before others open it. It has huge pages
-        where it grows from the first byte of one. Raises as `create`.
-        """
+        """Make it so long, before others open it: the new bytes are zero. Raises as `create`."""
         # Asked for more, the kernel would take all there is and then end processes.
         added_bytes = num_bytes - self.num_bytes
         if added_bytes > (available := available_bytes()):
             raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
-        os.ftruncate(self.descriptor, num_bytes)
-        if self.num_bytes % HUGE_PAGE_BYTES == 0:
-            fill_with_huge_pages(self.descriptor, self.num_bytes, num_bytes)
         os.posix_fallocate(self.descriptor, self.num_bytes, added_bytes)
         self.num_bytes = num_bytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_place
 from kernels.metadata import AttentionMetadata
+from workers.memory.huge_pages import use_huge_pages
 from workers.memory.lasting import LastingMemory, MemoryCard
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
@@ -184,6 +186,11 @@ def write_to_file(state: State) -> None:
 
 def forget(state: State) -> None:
     state.forget()
+
+
+def use_huge(state: State) -> None:
+    assert state.memory is not None
+    use_huge_pages(state.memory.descriptor, state.memory.num_bytes, threading.Event(), 0.0)
 
 
 def huge_bytes(state: State) -> int:

@@ -1,14 +1,16 @@
-"""Memory files in huge pages: all who map them have them."""
+"""Memory files in huge pages: what is in them stays the same, for everyone who maps them."""
 
 from __future__ import annotations
 
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from workers.memory.huge_pages import HUGE_PAGE_BYTES
+from workers.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
 from workers.memory.lasting import LastingMemory
 
 NAME = "eagleray-test-huge"
@@ -16,6 +18,7 @@ NAME = "eagleray-test-huge"
 
 def num_huge_bytes(tensor: torch.Tensor) -> int:
     """How many bytes of the mapping that begins with this tensor are mapped as huge pages."""
+    tensor[:: HUGE_PAGE_BYTES // 2].sum()
     mappings = Path("/proc/self/smaps").read_text()
     own = mappings.split(f"\n{tensor.data_ptr():x}-", 1)[1]
     count = re.search(r"ShmemPmdMapped: +(\d+) kB", own)
@@ -23,23 +26,36 @@ def num_huge_bytes(tensor: torch.Tensor) -> int:
     return int(count[1]) * 1024
 
 
-@pytest.mark.parametrize("num_pages", [(2.0,), (2.3,), (0.5,), (1.0, 20.0, 20.3)])
-def test_memory_has_huge_pages_and_whoever_maps_it_has_them(num_pages: tuple[float, ...]) -> None:
-    """Also if it grows."""
-    lengths = [int(count * HUGE_PAGE_BYTES) for count in num_pages]
-    memory = LastingMemory.create(NAME, lengths[0])
-    for num_bytes in lengths[1:]:
-        memory.grow(num_bytes)
+@pytest.mark.parametrize("num_pages", [2.0, 2.3, 0.5])
+def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages: float) -> None:
+    num_bytes = int(num_pages * HUGE_PAGE_BYTES)
+    memory = LastingMemory.create(NAME, 4096)
+    memory.grow(num_bytes)
     mine, theirs = memory.tensor(), LastingMemory.open(memory.card).tensor()
-    assert mine.data_ptr() % HUGE_PAGE_BYTES == 0 and len(mine) == lengths[-1]
-    assert not mine.any()
+    assert mine.data_ptr() % HUGE_PAGE_BYTES == 0 and len(mine) == num_bytes
     memory.allow_writing()
-    values = torch.randint(256, mine.shape, generator=torch.Generator().manual_seed(0))
-    mine.copy_(values)
-    assert torch.equal(theirs, values.to(torch.uint8))
-    num_blocks = Path(memory.card.path).stat().st_blocks
-    assert 512 * num_blocks >= len(mine), "some of it is not taken yet"
-    got, most = num_huge_bytes(mine), len(mine) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    mine.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(0)))
+    expected = mine.clone()
+    use_huge_pages(memory.descriptor, num_bytes, threading.Event(), 0.0)
+    assert torch.equal(mine, expected) and torch.equal(theirs, expected)
+    mine[5], expected[5] = 9, 9
+    assert torch.equal(theirs, expected)
+    most = num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    got = num_huge_bytes(theirs)
     if most and not got:
         pytest.skip("this system makes no huge pages of memory files")
-    assert got == num_huge_bytes(theirs) == most
+    assert got == num_huge_bytes(mine) == most
+
+
+def test_it_stops_when_it_is_told_to() -> None:
+    memory = LastingMemory.create(NAME, 20 * HUGE_PAGE_BYTES)
+    stopping = threading.Event()
+    thread = threading.Thread(
+        target=use_huge_pages, args=(memory.descriptor, memory.num_bytes, stopping, 60.0)
+    )
+    thread.start()
+    time.sleep(0.1)
+    assert thread.is_alive()
+    stopping.set()
+    thread.join(20.0)
+    assert not thread.is_alive()
