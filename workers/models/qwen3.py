@@ -246,7 +246,7 @@ class Qwen3:
         yield from self.norm.slices()
         yield from self.head.slices()
 
-    def pack(self, move: Callable[[Packable], object] = lambda _: None) -> None:
+    def pack(self, move: Callable[[object], None] = lambda _: None) -> None:
         """Convert every matrix, once it is filled, into the layout in which multiplying by it is
         fastest. Each is given to `move` then, which may give it other memory.
         """
