@@ -35,7 +35,7 @@ class Case:
     whole: bool = False
 
 
-def cases(count: int, tokens: int) -> list[Case]:
+def cases(count: int, tokens: int, *, have_grammar: bool = False) -> list[Case]:
     """`count` requests of about `tokens` tokens, of all kinds in turn."""
     made = []
     for i in range(count):
@@ -49,8 +49,11 @@ def cases(count: int, tokens: int) -> list[Case]:
             ({"temperature": 0.7, "seed": i, "presence_penalty": 0.5}, False),
             ({"temperature": 0.7, "seed": i, "repetition_penalty": 1.2}, True),
             ({"temperature": 0}, True),
-            ({"temperature": 0, "ignore_eos": None, "structured_outputs": WORDS}, False),
         ]
+        if have_grammar:
+            kinds.append(
+                ({"temperature": 0, "ignore_eos": None, "structured_outputs": WORDS}, False)
+            )
         own, whole = kinds[i % len(kinds)]
         prompt = f"{SHARED if i % 3 == 0 else ''}{PROMPTS[i % len(PROMPTS)]} ({i})"
         made.append(Case(prompt, SamplingParams(**(common | own)), whole))

@@ -309,7 +309,7 @@ def main() -> None:
         os.environ["RAY_testing_rpc_failure"] = json.dumps(methods)  # noqa: SIM112 (Ray's name)
     folder = Path(tempfile.mkdtemp())
     os.environ[faults.VARIABLE] = str(folder)
-    of = cases(32, tokens=160)
+    of = cases(32, tokens=160, have_grammar=True)
     patch.object(start, "Driver", PoisonedDriver).start()
     with LLM(
         tensor_parallel_size=args.tp,
