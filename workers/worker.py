@@ -35,6 +35,7 @@ from workers.handover import Outcome, StepHandover
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.lasting import LastingMemory
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -288,8 +289,8 @@ class Worker:
         runner.cache.allow_writing()
         if self._loaded is not None and (weights := self._loaded.memory) is not None:
             threading.Thread(
-                target=use_huge_pages,
-                args=(weights.descriptor, weights.num_bytes, self._closing),
+                target=_use_huge_pages,
+                args=(weights, self._closing),
                 name="huge-pages",
                 daemon=True,
             ).start()
@@ -345,6 +346,11 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - started
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
+
+
+def _use_huge_pages(memory: LastingMemory, stopping: threading.Event) -> None:
+    """As `use_huge_pages`. The memory stays open until then."""
+    use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
 
 
 def _launch_smallest(kernels: Kernels, device: torch.device) -> None:
