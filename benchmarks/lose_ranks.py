@@ -2,9 +2,11 @@
 
 Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
 rank again and again, and prints one JSON line: seconds from the kill to the next token of each
-stream (median over all, and the worst), and tokens that were computed again. With `--after-s` it
-does not wait until a group stands by. Every stream is compared with one that nothing has disturbed;
-with `--signal none` nobody is killed, which shows how many differ by rounding, and the usual gap.
+stream (median over all, and the worst), and tokens that were computed again. `--when`: once a group
+stands by; within a second of the start, each time in another engine; or again, within a second of
+the kill before, which the seconds then leave out. `--who`: one rank, all, or one and its spare.
+Every stream is compared with one that nothing has disturbed; with `--signal none` nobody is killed,
+which shows how many differ by rounding, and the usual gap.
 """
 
 from __future__ import annotations
@@ -76,6 +78,20 @@ def wait_until_someone_stands_by(llm: LLM) -> None:
     raise SystemExit("no group stands by")
 
 
+def kill(llm: LLM, args: argparse.Namespace, rank: int) -> float:
+    """When the signal was sent."""
+    processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    names = {
+        "rank": [f"rank {rank}"],
+        "ranks": [f"rank {each}" for each in range(args.tp)],
+        "rank and spare": [f"spare {rank}", f"rank {rank}"],
+    }[args.who]
+    killed_s = time.monotonic()
+    for name in names:
+        os.kill(processes[name].pid, SIGNALS[args.signal])
+    return killed_s
+
+
 def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     rng = random.Random(1)
     prompts = [[rng.randrange(1000) for _ in range(args.context)] for _ in range(args.streams)]
@@ -90,25 +106,34 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     gaps_s: list[float] = []
     computed_again: list[int] = []
     num_wrong = 0
-    with LLM(model, device="cpu", **options) as llm:
-        undisturbed = Streams(llm, prompts, args.tokens)
-        undisturbed.join()
-        for kill in range(args.kills):
-            if args.after_s < 0:
-                wait_until_someone_stands_by(llm)
-            streams = Streams(llm, prompts, args.tokens)
-            streams.wait_for(0.0, 20)
-            time.sleep(max(0.0, args.after_s))
-            processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
-            before = llm.stats().num_recomputed_tokens
-            killed_s = time.monotonic()
-            os.kill(processes[f"rank {kill % args.tp}"].pid, SIGNALS[args.signal])
-            # Tokens that were on their way come a moment later.
-            gaps_s += [moment - killed_s for moment in streams.wait_for(killed_s + 0.05)]
-            computed_again.append(llm.stats().num_recomputed_tokens - before)
-            streams.join()
+    for engine in range(args.kills if args.when == "start" else 1):
+        with LLM(model, device="cpu", **options) as llm:
+            all_streams: list[Streams] = []
+            if args.when != "start":
+                all_streams.append(Streams(llm, prompts, args.tokens))
+                all_streams[0].join()
+            for index in range(1 if args.when == "start" else args.kills):
+                if args.when != "start":
+                    wait_until_someone_stands_by(llm)
+                streams = Streams(llm, prompts, args.tokens)
+                streams.wait_for(0.0, 1 if args.when == "start" else 20)
+                rank = (engine + index) % args.tp
+                if args.when == "again":
+                    streams.wait_for(kill(llm, args, rank) + 0.05)
+                before = llm.stats().num_recomputed_tokens
+                killed_s = kill(llm, args, rank)
+                # Tokens that were on their way come a moment later.
+                gaps_s += [moment - killed_s for moment in streams.wait_for(killed_s + 0.05)]
+                computed_again.append(llm.stats().num_recomputed_tokens - before)
+                streams.join()
+                all_streams.append(streams)
+            if args.when == "start":
+                all_streams.insert(0, Streams(llm, prompts, args.tokens))
+                all_streams[0].join()
+            undisturbed, *disturbed = all_streams
             num_wrong += sum(
                 tokens != expected
+                for streams in disturbed
                 for tokens, expected in zip(streams.tokens, undisturbed.tokens, strict=True)
             )
     return {
@@ -130,7 +155,8 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--signal", choices=SIGNALS, default="kill")
     parser.add_argument("--spares", default="warm")
-    parser.add_argument("--after-s", type=float, default=-1.0)
+    parser.add_argument("--who", choices=["rank", "ranks", "rank and spare"], default="rank")
+    parser.add_argument("--when", choices=["standby", "start", "again"], default="standby")
     parser.add_argument("--log-level", default="warning")
     args = parser.parse_args()
     with model_or_random(None, SHAPES[args.shape]) as model:

@@ -13,7 +13,7 @@ from workers.batch.kv_cache import torch_dtype
 from workers.configuration import reason_to_unpack
 from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import LastingMemory, is_supported
-from workers.memory.weights import adopt_weights, keep_weights
+from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.fingerprint import LoadedHash, fingerprint
 from workers.models.loader import held_dtype, kept_quantization, load_weights
 from workers.models.local import local_checkpoint
@@ -71,10 +71,9 @@ def load_model(
 
     with LoadedHash() as weights_hash:
         load_weights(model.slices(), model_dir, config.model, count, weights_hash)
-    model.pack()
     return LoadedModel(
         model=model,
-        memory=_lasting_memory(config, model),
+        memory=_pack(config, model),
         checkpoint_hash=checkpoint_hash,
         weights_hash=weights_hash.hexdigest(),
     )
@@ -96,12 +95,15 @@ def adopt_model(
     )
 
 
-def _lasting_memory(config: ResolvedConfig, model: Qwen3) -> LastingMemory | None:
-    """Where the weights of the model lie from now on, if spares can share them."""
+def _pack(config: ResolvedConfig, model: Qwen3) -> LastingMemory | None:
+    """Pack the weights of the model. Returns where they lie then, if spares can share them."""
     if config.device != "cpu" or config.engine.spares == "off" or not is_supported():
+        model.pack()
         return None
+    weights_file = WeightsFile("eagleray-weights", model.group, model.kernels)
+    model.pack(weights_file.move)
     try:
-        return keep_weights(model, "eagleray-weights")
+        return weights_file.finish(model)
     except OSError as error:
         logger.warning("spares cannot share the weights: %s", error)
         return None

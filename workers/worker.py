@@ -33,7 +33,9 @@ from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.handover import Outcome, StepHandover
 from workers.loading import LoadedModel, adopt_model, load_model
+from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.lasting import LastingMemory
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -69,6 +71,7 @@ class Worker:
         self._failed: str | None = None  # why no further step runs
         self._handover = StepHandover(rank)
         self._finishing = threading.Lock()
+        self._closing = threading.Event()
         self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
 
     # -- start -------------------------------------------------------------------------------------
@@ -180,7 +183,7 @@ class Worker:
                 self.config, loaded.model, group, kernels, device, num_blocks, self._inherited.cache
             )
             if not stands_by:
-                self._runner.cache.allow_writing()
+                self._begin_steps(self._runner)
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemory:
@@ -198,7 +201,7 @@ class Worker:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
         self.epoch = epoch
-        self._runner.cache.allow_writing()
+        self._begin_steps(self._runner)
 
     def compile_other_steps_beside(self) -> None:
         """On the first CPU rank: fill the cache with the kernels that only other steps need."""
@@ -271,12 +274,26 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
+        self._closing.set()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
         self._group = self._loaded = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _begin_steps(self, runner: ModelRunner) -> None:
+        """This rank's steps follow: let it write to the cache, and give its weights huge pages
+        beside the first ones.
+        """
+        runner.cache.allow_writing()
+        if self._loaded is not None and (weights := self._loaded.memory) is not None:
+            threading.Thread(
+                target=_use_huge_pages,
+                args=(weights, self._closing),
+                name="huge-pages",
+                daemon=True,
+            ).start()
 
     def _check_turn(self, plan: StepPlan) -> None:
         where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -329,6 +346,11 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - started
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
+
+
+def _use_huge_pages(memory: LastingMemory, stopping: threading.Event) -> None:
+    """As `use_huge_pages`. The memory stays open until then."""
+    use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
 
 
 def _launch_smallest(kernels: Kernels, device: torch.device) -> None:

@@ -216,7 +216,8 @@ def end_here(processes: list[tuple[int, int]], grace_s: float = END_GRACE_S) -> 
             pid_of_pidfd[pidfd] = pid
     try:
         _wait_for_ends(pid_of_pidfd, grace_s)
-        for pidfd in pid_of_pidfd:
+        for pidfd, pid in pid_of_pidfd.items():
+            _use_normal_priority(pid)
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         _wait_for_ends(pid_of_pidfd, END_TIMEOUT_S)
@@ -224,6 +225,16 @@ def end_here(processes: list[tuple[int, int]], grace_s: float = END_GRACE_S) -> 
     finally:
         for pidfd in pid_of_pidfd:
             os.close(pidfd)
+
+
+def _use_normal_priority(pid: int) -> None:
+    """Let a process end soon where other programs take all cores: while a spare warms up, it has a
+    thread that runs only when no other needs the core, even to end.
+    """
+    with suppress(OSError):  # the process has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with suppress(OSError):  # so has the thread, or this user may not do it
+                os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
 
 
 @functools.cache

@@ -43,7 +43,7 @@ from tests.stored_checkpoints import (
 )
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
-from workers.memory.weights import adopt_weights, keep_weights
+from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.loader import kept_quantization, load_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import GroupedWeight, WeightFormat, WeightSlice
@@ -167,7 +167,7 @@ def test_a_standby_computes_with_the_same_codes(tmp_path: Path, name: str) -> No
     model = loaded_model(tmp_path)
     x = torch.randn(2, SHAPE.hidden)
     before = model.layers[1].mlp(x)
-    memory = keep_weights(model, "eagleray-test-grouped")
+    memory = WeightsFile("eagleray-test-grouped", model.group, model.kernels).finish(model)
     try:
         group = TensorParallelGroup(0, 1, torch.device("cpu"))
         adopted = adopt_weights(memory, ModelConfig.from_dir(tmp_path), group, CPU_KERNELS)

@@ -2,9 +2,10 @@
 decode step, which reads all weights, takes 8 to 25% longer in small pages.
 
 Systems seldom give huge pages to memory files by themselves, but the kernel makes them of a file's
-small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.6 to 3 s per GiB, during which
-no other thread of the process can map memory. The file is the same for all processes that map it,
-each of which then uses its huge pages, if its mapping is aligned as `map_aligned` does it.
+small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.5 to 3 s per GiB, and whoever
+needs a page that is being moved waits for it. So it is done beside the first steps, one huge page
+at a time. All processes that map the file use them, if their mapping is aligned as `map_aligned`
+does it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
-_PIECE_BYTES = 8 * HUGE_PAGE_BYTES  # of one call, in the middle of which no process ends
+_PAUSE_S = 0.02  # a page takes 1 to 5 ms
 _ATTEMPTS = 3
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
@@ -42,27 +44,23 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     return pages
 
 
-def use_huge_pages(descriptor: int, num_bytes: int) -> int:
-    """Make the pages of a memory file huge, for every process that has it mapped. The contents stay
-    the same, and may be used meanwhile. Returns how many of its bytes are in huge pages now. Raises
-    `OSError` if the system does not do this at all.
+def use_huge_pages(
+    descriptor: int, num_bytes: int, stopping: threading.Event, pause_s: float = _PAUSE_S
+) -> None:
+    """Make the pages of a memory file huge, for every process that has it mapped, unless the system
+    does not do this. The contents stay the same, and may be used meanwhile. Pauses after each page;
+    returns early once `stopping` is set.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     first_address, libc = ctypes.addressof(pages), _libc()
-    num_huge_bytes = 0
-    whole_pages_bytes = num_bytes - num_bytes % HUGE_PAGE_BYTES
-    for start in range(0, whole_pages_bytes, _PIECE_BYTES):
-        piece_bytes = min(_PIECE_BYTES, whole_pages_bytes - start)
-        error_number = errno.EAGAIN  # while others use the pages
+    for start in range(0, num_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         for _ in range(_ATTEMPTS):
-            if error_number == errno.EAGAIN:
-                failed = libc.madvise(first_address + start, piece_bytes, _MADV_COLLAPSE)
-                error_number = ctypes.get_errno() if failed else 0
-        if error_number == errno.EINVAL and start == 0:
-            raise OSError(errno.EINVAL, "huge pages are not made here")
-        num_huge_bytes += 0 if error_number else piece_bytes
-    return num_huge_bytes
+            failed = libc.madvise(first_address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+            if stopping.wait(pause_s):
+                return
+            if not failed or ctypes.get_errno() != errno.EAGAIN:  # others use the page
+                break
 
 
 def _libc() -> ctypes.CDLL:

@@ -68,16 +68,22 @@ class LastingMemory:
         """New memory, all zero. It is taken from the machine at once, so that a lack is an error
         here and not the end of a process later. Raises `OSError`.
         """
-        # Asked for more, the kernel would take all there is and then end processes.
-        if num_bytes > (available_bytes := _available_bytes()):
-            raise OSError(errno.ENOMEM, f"only {available_bytes} bytes of memory are available")
-        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        memory = cls(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), name, 0)
         try:
-            os.posix_fallocate(descriptor, 0, num_bytes)
+            memory.grow(num_bytes)
         except OSError:
-            os.close(descriptor)
+            memory.close()
             raise
-        return cls(descriptor, name, num_bytes)
+        return memory
+
+    def grow(self, num_bytes: int) -> None:
+        """Make it so long, before others open it: the new bytes are zero. Raises as `create`."""
+        # Asked for more, the kernel would take all there is and then end processes.
+        added_bytes = num_bytes - self.num_bytes
+        if added_bytes > (available := available_bytes()):
+            raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
+        os.posix_fallocate(self.descriptor, self.num_bytes, added_bytes)
+        self.num_bytes = num_bytes
 
     @classmethod
     def open(cls, card: MemoryCard) -> LastingMemory:
@@ -134,18 +140,18 @@ class LastingMemory:
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
     """What the machine has, and the container that this process is in, if that has a limit."""
-    available_bytes = [1024 * _number_of("MemAvailable:", Path("/proc/meminfo"))]
+    available = [1024 * _number_of("MemAvailable:", Path("/proc/meminfo"))]
     for folder, limit, used, reclaimable in _CONTAINER_FILES:
         with suppress(OSError, ValueError):  # there is no limit, which some systems call "max"
             limit_bytes, used_bytes = (
                 int((_CGROUPS / folder / name).read_text()) for name in (limit, used)
             )
-            available_bytes.append(limit_bytes - used_bytes)
+            available.append(limit_bytes - used_bytes)
             statistics = _CGROUPS / folder / "memory.stat"
-            available_bytes[-1] += sum(_number_of(name, statistics) for name in reclaimable)
-    return min(available_bytes)
+            available[-1] += sum(_number_of(name, statistics) for name in reclaimable)
+    return min(available)
 
 
 def _number_of(name: str, path: Path) -> int:

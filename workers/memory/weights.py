@@ -17,7 +17,6 @@ import io
 import mmap
 import os
 import pickle
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,13 +33,11 @@ from kernels.cpu.tensor_bytes import (
     tensor_place,
 )
 from kernels.interface import Kernels
-from workers.memory.huge_pages import map_aligned, use_huge_pages
-from workers.memory.lasting import LastingMemory, is_supported
+from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned
+from workers.memory.lasting import LastingMemory, available_bytes, is_supported
 from workers.models.qwen3 import Qwen3
-from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
 
-_PAGE = mmap.PAGESIZE
 _LENGTH_BYTES = 8  # of the number at the end of the file
 
 
@@ -64,40 +61,104 @@ class _Contents:
     pickled_model: bytes
 
 
-def keep_weights(model: Qwen3, name: str) -> LastingMemory:
-    """Move the weights of a packed model to new memory, whose card is for `adopt_weights`. The
-    model itself goes on with it. All of the new memory is taken from the machine before the first
-    tensor is moved: at that moment it needs twice the weights.
+class WeightsFile:
+    """New memory to which the weights of a model move, part by part, so that no more than one part
+    is held twice. The model itself goes on with it.
 
-    name: at most 249 bytes of the kernel's lists. Raises `OSError` where this is not possible: not
-    Linux, a GPU, no memory, a torch without the interface. The model can be used all the same.
+    Where this is not possible (not Linux, a GPU, no memory, a torch without the interface), nothing
+    moves from then on, and the model can be used all the same.
     """
-    if not is_supported():
-        raise OSError("this system has no memory that outlives a process")
-    contents, tensors = _take_apart(model)
-    described = pickle.dumps(contents)
-    end_of_tensors = _end_of(contents.tensors)
-    memory = LastingMemory.create(name, end_of_tensors + len(described) + _LENGTH_BYTES)
-    try:
-        memory_B = _map(memory)
-        _move(contents.tensors, tensors, memory_B, memory.descriptor)
-        length = len(described).to_bytes(_LENGTH_BYTES, "little")
-        _write(memory.descriptor, end_of_tensors, memoryview(described + length))
-        seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
-        with suppress(OSError):  # this kernel does not do it
-            use_huge_pages(memory.descriptor, memory.num_bytes)
-        _touch(memory_B)
-    except OSError:
-        memory.close()
-        raise
-    return memory
+
+    def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
+        """name: at most 249 bytes of the kernel's lists."""
+        self._owner = _owner(group, kernels)
+        self._parts = _shared_parts(kernels, group)
+        self._end = 0  # of what is written
+        self._error: OSError | None = None
+        if not is_supported():
+            self._error = OSError("this system has no memory that outlives a process")
+            return
+        try:
+            self._memory = LastingMemory.create(name, HUGE_PAGE_BYTES)
+            # The file grows into these addresses.
+            self._memory_B = _map(self._memory, available_bytes())
+        except OSError as error:
+            self._error = error
+
+    def move(self, part: object) -> None:
+        """Move the tensors of a part of the model, once it is packed."""
+        if self._error is None:
+            try:
+                self._move(part)
+            except OSError as error:
+                self._error = error
+                self._memory.close()
+
+    def finish(self, model: Qwen3) -> LastingMemory:
+        """Move what has not moved yet. Returns the memory, whose card is for `adopt_weights`.
+        Raises what went wrong, also in an earlier move: `OSError`.
+        """
+        if self._error is not None:
+            raise self._error
+        try:
+            described = pickle.dumps(self._move(model))
+            described += len(described).to_bytes(_LENGTH_BYTES, "little")
+            end = self._grow_to(self._end + len(described))
+            self._write(end - len(described), memoryview(described))
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self._memory.descriptor, fcntl.F_ADD_SEALS, seals)
+        except OSError:
+            self._memory.close()
+            raise
+        _touch(self._memory_B[:end])
+        return self._memory
+
+    def _move(self, part: object) -> _Contents:
+        file = io.BytesIO()
+        pickler = _ModelPickler(file, self._parts)
+        pickler.dump(part)
+        first_bytes: dict[tuple[int, int], int] = {}  # by where the bytes were
+        stored = []
+        for tensor in pickler.tensors:
+            address, num_bytes = place = tensor_place(tensor)
+            first_byte = address - self._memory_B.data_ptr()
+            has_moved = 0 <= first_byte < self._end
+            if not has_moved:
+                if place not in first_bytes:
+                    first_bytes[place] = self._append(tensor_bytes(tensor))
+                first_byte = first_bytes[place]
+            piece = _StoredTensor(
+                first_byte=first_byte, num_bytes=num_bytes, layout=tensor_layout(tensor)
+            )
+            if not has_moved:
+                move_tensor(tensor, _bytes_of(piece, self._memory_B))
+            stored.append(piece)
+        return _Contents(owner=self._owner, tensors=tuple(stored), pickled_model=file.getvalue())
+
+    def _append(self, data: memoryview) -> int:
+        """Write it to the next page. Returns the first byte."""
+        first_byte = self._end
+        self._grow_to(first_byte + len(data))
+        self._write(first_byte, data)
+        self._end = _round_up(first_byte + len(data), mmap.PAGESIZE)
+        return first_byte
+
+    def _grow_to(self, num_bytes: int) -> int:
+        """Make the file at least so long. Returns its length, of whole huge pages."""
+        if num_bytes > self._memory.num_bytes:
+            self._memory.grow(_round_up(num_bytes, HUGE_PAGE_BYTES))
+        return self._memory.num_bytes
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            written = os.pwrite(self._memory.descriptor, data, offset)
+            data, offset = data[written:], offset + written
 
 
 def adopt_weights(
     memory: LastingMemory, config: ModelConfig, group: TensorParallelGroup, kernels: Kernels
 ) -> Qwen3:
-    """The model whose weights another process has put into `memory` by `keep_weights`, which is
+    """The model whose weights another process has put into `memory` by `WeightsFile`, which is
     open in this one. It computes with `group` and `kernels`, and outlives the other process.
 
     Raises `ValueError` if the memory holds another model, or the weights of another rank; `OSError`
@@ -107,7 +168,7 @@ def adopt_weights(
     owner = _owner(group, kernels)
     if contents.owner != owner:
         raise ValueError(f"the memory holds the weights of {contents.owner}, not of {owner}")
-    memory_B = _map(memory)
+    memory_B = _map(memory, memory.num_bytes)
     tensors = [
         tensor_from_buffer(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
     ]
@@ -162,72 +223,30 @@ class _ModelUnpickler(pickle.Unpickler):
         return self._parts[pid] if isinstance(pid, str) else self._tensors[pid]
 
 
-def _take_apart(model: Qwen3) -> tuple[_Contents, list[Tensor]]:
-    """What the file is to say, and the tensors in the order in which it says it."""
-    file = io.BytesIO()
-    pickler = _ModelPickler(file, _shared_parts(model.kernels, model.group))
-    pickler.dump(model)
-    stored: list[_StoredTensor] = []
-    first_bytes: dict[tuple[int, int], int] = {}  # by where the bytes are now
-    for tensor in pickler.tensors:
-        place = tensor_place(tensor)
-        first_byte = first_bytes.setdefault(place, _end_of(stored))
-        stored.append(
-            _StoredTensor(first_byte=first_byte, num_bytes=place[1], layout=tensor_layout(tensor))
-        )
-    contents = _Contents(
-        owner=_owner(model.group, model.kernels),
-        tensors=tuple(stored),
-        pickled_model=file.getvalue(),
-    )
-    return contents, pickler.tensors
-
-
 # -- the file --------------------------------------------------------------------------------------
-
-
-def _end_of(tensors: tuple[_StoredTensor, ...] | list[_StoredTensor]) -> int:
-    """The first page after these tensors."""
-    end = max((tensor.first_byte + tensor.num_bytes for tensor in tensors), default=0)
-    return -(-end // _PAGE) * _PAGE
-
-
-def _move(
-    stored: tuple[_StoredTensor, ...], tensors: list[Tensor], memory_B: Tensor, descriptor: int
-) -> None:
-    """Write the tensors one after the other, and let each go on with what is in the file."""
-    written = set()
-    for piece, tensor in zip(stored, tensors, strict=True):
-        if piece.first_byte not in written:
-            _write(descriptor, piece.first_byte, tensor_bytes(tensor))
-            written.add(piece.first_byte)
-        move_tensor(tensor, _bytes_of(piece, memory_B))
-        release_freed_memory()
 
 
 def _bytes_of(piece: _StoredTensor, memory_B: Tensor) -> Tensor:
     return memory_B[piece.first_byte : piece.first_byte + piece.num_bytes]
 
 
-def _map(memory: LastingMemory) -> Tensor:
-    """The whole file, uint8, for reading only. A private mapping, because a sealed file may have no
-    shared one before Linux 6.7.
+def _map(memory: LastingMemory, num_bytes: int) -> Tensor:
+    """So many bytes of the file, uint8, for reading only. A private mapping, because a sealed file
+    may have no shared one before Linux 6.7.
     """
     pages = map_aligned(
-        memory.descriptor, memory.num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ
+        memory.descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ
     )
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _touch(memory_B: Tensor) -> None:
     """Read a byte of each page, so that no step has to wait until the kernel has mapped it."""
-    memory_B[::_PAGE].sum()
+    memory_B[:: mmap.PAGESIZE].sum()
 
 
-def _write(descriptor: int, offset: int, data: memoryview) -> None:
-    while data:
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
+def _round_up(num_bytes: int, multiple: int) -> int:
+    return -(-num_bytes // multiple) * multiple
 
 
 def _read_contents(memory: LastingMemory) -> _Contents:

@@ -9,7 +9,7 @@ rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -246,16 +246,18 @@ class Qwen3:
         yield from self.norm.slices()
         yield from self.head.slices()
 
-    def pack(self) -> None:
+    def pack(self, move: Callable[[object], None] = lambda _: None) -> None:
         """Convert every matrix, once it is filled, into the layout in which multiplying by it is
-        fastest.
+        fastest. Each is given to `move` then, which may give it other memory.
         """
         self.weight_bytes = sum(piece.nbytes for piece in self.slices())
         for layer in self.layers:
             for matrix in layer.matrices():
                 matrix.pack()
+                move(matrix)
                 release_freed_memory()
         copied = self.head.pack()
+        move(self.head)
         release_freed_memory()
         if copied and self.head.tied:
             # Held twice: as rows for lookup, and packed for the product.

@@ -112,6 +112,28 @@ def test_a_process_is_dead_when_the_call_returns(
     assert time.monotonic() - began < 2.0
 
 
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="only Linux has this priority")
+def test_a_process_that_runs_only_when_nothing_else_does_ends_at_the_usual_priority(
+    sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where programs take all cores, it would not end in time."""
+    os.sched_setscheduler(sleeper.pid, os.SCHED_IDLE, os.sched_param(0))
+    try:
+        os.sched_setscheduler(sleeper.pid, os.SCHED_OTHER, os.sched_param(0))
+    except PermissionError:
+        pytest.skip("this user may not raise a priority")
+    os.sched_setscheduler(sleeper.pid, os.SCHED_IDLE, os.sched_param(0))
+    send, policies = signal.pidfd_send_signal, []
+
+    def note(pidfd: int, number: int) -> None:
+        policies.append(os.sched_getscheduler(sleeper.pid))
+        send(pidfd, number)
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", note)
+    end_here([(sleeper.pid, _start_ticks(sleeper.pid))], 0.0)
+    assert policies == [os.SCHED_OTHER]
+
+
 def test_without_descriptors_of_processes_they_are_killed_all_the_same(
     sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,8 @@
 """Requests that run while processes are killed, and what each client saw of them.
 
 Every kind of request is there: greedy, seeded, several outputs, stop strings, logprobs, penalties,
-whole outputs. A client keeps the history of its stream, and `compare` compares it with that of an
-undisturbed run.
+whole outputs, a grammar, and prompts that begin alike. A client keeps the history of its stream,
+and `compare` compares it with that of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from cluster import LLM
 from cluster.client.outputs import Chunk
-from scheduler.params import SamplingParams
+from scheduler.params import SamplingParams, StructuredOutputs
 
 PROMPTS = (
     "What is 47 + 38?",
@@ -22,6 +22,8 @@ PROMPTS = (
     "What day comes after Tuesday?",
     "Spell the word train.",
 )
+WORDS = StructuredOutputs(regex="([a-z]+ ){200}")
+SHARED = "Numbers: " + " ".join(map(str, range(40))) + ". "  # more than a block of 64 tokens
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Case:
     whole: bool = False
 
 
-def cases(count: int, tokens: int) -> list[Case]:
+def cases(count: int, tokens: int, *, have_grammar: bool = False) -> list[Case]:
     """`count` requests of about `tokens` tokens, of all kinds in turn."""
     made = []
     for i in range(count):
@@ -48,9 +50,13 @@ def cases(count: int, tokens: int) -> list[Case]:
             ({"temperature": 0.7, "seed": i, "repetition_penalty": 1.2}, True),
             ({"temperature": 0}, True),
         ]
+        if have_grammar:
+            kinds.append(
+                ({"temperature": 0, "ignore_eos": None, "structured_outputs": WORDS}, False)
+            )
         own, whole = kinds[i % len(kinds)]
-        prompt = f"{PROMPTS[i % len(PROMPTS)]} ({i})"
-        made.append(Case(prompt, SamplingParams(**common, **own), whole))
+        prompt = f"{SHARED if i % 3 == 0 else ''}{PROMPTS[i % len(PROMPTS)]} ({i})"
+        made.append(Case(prompt, SamplingParams(**(common | own)), whole))
     return made
 
 

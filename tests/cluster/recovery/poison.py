@@ -1,4 +1,4 @@
-"""Ranks that certain requests kill."""
+"""Ranks that certain requests kill, and ranks that destroy the KV cache."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -13,11 +14,37 @@ import ray
 from cluster.engine.driver import Driver
 from cluster.ranks.actor import RankActor
 from scheduler.messages import StepPlan
+from workers import faults
 
 POISON = {"kill": 401, "raise": 402, "loop": 403}  # token ids that no other prompt has
 
 
-class PoisonedRank(RankActor):
+class ScribblingRank(RankActor):
+    """Writes over the whole KV cache and dies of it, once, when the file `scribble.RANK` is
+    there.
+    """
+
+    @ray.method(concurrency_group="steps")
+    def step(self, *pieces: bytes) -> bytes:
+        armed = Path(os.environ[faults.VARIABLE]) / f"scribble.{self._rank}"
+        if armed.exists():
+            armed.unlink()
+            runner = self._wait_for_worker()._runner
+            assert runner is not None
+            runner.cache.tensor.fill_(float("nan"))
+            os.kill(os.getpid(), signal.SIGSEGV)
+        run: Any = super().step
+        result: bytes = run(*pieces)
+        return result
+
+
+class ScribblingDriver(Driver):
+    """A driver of such ranks."""
+
+    rank_actor = ScribblingRank
+
+
+class PoisonedRank(ScribblingRank):
     """A rank that certain token ids kill, make raise an error, or keep busy forever."""
 
     def __init__(self, *arguments: Any) -> None:

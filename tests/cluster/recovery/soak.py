@@ -2,7 +2,8 @@
 
 An engine with a tight cache runs 32 requests at once, again and again, while processes are killed
 and stopped: at every fault point, while idle, twice in a row, all ranks, a spare with its rank, the
-driver, the driver while the ranks come back. `--kinds rank` kills ranks at random moments instead,
+driver, the driver while the ranks come back. Some ranks crash, one after it has destroyed the KV
+cache. `--kinds rank` kills ranks at random moments instead,
 and sends no poison. Every output is compared with an undisturbed run, token by token. Meanwhile the
 engine's health is sampled. At the end, the engine must hold what it held before. Prints one JSON
 line; fails if a request is lost, repeats a token, is wrong, or fails, if a process outlives its
@@ -139,6 +140,9 @@ class Soak:
             "twice",
             "stop",
             "stop and continue",
+            "SIGSEGV",
+            "SIGBUS",
+            "scribble",
             "driver",
             "driver stopped",
             "driver while recovering",
@@ -163,8 +167,8 @@ class Soak:
         if pid := self.pid(name):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-                limits, is_kill = self.limits, number == signal.SIGKILL
-                limit_s = limits.ready_after_kill_s if is_kill else limits.ready_after_stop_s
+                limits, is_stop = self.limits, number == signal.SIGSTOP
+                limit_s = limits.ready_after_stop_s if is_stop else limits.ready_after_kill_s
                 self.health.expect(epoch, limit_s, f"signal {number} to {name}")
         return pid
 
@@ -208,6 +212,12 @@ class Soak:
             self.health.forgive()
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+        elif kind in ("SIGSEGV", "SIGBUS"):
+            self.signal(last, signal.Signals[kind])
+        elif kind == "scribble":
+            armed = self.folder / f"scribble.{self.rng.randrange(self.tp)}"
+            armed.touch()
+            self.wait_for(lambda: not armed.exists(), "a rank to scribble", load)
         elif kind == "driver":
             self.signal("driver")
         elif kind == "driver stopped":
@@ -285,6 +295,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--steps-ahead", type=int, default=1)
+    parser.add_argument("--blocks", type=int, default=70, help="KV blocks; too few for all")
     parser.add_argument("--lose-calls", type=int, default=0, help="percent of Ray's actor calls")
     parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
     parser.add_argument("--slow-by", type=float, default=1.0, help="factor of all time limits")
@@ -298,14 +309,14 @@ def main() -> None:
         os.environ["RAY_testing_rpc_failure"] = json.dumps(methods)  # noqa: SIM112 (Ray's name)
     folder = Path(tempfile.mkdtemp())
     os.environ[faults.VARIABLE] = str(folder)
-    of = cases(32, tokens=160)
+    of = cases(32, tokens=160, have_grammar=True)
     patch.object(start, "Driver", PoisonedDriver).start()
     with LLM(
         tensor_parallel_size=args.tp,
         num_steps_ahead=args.steps_ahead,
         device=args.device,
         dtype="float32",
-        num_kv_blocks=200,
+        num_kv_blocks=args.blocks,
         max_num_seqs=16,
         stuck_after_s=limits.stuck_after_s,
         log_level="error",
@@ -338,7 +349,7 @@ def main() -> None:
             time.sleep(0.2)
         time.sleep(1.0)
         soak.health.stop()
-        after = holdings(llm)
+        after, stats = holdings(llm), llm.stats()
     line = {
         "machine": machine(),
         "faults": sum(soak.done.values()),
@@ -355,6 +366,10 @@ def main() -> None:
         },
         "before": before,
         "after": after,
+        "of_the_last_driver": {
+            name: getattr(stats, name)
+            for name in ("num_recoveries", "num_preemptions", "num_cached_tokens")
+        },
     }
     for fault in wrong:
         print(fault)

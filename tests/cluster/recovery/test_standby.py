@@ -4,21 +4,18 @@ their memory cannot be trusted.
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 
 from cluster import LLM
-from cluster.engine.driver import Driver
-from cluster.ranks.actor import RankActor
 from scheduler.params import SamplingParams
 from tests.cluster.processes import wait_until
 from tests.cluster.recovery.load import History, Load, cases, compare
+from tests.cluster.recovery.poison import ScribblingDriver
 from tests.cluster.recovery.test_recovery import (
     LIMIT_S,
     OPTIONS,
@@ -31,31 +28,6 @@ from workers import faults
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 CASES = cases(16, tokens=60)
-
-
-class ScribblingRank(RankActor):
-    """Writes over the whole KV cache and dies of it, once, when the file `scribble.RANK` is
-    there.
-    """
-
-    @ray.method(concurrency_group="steps")
-    def step(self, *pieces: bytes) -> bytes:
-        armed = Path(os.environ[faults.VARIABLE]) / f"scribble.{self._rank}"
-        if armed.exists():
-            armed.unlink()
-            runner = self._wait_for_worker()._runner
-            assert runner is not None
-            runner.cache.tensor.fill_(float("nan"))
-            os.kill(os.getpid(), signal.SIGSEGV)
-        run: Any = super().step
-        result: bytes = run(*pieces)
-        return result
-
-
-class ScribblingDriver(Driver):
-    """A driver of such ranks."""
-
-    rank_actor = ScribblingRank
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,9 @@ from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_place
 from kernels.metadata import AttentionMetadata
+from workers.memory.huge_pages import use_huge_pages
 from workers.memory.lasting import LastingMemory, MemoryCard
-from workers.memory.weights import adopt_weights, keep_weights
+from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
@@ -138,8 +140,12 @@ def load(state: State, form: Form) -> None:
 
 
 def keep(state: State, name: str) -> MemoryCard:
+    """Move layers first, as they are moved when they have just been packed."""
     assert state.model is not None
-    state.memory = keep_weights(state.model, name)
+    weights_file = WeightsFile(name, state.model.group, state.model.kernels)
+    for layer in state.model.layers:
+        weights_file.move(layer)
+    state.memory = weights_file.finish(state.model)
     return state.memory.card
 
 
@@ -180,6 +186,11 @@ def write_to_file(state: State) -> None:
 
 def forget(state: State) -> None:
     state.forget()
+
+
+def use_huge(state: State) -> None:
+    assert state.memory is not None
+    use_huge_pages(state.memory.descriptor, state.memory.num_bytes, threading.Event(), 0.0)
 
 
 def huge_bytes(state: State) -> int:

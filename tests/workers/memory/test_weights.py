@@ -21,7 +21,7 @@ from kernels.select import select_backend
 from tests.workers.memory import holder
 from tests.workers.memory.holder import Form, Holder
 from workers.memory import lasting
-from workers.memory.weights import keep_weights
+from workers.memory.weights import WeightsFile
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -144,6 +144,9 @@ def test_a_process_that_writes_over_the_weights_ends_and_the_other_has_them_stil
 
 def test_both_processes_have_the_weights_in_huge_pages(rank: Holder, standby: Holder) -> None:
     share(rank, standby, LARGE)
+    rank.tell(holder.use_huge)
+    for process in (rank, standby):
+        process.tell(holder.logits)
     huge = [process.tell(holder.huge_bytes) for process in (rank, standby)]
     if not any(huge):
         pytest.skip("this system makes no huge pages of memory files")
@@ -220,7 +223,8 @@ def test_a_model_works_on_where_its_weights_cannot_be_kept(
 def test_weights_of_another_device_are_not_kept() -> None:
     kernels, group = select_backend("cpu", "cpu"), TensorParallelGroup(0, 1, torch.device("meta"))
     with pytest.raises(OSError, match="bytes of meta cannot be read here"):
-        keep_weights(Qwen3(FLOAT32.config, group, kernels, torch.float32, 16), NAME)
+        model = Qwen3(FLOAT32.config, group, kernels, torch.float32, 16)
+        WeightsFile(NAME, group, kernels).finish(model)
 
 
 def write_over_packed_weights(state: holder.State) -> None:
