@@ -23,6 +23,7 @@ from kernels.cpu.jit import (
     FAST_MATH,
     Array,
     as_array,
+    exact_entry_jit,
     exp_nonpositive,
     fast_entry_jit,
     fast_jit,
@@ -52,14 +53,16 @@ def paged_attention(
     """As `paged_attention_reference`."""
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)
+    tiles = torch.from_numpy(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE))
     _paged_attention(
+        as_array(tiles),
         as_array(q_THD),
         as_array(k_laid_out),
         as_array(v_laid_out),
         as_array(out_THD),
-        attn.query_start_B1.numpy(),
-        attn.seq_lens_B.numpy(),
-        attn.block_table_BW.numpy(),
+        as_array(attn.query_start_B1),
+        as_array(attn.seq_lens_B),
+        as_array(attn.block_table_BW),
         np.float32(scale),
         _BFLOAT16 if k_laid_out.shape[-1] == PAIR else _FLOAT32,
         get_num_threads(),
@@ -67,7 +70,7 @@ def paged_attention(
     return out_THD
 
 
-@inlined_jit
+@exact_entry_jit
 def _tiles(starts_B1: Array, queries_per_tile: int) -> Array:
     """Tiles as (row, first query in the row, number of queries)."""
     num_tiles = 0
@@ -299,6 +302,7 @@ def _attend(
 
 @fast_entry_jit
 def _paged_attention(
+    tiles: Array,
     q_THD: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
@@ -311,7 +315,6 @@ def _paged_attention(
     num_threads: int,
 ) -> None:
     """`like`: an array of the type that products multiply, bfloat16 or float32."""
-    tiles = _tiles(starts_B1, _QUERIES_PER_TILE)
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     num_kv_heads = k_NKDPW.shape[1]

@@ -81,11 +81,11 @@ def qk_norm_rope_store(
         as_array(q_weight_D),
         as_array(k_weight_D),
         np.float32(eps),
-        cos_sin_LD.numpy(),
-        positions_T.numpy(),
+        as_array(cos_sin_LD),
+        as_array(positions_T),
         as_array(k_laid_out),
         as_array(v_laid_out),
-        kv_places_T.numpy(),
+        as_array(kv_places_T),
         as_array(q_THD),
     )
     return q_THD

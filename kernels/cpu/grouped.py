@@ -95,10 +95,11 @@ class CpuGrouped:
             as_array(scale.view(torch.int16) if is_half else scale),
         )
         x, out = as_array(x_TX.contiguous()), as_array(out_TY)
+        sums = as_array(torch.zeros(len(x), scale.shape[1]))  # without zero points, not used
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
         for first in range(0, len(x), _CACHED_ROWS):
             rows = slice(first, first + _CACHED_ROWS)
-            _linear(x[rows], arrays, bias, out[rows])
+            _linear(x[rows], sums[rows], arrays, bias, out[rows])
         return out_TY
 
 
@@ -250,9 +251,13 @@ def _finish(
 
 
 @exact_entry_jit
-def _linear(x_TX: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array) -> None:
-    sums_TG = np.zeros((len(x_TX), weight[2].shape[1]), np.float32)
+def _linear(
+    x_TX: Array,
+    sums_TG: Array,
+    weight: tuple[Array, Array, Array],
+    bias_Y: Array,
+    out_TY: Array,
+) -> None:
     if len(weight[1]):
-        for t in range(len(x_TX)):
-            _sum_groups(t, x_TX, sums_TG)
+        parallel_for(len(x_TX), _sum_groups, (x_TX, sums_TG))
     parallel_for(len(weight[0]), _multiply_panel, (x_TX, sums_TG, weight, bias_Y, out_TY))

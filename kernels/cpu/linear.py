@@ -28,6 +28,7 @@ from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_bfloat16_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.recording import refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 
@@ -65,6 +66,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     batch.
     """
     if not packed_YX.is_mkldnn:
+        refuse()
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = panel_address(packed_YX)
     if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
@@ -73,6 +75,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     leave_cores()
+    refuse()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)
 
