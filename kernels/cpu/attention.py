@@ -13,7 +13,6 @@ G. A task is one tile of queries of one row and one KV head.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
@@ -36,6 +35,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import get_num_threads
+from kernels.cpu.recording import empty, keep
 from kernels.cpu.tile import LANES, PAIR, STEP_BYTES, add_16_columns, add_64_columns
 from kernels.metadata import AttentionMetadata
 
@@ -51,18 +51,17 @@ def paged_attention(
     scale: float,
 ) -> Tensor:
     """As `paged_attention_reference`."""
-    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    out_THD = empty(q_THD.shape, q_THD.dtype)
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)
-    tiles = torch.from_numpy(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE))
     _paged_attention(
-        as_array(tiles),
+        keep(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE)),
         as_array(q_THD),
         as_array(k_laid_out),
         as_array(v_laid_out),
         as_array(out_THD),
-        as_array(attn.query_start_B1),
-        as_array(attn.seq_lens_B),
-        as_array(attn.block_table_BW),
+        attn.query_start_B1.numpy(),
+        attn.seq_lens_B.numpy(),
+        attn.block_table_BW.numpy(),
         np.float32(scale),
         _BFLOAT16 if k_laid_out.shape[-1] == PAIR else _FLOAT32,
         get_num_threads(),

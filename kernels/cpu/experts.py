@@ -110,6 +110,7 @@ class CpuExperts:
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
     ) -> Tensor:
         """As `expert_mlp_reference`."""
+        refuse()
         if not isinstance(experts, PackedExperts):
             leave_cores()
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

@@ -31,7 +31,7 @@ from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
-from kernels.cpu.recording import refuse
+from kernels.cpu.recording import empty, keep, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
@@ -83,12 +83,12 @@ class CpuInt8:
         """See `Int8Kernels`."""
         assert isinstance(weight, PackedInt8Weight)
         (num_rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
-        codes_TX = torch.empty(num_rows, size_in, dtype=torch.uint8)
-        scale_T = torch.empty(num_rows)
-        out_TY = torch.empty(num_rows, size_out, dtype=x_TX.dtype)
+        codes_TX = empty((num_rows, size_in), torch.uint8)
+        scale_T = empty((num_rows,), torch.float32)
+        out_TY = empty((num_rows, size_out), x_TX.dtype)
         x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
         scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
-        bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
+        bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         if weight.address is not None and num_rows <= max_rows(size_in, size_out):
             _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
             return out_TY

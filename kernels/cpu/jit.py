@@ -45,14 +45,8 @@ fast_jit = functools.partial(_jit, fastmath=FAST_MATH, no_cpython_wrapper=True)
 inlined_jit = functools.partial(numba.njit, inline="always")
 
 
-# A recording that is being made keeps here what the recorded kernels read and write.
-kept_tensors: list[list[Tensor]] = []
-
-
 def as_array(tensor: Tensor) -> Array:
     """A view of a CPU tensor for a kernel; bfloat16 as uint16."""
-    for tensors in kept_tensors:
-        tensors.append(tensor)
     if tensor.dtype is torch.bfloat16:
         tensor = tensor.view(torch.uint16)
     return tensor.numpy()

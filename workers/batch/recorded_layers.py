@@ -1,10 +1,10 @@
 """The layers of decode steps of few rows on a CPU: recorded once for each number of rows, and
 replayed by the steps that follow, since calling each kernel takes as long as the small ones run.
 
-Owns the tensors that a recording reads, into which each step copies its own: with the recording,
-some 50 KB per row and layer. The embedding before the layers and the head behind them are not
-recorded. Used by the model runner; where kernels do not record, and for all other steps, it just
-calls the model. Legend: T tokens of the step, W blocks in a row's table, E hidden size.
+Owns the tensors that a recording reads, into which each step copies its own. The embedding before
+the layers and the head behind them are not recorded. Used by the model runner; where kernels do not
+record, and for all other steps, it just calls the model. Legend: T tokens of the step, W blocks in
+a row's table, E hidden size.
 """
 
 from __future__ import annotations
@@ -84,9 +84,7 @@ class RecordedLayers:
         )
         assert self._model.kernels.recorder is not None
         with self._model.kernels.recorder() as recording:
-            hidden_TE = self._model.run_layers(
-                embedded_TE, positions_T, kept, self._cache.layers
-            )
+            hidden_TE = self._model.run_layers(embedded_TE, positions_T, kept, self._cache.layers)
         if not recording.is_complete:
             self._max_rows = num_rows - 1
             return hidden_TE
