@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from benchmarks.in_process import InProcessExecutor
 from benchmarks.rank_pool import PoolExecutor, WorkerPool, executor_of
 from cluster.scheduler_limits import limits_of
