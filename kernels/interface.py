@@ -269,6 +269,23 @@ class SamplingKernels(Protocol):
         """Tokens, or their weights, by one digit of their gap."""
 
 
+class Recorder(Protocol):
+    """As a context, records the kernels that are called meanwhile, and `Kernels.call`; nothing else
+    may compute anything.
+
+    is_complete: whether every kernel could be recorded; otherwise it must not be replayed.
+    """
+
+    is_complete: bool
+
+    def __enter__(self) -> Recorder: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def replay(self) -> None:
+        """Do it all again, in the same tensors."""
+
+
 class Kernels(Protocol):
     """One backend: the same functions on every device, and the cache layout they agree on.
 
@@ -282,6 +299,10 @@ class Kernels(Protocol):
     fp8: GroupedKernels | None  # None: "fp8" is not among the capabilities' quantizations
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
+    recorder: type[Recorder] | None  # None: what can be recorded, the device records
+
+    def call(self, function: Callable[[], object], /) -> None:
+        """Call the function, and again whenever this point of a recording is replayed."""
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, /

@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -23,15 +22,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-
-# Programs that tests start find no packages that only tests need, as those of a user do not. Ray
-# would import these in every process, for a tenth of what a server takes to start. A test process
-# that pytest-xdist has started finds them itself.
-NOT_INSTALLED = str(Path(__file__).parent / "not_installed")
-sys.path[:] = [folder for folder in sys.path if folder != NOT_INSTALLED]
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    [NOT_INSTALLED, *filter(None, [os.environ.get("PYTHONPATH")])]
-)
 
 gc.disable()  # importing and collecting tests create many objects and leave nothing to free
 

@@ -30,6 +30,7 @@ from scheduler.params import MAX_LOGPROBS, Sampling
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, room_for
 from workers.batch.mixed_graphs import MixedGraphs, max_rows
+from workers.batch.recorded_layers import RecordedLayers
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
 from workers.memory.lasting import LastingMemory
@@ -129,6 +130,7 @@ class ModelRunner:
             self.next_tokens = NextTokens(
                 config, model, self.sampler, self.state, device, self.uploads
             )
+        self.layers = RecordedLayers(config, model, self.cache)
         self.scorer = PromptScorer(model, self.sampler.shard, self.state)
         self.graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
@@ -222,9 +224,7 @@ class ModelRunner:
 
         def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()
-            hidden_TE = self.model.forward(
-                inputs.token_ids_T, inputs.positions_T, inputs.attn, self.cache.layers
-            )
+            hidden_TE = self.layers.forward(inputs)
             scored = None if scoring is None else self.scorer.score(hidden_TE, scoring)
             hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
             return hidden_RE, scored

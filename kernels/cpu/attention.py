@@ -13,7 +13,6 @@ G. A task is one tile of queries of one row and one KV head.
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
@@ -23,6 +22,7 @@ from kernels.cpu.jit import (
     FAST_MATH,
     Array,
     as_array,
+    exact_entry_jit,
     exp_nonpositive,
     fast_entry_jit,
     fast_jit,
@@ -35,6 +35,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import get_num_threads
+from kernels.cpu.recording import empty, keep
 from kernels.cpu.tile import LANES, PAIR, STEP_BYTES, add_16_columns, add_64_columns
 from kernels.metadata import AttentionMetadata
 
@@ -50,9 +51,10 @@ def paged_attention(
     scale: float,
 ) -> Tensor:
     """As `paged_attention_reference`."""
-    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    out_THD = empty(q_THD.shape, q_THD.dtype)
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)
     _paged_attention(
+        keep(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE)),
         as_array(q_THD),
         as_array(k_laid_out),
         as_array(v_laid_out),
@@ -67,7 +69,7 @@ def paged_attention(
     return out_THD
 
 
-@inlined_jit
+@exact_entry_jit
 def _tiles(starts_B1: Array, queries_per_tile: int) -> Array:
     """Tiles as (row, first query in the row, number of queries)."""
     num_tiles = 0
@@ -299,6 +301,7 @@ def _attend(
 
 @fast_entry_jit
 def _paged_attention(
+    tiles: Array,
     q_THD: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
@@ -311,7 +314,6 @@ def _paged_attention(
     num_threads: int,
 ) -> None:
     """`like`: an array of the type that products multiply, bfloat16 or float32."""
-    tiles = _tiles(starts_B1, _QUERIES_PER_TILE)
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     num_kv_heads = k_NKDPW.shape[1]

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from kernels.cpu import attention, elementwise, linear, pool, sampling
+from kernels.cpu import attention, elementwise, linear, pool, recording, sampling
 from kernels.cpu.capabilities import BLOCK_SIZE, CPU
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.grouped import CpuGrouped
@@ -21,6 +21,7 @@ from kernels.interface import (
     Int8Kernels,
     Kernels,
     MixedKernels,
+    Recorder,
     SamplingKernels,
 )
 from kernels.metadata import AttentionMetadata
@@ -51,6 +52,8 @@ class CpuKernels:
     max_decode_parts = staticmethod(no_decode_parts)
     look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
+    recorder: type[Recorder] | None = recording.Recording
+    call = staticmethod(recording.call)
 
     def set_num_threads(self, num_threads: int, /) -> None:
         """Threads of torch and of our loops."""
@@ -100,6 +103,7 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
         lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),
         lambda: elementwise.silu_and_mul(x),
         lambda: elementwise.rms_norm(x, weight, 1e-6),
+        recording.run_once,
     ]
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from kernels.cpu.fp8 import stored_as
@@ -30,11 +29,12 @@ from kernels.cpu.jit import (
 )
 from kernels.cpu.kv_layout import as_laid_out
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.recording import empty
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension."""
-    out = torch.empty_like(x)
+    out = empty(x.shape, x.dtype)
     rows_shape = (-1, x.shape[-1])
     _rms_norm(
         as_array(x.view(rows_shape)),
@@ -49,7 +49,7 @@ def add_rms_norm(
     x_TE: Tensor, residual_TE: Tensor, weight_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`."""
-    out_TE, total_TE = torch.empty_like(x_TE), torch.empty_like(x_TE)
+    out_TE, total_TE = empty(x_TE.shape, x_TE.dtype), empty(x_TE.shape, x_TE.dtype)
     _add_rms_norm(
         as_array(x_TE),
         as_array(residual_TE),
@@ -75,7 +75,7 @@ def qk_norm_rope_store(
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
     k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
-    q_THD = torch.empty(num_tokens, num_rows - 2 * k_cache.shape[1], dim, dtype=qkv_TXD.dtype)
+    q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
     _qk_norm_rope_store(
         as_array(qkv_TXD),
         as_array(q_weight_D),
@@ -94,7 +94,7 @@ def qk_norm_rope_store(
 def silu_and_mul(gate_up_T2F: Tensor) -> Tensor:
     """As `silu_and_mul_reference`."""
     num_tokens, width = gate_up_T2F.shape
-    out_TF = torch.empty(num_tokens, width // 2, dtype=gate_up_T2F.dtype)
+    out_TF = empty((num_tokens, width // 2), gate_up_T2F.dtype)
     _silu_and_mul(as_array(gate_up_T2F), as_array(out_TF))
     return out_TF
 

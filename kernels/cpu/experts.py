@@ -39,6 +39,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.panel import multiply_bfloat16_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.recording import refuse
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import expert_mlp_reference
@@ -109,6 +110,7 @@ class CpuExperts:
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
     ) -> Tensor:
         """As `expert_mlp_reference`."""
+        refuse()
         if not isinstance(experts, PackedExperts):
             leave_cores()
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

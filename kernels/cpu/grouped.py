@@ -33,6 +33,7 @@ from kernels.cpu.codes import (
 )
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.recording import empty, keep, refuse
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
 from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE
@@ -84,8 +85,9 @@ class CpuGrouped:
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """See `GroupedKernels`."""
-        out_TY = torch.empty(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
-        if not _HAS_DOT_PRODUCTS:
+        out_TY = empty((len(x_TX), weight.num_rows), x_TX.dtype)
+        if not _HAS_DOT_PRODUCTS and x_TX.dtype is not torch.float32:
+            refuse()
             x_TX = x_TX.to(torch.float32)
         words, zeros, scale = weight.words_YW, weight.zeros_YG, weight.scale_YG
         is_half = scale.dtype is torch.float16
@@ -95,10 +97,11 @@ class CpuGrouped:
             as_array(scale.view(torch.int16) if is_half else scale),
         )
         x, out = as_array(x_TX.contiguous()), as_array(out_TY)
-        bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
+        sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
+        bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         for first in range(0, len(x), _CACHED_ROWS):
             rows = slice(first, first + _CACHED_ROWS)
-            _linear(x[rows], arrays, bias, out[rows])
+            _linear(x[rows], sums[rows], arrays, bias, out[rows])
         return out_TY
 
 
@@ -251,9 +254,13 @@ def _finish(
 
 
 @exact_entry_jit
-def _linear(x_TX: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array) -> None:
-    sums_TG = np.zeros((len(x_TX), weight[2].shape[1]), np.float32)
+def _linear(
+    x_TX: Array,
+    sums_TG: Array,
+    weight: tuple[Array, Array, Array],
+    bias_Y: Array,
+    out_TY: Array,
+) -> None:
     if len(weight[1]):
-        for t in range(len(x_TX)):
-            _sum_groups(t, x_TX, sums_TG)
+        parallel_for(len(x_TX), _sum_groups, (x_TX, sums_TG))
     parallel_for(len(weight[0]), _multiply_panel, (x_TX, sums_TG, weight, bias_Y, out_TY))

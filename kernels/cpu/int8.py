@@ -31,6 +31,7 @@ from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.recording import empty, keep, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
@@ -82,17 +83,18 @@ class CpuInt8:
         """See `Int8Kernels`."""
         assert isinstance(weight, PackedInt8Weight)
         (num_rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
-        codes_TX = torch.empty(num_rows, size_in, dtype=torch.uint8)
-        scale_T = torch.empty(num_rows)
-        out_TY = torch.empty(num_rows, size_out, dtype=x_TX.dtype)
+        codes_TX = empty((num_rows, size_in), torch.uint8)
+        scale_T = empty((num_rows,), torch.float32)
+        out_TY = empty((num_rows, size_out), x_TX.dtype)
         x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
         scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
-        bias = as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32))
+        bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         if weight.address is not None and num_rows <= max_rows(size_in, size_out):
             _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
             return out_TY
         _quantize(x, codes, scales[2])
         leave_cores()
+        refuse()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
@@ -159,7 +161,6 @@ def _few_rows(
     scales: tuple[Array, ...],
     out_TY: Array,
 ) -> None:
-    for t in range(len(x_TX)):
-        scales[2][t] = _quantize_row(x_TX[t], codes_TX[t])
+    parallel_for(len(x_TX), _quantize_token, (x_TX, codes_TX, scales[2]))
     arguments = (codes_TX, (address, panel_bytes, np.int8(0)), bias_Y, scales, out_TY)
     parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_int8_panel, arguments)

@@ -28,6 +28,7 @@ from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_bfloat16_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import leave_cores
+from kernels.cpu.recording import empty, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 
@@ -65,6 +66,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     batch.
     """
     if not packed_YX.is_mkldnn:
+        refuse()
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = panel_address(packed_YX)
     if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
@@ -73,6 +75,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     leave_cores()
+    refuse()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)
 
@@ -81,7 +84,7 @@ def linear_of_few_rows(x_TX: Tensor, address: int, size_out: int, bias_Y: Tensor
     """x @ weight.T + bias, [T, Y], fast for T up to `packed.max_rows`; `address` from
     `packed.packed_address`.
     """
-    out_TY = torch.empty(len(x_TX), size_out, dtype=torch.bfloat16)
+    out_TY = empty((len(x_TX), size_out), torch.bfloat16)
     bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
     panel_bytes = PANEL * row_bytes(2 * x_TX.shape[1])
     _multiply_few_rows(as_array(x_TX.contiguous()), address, panel_bytes, bias, as_array(out_TY))

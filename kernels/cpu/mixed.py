@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
 from kernels.cpu.panel import multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
+from kernels.cpu.recording import empty
 from kernels.cpu.tile import LANES
 
 PANEL = LANES
@@ -57,7 +58,7 @@ class CpuMixed:
         /,
     ) -> Tensor:
         """See `MixedKernels`."""
-        out_TY = torch.empty(len(x_TX), size_out)
+        out_TY = empty((len(x_TX), size_out), torch.float32)
         x = as_array(x_TX.contiguous())
         panels = as_array(panels_NXP)
         out = as_array(out_TY)

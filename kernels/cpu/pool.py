@@ -13,7 +13,7 @@ whether the caller is `_AWAITING` the last helper in its pipe, and how many help
 helper enters with one atomic operation that fails unless the loop is still open. The caller closes
 it with another: from then on nobody enters, and once nobody is inside, nobody uses the arguments,
 which lie on the caller's stack. A call that comes while another thread's loop runs, does all its
-tasks itself.
+tasks itself. For `recording.py`, loops are also written down as they begin.
 """
 
 from __future__ import annotations
@@ -56,15 +56,27 @@ _MAX_THREADS = os.cpu_count() or 1
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _WORD_BYTES = 8
 # Lines of the pool. Those of its threads follow, first the caller's.
-_NUM_THREADS, _LOOP_LOCK, _STATE, _LOOP, _ALONE_AFTER, _COUNTS, _FIRST_THREAD = range(7)
+(
+    _NUM_THREADS,
+    _LOOP_LOCK,
+    _STATE,
+    _LOOP,
+    _ALONE_AFTER,
+    _COUNTS,
+    _RECORD,
+    _FIRST_THREAD,
+) = range(8)
 _FUNCTION, _ARGUMENT, _NUM_TASKS, _NUM_PARTS = range(0, 4 * _WORD_BYTES, _WORD_BYTES)  # of _LOOP
 _NUM_WOKEN, _NUM_ENTERED = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS
+_NEXT_LOOP, _RECORD_END = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _RECORD: addresses
+_HEAD_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
 _NEXT_TASK, _SLEEP, _LINES_PER_THREAD = range(3)
 _IS_ASLEEP, _WOKEN_AT_NS, _RESTS_UNTIL_NS, _PIPE_END, _OTHER_END = range(
     0, 5 * _WORD_BYTES, _WORD_BYTES
 )  # of _SLEEP
 _OPEN, _AWAITING, _ONE_LOOP = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE
 _INSIDE = _OPEN - 1  # helpers inside
+_RAISED = 0xFF  # of the first word of an argument: not 0 if a task has raised
 
 _SYMBOL = "eagleray_pool"
 
@@ -181,11 +193,8 @@ def _await_helpers() -> None:
         fetch_and_add(state, -_AWAITING)
 
 
-@numba.cfunc(types.void(*[types.int64] * 3), cache=True, error_model="numpy")
-def _run_loop(function: int, argument: int, num_tasks: int) -> None:
-    """Call `function(argument, start, end)` until all tasks below `num_tasks` are done; the first
-    two are addresses.
-    """
+@exact_jit
+def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
     num_parts = min(load_acquire(_line(_NUM_THREADS)), num_tasks)
     if num_parts <= 1 or not replace_if(_line(_LOOP_LOCK), 0, 1):
         call_tasks(function, argument, 0, num_tasks)
@@ -202,6 +211,44 @@ def _run_loop(function: int, argument: int, num_tasks: int) -> None:
     if fetch_and_add(state, -_OPEN) & _INSIDE:
         _await_helpers()
     store_release(_line(_LOOP_LOCK), 0)
+
+
+@exact_jit
+def _write_down(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
+    """Behind the loops that have been written down; if it does not fit, at the end is 0."""
+    record = _line(_RECORD)
+    head = load_acquire(record + _NEXT_LOOP)
+    if head + _HEAD_BYTES + argument_bytes > load_acquire(record + _RECORD_END):
+        store_release(record + _RECORD_END, 0)
+        return
+    store_release(head, function)
+    store_release(head + _WORD_BYTES, num_tasks)
+    store_release(head + 2 * _WORD_BYTES, argument_bytes)
+    for offset in range(0, argument_bytes, _WORD_BYTES):
+        store_release(head + _HEAD_BYTES + offset, load_acquire(argument + offset))
+    store_release(record + _NEXT_LOOP, head + _HEAD_BYTES + argument_bytes)
+
+
+@numba.cfunc(types.void(*[types.int64] * 4), cache=True, error_model="numpy")
+def _run_loop(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
+    """Call `function(argument, start, end)` until all tasks below `num_tasks` are done; the first
+    two are addresses. The argument is whole words.
+    """
+    if load_acquire(_line(_RECORD) + _NEXT_LOOP):
+        _write_down(function, argument, num_tasks, argument_bytes)
+    _share_tasks(function, argument, num_tasks)
+
+
+@exact_entry_jit
+def run_again(address: int, end: int) -> bool:
+    """Run the loops that were written down between two addresses; whether a task raised."""
+    while address < end:
+        argument = address + _HEAD_BYTES
+        _share_tasks(load_acquire(address), argument, load_acquire(address + _WORD_BYTES))
+        if load_acquire(argument) & _RAISED:
+            return True
+        address = argument + load_acquire(address + 2 * _WORD_BYTES)
+    return False
 
 
 # -- helpers ---------------------------------------------------------------------------------------
@@ -310,6 +357,20 @@ def get_num_threads() -> int:
 def leave_cores() -> None:
     """Have helpers sleep until the next loop: torch is about to use its own threads."""
     _words[_word(_ALONE_AFTER)] = _words[_word(_STATE)] // _ONE_LOOP
+
+
+def write_down(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int:
+    """Write the loops of this process from now on into `memory`; None: nowhere. Returns the end of
+    what was written to the memory before, an address. Raises `RuntimeError` if that was too small.
+    """
+    next_loop, record_end = (_word(_RECORD, field) for field in (_NEXT_LOOP, _RECORD_END))
+    written_end = int(_words[next_loop])
+    if written_end and not _words[record_end]:
+        _words[next_loop] = 0
+        raise RuntimeError("more loops than there is memory to write them down")
+    _words[record_end] = 0 if memory is None else memory.ctypes.data + memory.nbytes
+    _words[next_loop] = 0 if memory is None else memory.ctypes.data
+    return written_end
 
 
 def counts() -> tuple[int, int]:

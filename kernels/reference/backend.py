@@ -16,6 +16,7 @@ from kernels.interface import (
     Int8Kernels,
     Kernels,
     MixedKernels,
+    Recorder,
     SamplingKernels,
     Shape,
 )
@@ -56,6 +57,7 @@ class ReferenceKernels:
     fp8: GroupedKernels | None = ReferenceGrouped()
     mixed: MixedKernels | None = None
     experts: ExpertKernels = ReferenceExperts()
+    recorder: type[Recorder] | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)
     set_num_threads = staticmethod(torch.set_num_threads)
     linear = staticmethod(functional.linear)
@@ -67,6 +69,10 @@ class ReferenceKernels:
     max_decode_parts = staticmethod(no_decode_parts)
     look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
+
+    def call(self, function: Callable[[], object], /) -> None:
+        """Call the function."""
+        function()
 
     def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""

@@ -11,6 +11,7 @@ shard, X features in, Y features out.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -184,6 +185,7 @@ class RowParallelLinear(_Matrix):
     ) -> None:
         self.name = name
         self.group = group
+        self.kernels = weight_format.kernels
         self.full_size = size_in
         self.shard_size = size_in // group.size
         super().__init__(size_out, self.shard_size, bias, weight_format)
@@ -192,8 +194,14 @@ class RowParallelLinear(_Matrix):
         """[T, Y], the same on every rank."""
         if self.group.size == 1:
             return self.weight.product(x_TX, self.bias_Y)
-        out_TY = self.group.all_reduce(self.weight.product(x_TX, None))
-        return out_TY if self.bias_Y is None else out_TY.add_(self.bias_Y)
+        out_TY = self.weight.product(x_TX, None)
+        self.kernels.call(partial(self._complete, out_TY))
+        return out_TY
+
+    def _complete(self, out_TY: Tensor) -> None:
+        self.group.all_reduce(out_TY)
+        if self.bias_Y is not None:
+            out_TY.add_(self.bias_Y)
 
     def slices(self) -> Iterator[WeightSlice]:
         size_out, start = self.weight.num_rows, self.group.rank * self.shard_size

@@ -10,6 +10,7 @@ rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -221,18 +222,31 @@ class Qwen3:
         """Normalized hidden states [T, E], the same on every rank. Writes the KV of the tokens to
         their KV places.
         """
+        return self.run_layers(self.embedding(token_ids_T), positions_T, attn, kv)
+
+    def run_layers(
+        self,
+        embedded_TE: Tensor,
+        positions_T: Tensor,
+        attn: AttentionMetadata,
+        kv: Sequence[LayerCache],
+    ) -> Tensor:
+        """`forward` of embedded tokens, which can be recorded (`Kernels.recorder`)."""
         kernels, eps = self.kernels, self.model_config.rms_norm_eps
-        residual_TE = self.embedding(token_ids_T)
+        residual_TE = embedded_TE
         x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
         following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         for i, (layer, next_norm, cache) in enumerate(zip(self.layers, following, kv, strict=True)):
-            self.group.progress.enter_layer(i)
-            faults.reach("forward", self.group.rank)
+            kernels.call(partial(self._enter_layer, i))
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
             x_TE = layer.mlp(x_TE, attn.num_live_1)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
         return x_TE
+
+    def _enter_layer(self, index: int) -> None:
+        self.group.progress.enter_layer(index)
+        faults.reach("forward", self.group.rank)
 
     def logits(self, hidden_BE: Tensor) -> Tensor:
         """[B, V], this rank's part of the vocabulary."""

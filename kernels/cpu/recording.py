@@ -1,0 +1,123 @@
+"""Kernels that are called once and then replayed, as a GPU's graphs are.
+
+With few rows, what Python does around a kernel takes as long as a small kernel runs. But all that a
+kernel of this backend computes are loops over tasks (`parallel.py`), and the arguments of a loop
+are addresses, shapes and numbers. So a recording is the list of loops, written down as they begin,
+between calls of Python that were handed to `call`; and the memory in which they read and write,
+which stays where it is. Replaying runs the loops on what the memory contains then.
+
+Results of kernels are allocated by `empty`, during a recording in memory of its own, which is used
+again for a later result once nobody has the tensor any more: a replay does everything in the same
+order. What else a kernel makes for a loop, it must `keep`. What is no loop is not recorded: a
+product of oneDNN's says so with `refuse`, and other operations of torch must go through `call`. One
+thread makes recordings and calls kernels meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.jit import Array
+from kernels.cpu.pool import run_again, write_down
+
+_MAX_WORDS = 1 << 15  # of the loops between two calls; a layer has some 600
+
+_current: list[Recording] = []  # at most one
+
+
+class Recording:
+    """As a context, records the kernels that are called; then `replay` can be called."""
+
+    def __init__(self) -> None:
+        self.is_complete = True
+        self._parts: list[Callable[[], object]] = []
+        self._kept: list[Array] = []
+        self._free: defaultdict[int, list[Array]] = defaultdict(list)  # by number of bytes
+        self._memory = np.empty(_MAX_WORDS, np.int64)
+
+    def __enter__(self) -> Recording:
+        assert not _current, "a recording within another"
+        _current.append(self)
+        write_down(self._memory)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.clear()
+        self._end_part()
+        write_down(None)
+
+    def replay(self) -> None:
+        """Run everything again. Raises `RuntimeError` if a task does."""
+        for part in self._parts:
+            part()
+
+    def keep(self, array: Array) -> None:
+        """Keep the memory of an array as long as this recording."""
+        self._kept.append(array)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor whose memory is kept, for other tensors later."""
+        free = self._free[math.prod(shape) * dtype.itemsize]
+        if not free:
+            free.append(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
+            self.keep(free[0])
+        memory = free.pop()
+        lent = memory.view()  # ends with the last tensor that has the memory
+        weakref.finalize(lent, free.append, memory).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def then(self, function: Callable[[], object]) -> None:
+        """Have the replay call the function at this point."""
+        self._end_part()
+        self._parts.append(function)
+
+    def _end_part(self) -> None:
+        num_bytes = write_down(self._memory) - self._memory.ctypes.data
+        if num_bytes:
+            loops = self._memory[: num_bytes // 8].copy()
+            self._parts.append(partial(_run, loops, loops.ctypes.data, loops.nbytes))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A tensor for the result of a kernel."""
+    for recording in _current:
+        return recording.empty(shape, dtype)
+    return torch.empty(shape, dtype=dtype)
+
+
+def keep(array: Array) -> Array:
+    """The array, which a recording keeps."""
+    for recording in _current:
+        recording.keep(array)
+    return array
+
+
+def call(function: Callable[[], object]) -> None:
+    """Call a function now and, if a recording is being made, at this point of each replay."""
+    for recording in _current:
+        recording.then(function)
+    function()
+
+
+def refuse() -> None:
+    """The recording that is being made, if any, lacks what follows."""
+    for recording in _current:
+        recording.is_complete = False
+
+
+def run_once() -> None:
+    """Compile what replays, or load it from the cache."""
+    run_again(0, 0)
+
+
+def _run(_loops: object, address: int, num_bytes: int) -> None:
+    if run_again(address, address + num_bytes):
+        raise RuntimeError("a task of a recorded loop raised an error")

@@ -1,0 +1,98 @@
+"""The layers of decode steps of few rows on a CPU: recorded once for each number of rows, and
+replayed by the steps that follow, since calling each kernel takes as long as the small ones run.
+
+Owns the tensors that a recording reads, into which each step copies its own. The embedding before
+the layers and the head behind them are not recorded. Used by the model runner; where kernels do not
+record, and for all other steps, it just calls the model. Legend: T tokens of the step, W blocks in
+a row's table, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from configs.engine import ResolvedConfig
+from kernels.interface import Recorder
+from kernels.metadata import AttentionMetadata
+from workers.batch.kv_cache import KVCache
+from workers.batch.state import StepInputs
+from workers.models.qwen3 import Qwen3
+
+# With more rows, products take so long that calls do not matter.
+MAX_RECORDED_ROWS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """A recording of the layers, with what it reads and writes."""
+
+    embedded_TE: Tensor
+    positions_T: Tensor
+    attn: AttentionMetadata
+    hidden_TE: Tensor
+    recording: Recorder
+
+
+class RecordedLayers:
+    """One model over one cache."""
+
+    def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache) -> None:
+        self._model = model
+        self._cache = cache
+        self._table_width = config.blocks_per_sequence
+        has_recorder = model.kernels.recorder is not None and config.model.experts is None
+        self._max_rows = MAX_RECORDED_ROWS if has_recorder else 0
+        self._by_rows: dict[int, _Recorded] = {}
+
+    def forward(self, step: StepInputs) -> Tensor:
+        """`Qwen3.forward`; the result may be overwritten by the next step."""
+        embedded_TE = self._model.embedding(step.token_ids_T)
+        num_rows = len(embedded_TE)
+        if not step.attn.is_decode or num_rows > self._max_rows:
+            return self._model.run_layers(
+                embedded_TE, step.positions_T, step.attn, self._cache.layers
+            )
+        recorded = self._by_rows.get(num_rows)
+        if recorded is None:
+            return self._record(embedded_TE, step)
+        recorded.embedded_TE.copy_(embedded_TE)
+        recorded.positions_T.copy_(step.positions_T)
+        recorded.attn.seq_lens_B.copy_(step.attn.seq_lens_B)
+        recorded.attn.kv_places_T.copy_(step.attn.kv_places_T)
+        table_BW = step.attn.block_table_BW
+        recorded.attn.block_table_BW[:, : table_BW.shape[1]] = table_BW
+        recorded.recording.replay()
+        return recorded.hidden_TE
+
+    def _record(self, embedded_TE: Tensor, step: StepInputs) -> Tensor:
+        """The hidden states of a step, whose tensors become those of the recording."""
+        num_rows, attn = len(embedded_TE), step.attn
+        table_BW = torch.zeros(num_rows, self._table_width, dtype=attn.block_table_BW.dtype)
+        table_BW[:, : attn.block_table_BW.shape[1]] = attn.block_table_BW
+        positions_T = step.positions_T.clone()
+        kept = AttentionMetadata(
+            query_start_B1=attn.query_start_B1.clone(),  # each row has one token
+            seq_start_B1=attn.query_start_B1,  # attention does not read it
+            seq_lens_B=attn.seq_lens_B.clone(),
+            block_table_BW=table_BW,
+            kv_places_T=attn.kv_places_T.clone(),
+            max_query_len=1,
+            max_seq_len=attn.max_seq_len,
+        )
+        assert self._model.kernels.recorder is not None
+        with self._model.kernels.recorder() as recording:
+            hidden_TE = self._model.run_layers(embedded_TE, positions_T, kept, self._cache.layers)
+        if not recording.is_complete:
+            self._max_rows = num_rows - 1
+            return hidden_TE
+        self._by_rows[num_rows] = _Recorded(
+            embedded_TE=embedded_TE,
+            positions_T=positions_T,
+            attn=kept,
+            hidden_TE=hidden_TE,
+            recording=recording,
+        )
+        return hidden_TE
