@@ -47,7 +47,7 @@ from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
 
 
-class _ChatByDefault(typer.core.TyperGroup):
+class _ChatDefaultGroup(typer.core.TyperGroup):
     """Flags without a command are those of `chat`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,7 +56,7 @@ class _ChatByDefault(typer.core.TyperGroup):
 
 
 app = typer.Typer(
-    cls=_ChatByDefault,
+    cls=_ChatDefaultGroup,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -97,17 +97,20 @@ def _sampling_params(values: dict[str, Any]) -> SamplingParams:
 
 # Parameters that stand for several flags: the flags, and the function that builds the parameter
 # from their values.
-GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
+FLAG_GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, Any]], Any]]] = {
     "config": (_flags_of(EngineConfig, "Engine"), _engine_config),
-    "defaults": (_flags_of(SamplingParams, "Sampling", stop=list[str] | None), _sampling_params),
-    "serving": (_flags_of(ServeConfig, "Serving"), dict),
+    "sampling_defaults": (
+        _flags_of(SamplingParams, "Sampling", stop=list[str] | None),
+        _sampling_params,
+    ),
+    "serve_options": (_flags_of(ServeConfig, "Serving"), dict),
 }
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with those of its parameters that `GROUPS` names replaced by flags."""
+    """`command`, with those of its parameters that `FLAG_GROUPS` names replaced by flags."""
     command_parameters = inspect.signature(command, eval_str=True).parameters
-    groups = {name: GROUPS[name] for name in command_parameters if name in GROUPS}
+    groups = {name: FLAG_GROUPS[name] for name in command_parameters if name in FLAG_GROUPS}
     parameters = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for parameter in command_parameters.values()
@@ -118,7 +121,7 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
-        with _exit_codes():
+        with _errors_to_exit_codes():
             for name, (flags, build) in groups.items():
                 values[name] = build({flag: values.pop(flag) for flag in flags})
             command(**values)
@@ -144,23 +147,25 @@ def generate(
     ] = False,
     *,
     config: EngineConfig,
-    defaults: SamplingParams,
+    sampling_defaults: SamplingParams,
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
     _start_logging(config.log_level)
     from cluster.commands.generate import run_generate  # loads Ray
 
-    run_generate(config, defaults, prompts=prompts or [], input=input, output=output, raw=raw)
+    run_generate(
+        config, sampling_defaults, prompts=prompts or [], input=input, output=output, raw=raw
+    )
 
 
 @app.command()
 @_with_flags
-def chat(*, config: EngineConfig, defaults: SamplingParams) -> None:
+def chat(*, config: EngineConfig, sampling_defaults: SamplingParams) -> None:
     """Talk with the model in the terminal; also without a command: launch.py --tp 2."""
     _start_logging(config.log_level)
     from cluster.commands.chat import run_chat  # loads Ray
 
-    run_chat(config, defaults)
+    run_chat(config, sampling_defaults)
 
 
 def _synthetic_option(flag: str, text: str, default: float) -> Any:
@@ -247,21 +252,23 @@ def serve(
     ] = False,
     *,
     config: EngineConfig,
-    serving: dict[str, Any],
-    defaults: SamplingParams,
+    serve_options: dict[str, Any],
+    sampling_defaults: SamplingParams,
 ) -> None:
     """Serve the OpenAI API through Ray Serve until SIGTERM or Ctrl-C."""
     _start_logging(config.log_level)
     from cluster.serve.run import ServeJob, run_serve  # loads Ray
 
-    if serving["api_key"] is None:
-        serving["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
+    if serve_options["api_key"] is None:
+        serve_options["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
     sampling = {
-        name: value for name, value in dataclasses.asdict(defaults).items() if value is not None
+        name: value
+        for name, value in dataclasses.asdict(sampling_defaults).items()
+        if value is not None
     }
     run_serve(
         ServeJob(
-            config=ServeConfig(engine=config, sampling=sampling, **serving),
+            config=ServeConfig(engine=config, sampling=sampling, **serve_options),
             host=host,
             port=port,
             name=name,
@@ -271,13 +278,13 @@ def serve(
     )
 
 
-RAY_ADDRESS = typer.Option("--ray-address", help="Ray cluster to ask.")
+RAY_ADDRESS_OPTION = typer.Option("--ray-address", help="Ray cluster to ask.")
 
 
 @app.command()
-def status(ray_address: Annotated[str | None, RAY_ADDRESS] = None) -> None:
+def status(ray_address: Annotated[str | None, RAY_ADDRESS_OPTION] = None) -> None:
     """List the engines that are served in a running Ray cluster."""
-    with _exit_codes():
+    with _errors_to_exit_codes():
         from cluster.commands.engines import run_status  # loads Ray
 
         run_status(ray_address)
@@ -286,10 +293,10 @@ def status(ray_address: Annotated[str | None, RAY_ADDRESS] = None) -> None:
 @app.command()
 def down(
     name: Annotated[str, typer.Argument(help="Name of the engine.")],
-    ray_address: Annotated[str | None, RAY_ADDRESS] = None,
+    ray_address: Annotated[str | None, RAY_ADDRESS_OPTION] = None,
 ) -> None:
     """Stop serving an engine in a running Ray cluster, once its running requests have finished."""
-    with _exit_codes():
+    with _errors_to_exit_codes():
         from cluster.commands.engines import run_down  # loads Ray
 
         run_down(name, ray_address)
@@ -303,7 +310,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
 ) -> None:
     """Show a running server live: requests, tokens per second, cache use, step times."""
-    with _exit_codes():
+    with _errors_to_exit_codes():
         from cluster.commands.top import run_top
 
         run_top(url.rstrip("/"), once=once)
@@ -318,7 +325,7 @@ def trace(
     output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("trace.json"),
 ) -> None:
     """Write the last steps of a running server as a trace for Chrome's tracing page or Perfetto."""
-    with _exit_codes():
+    with _errors_to_exit_codes():
         from cluster.commands.trace import run_trace
 
         print(run_trace(url.rstrip("/"), seconds, output, os.environ.get("EAGLERAY_API_KEY")))
@@ -334,7 +341,7 @@ def doctor(
     """Report what is installed, which devices there are, which kernels would run, and what is
     wrong; of a model, its size and whether it fits.
     """
-    with _exit_codes():
+    with _errors_to_exit_codes():
         from cluster.commands.doctor import examine
 
         lines, problems = examine(model)
@@ -357,7 +364,7 @@ def _start_logging(level: str) -> None:
 
 
 @contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
+def _errors_to_exit_codes() -> Iterator[None]:
     """Turn our errors into one line and an exit code. SIGTERM, and the end of the terminal unless
     that is ignored (`nohup`), stop a command as Ctrl-C does.
     """

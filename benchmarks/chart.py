@@ -6,7 +6,7 @@ import json
 from statistics import median
 from typing import Any
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
 OURS, THEIRS, ROW, LEFT, RIGHT = "#2f6f4f", "#9aa3ab", 34, 270, 290
 TITLE = "Output tokens per second over those of vLLM 0.32's CPU build in bfloat16 (Zen 4)"
@@ -14,7 +14,7 @@ TITLE = "Output tokens per second over those of vLLM 0.32's CPU build in bfloat1
 
 def bars() -> list[tuple[str, float]]:
     """(what was run, our median rate over vLLM's), from runs in turn."""
-    path = CHECKOUT / "benchmarks" / "results" / "throughput_zen4.json"
+    path = SOURCE_ROOT / "benchmarks" / "results" / "throughput_zen4.json"
     results: dict[str, Any] = json.loads(path.read_text())
     cases = dict(results["other_cases"]["runs"]) | {"0.6b tp 2": results["beside_vllm"]}
     names = {"60m tp 1": "60M, tp 1", "60m tp 2": "60M, tp 2"}

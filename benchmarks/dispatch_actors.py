@@ -16,7 +16,7 @@ from cluster.engine.report import StartReport
 from cluster.ranks.actor import RankActor
 from cluster.resources.placement import Place
 from configs.engine import ResolvedConfig
-from scheduler.messages import StepPlan, StepResult, ints
+from scheduler.messages import StepPlan, StepResult, int32_array
 from workers.report import WorkerReport
 from workers.worker import Worker
 
@@ -63,18 +63,18 @@ class OneCoreRankActor(RankActor):
         gpus: list[str],
         num_kv_blocks: int | None = None,
         *,
-        stands_by: bool = False,
+        is_standby: bool = False,
     ) -> WorkerReport:
         place = dataclasses.replace(place, ranks_on_node=len(os.sched_getaffinity(0)))
         return super().start(
-            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, is_standby=is_standby
         )
 
 
 class OneCoreDriver(TimedDriver):
     """A timed driver whose ranks take one core each."""
 
-    rank_actor = OneCoreRankActor
+    rank_actor_class = OneCoreRankActor
 
 
 class SleepingWorker(Worker):
@@ -100,7 +100,7 @@ class SleepingWorker(Worker):
             pass
         with self._launched:
             self._last_s = max(self._last_s, time.perf_counter()) + self._step_s
-            self._done_s[plan.step_id] = self._last_s, sum(plan.samples)
+            self._done_s[plan.step_id] = self._last_s, sum(plan.sampling_flags)
             self._launched.notify_all()
 
     def result(self, step_id: int, epoch: int) -> StepResult:
@@ -108,7 +108,9 @@ class SleepingWorker(Worker):
             self._launched.wait_for(lambda: step_id in self._done_s)
             done_s, num_rows = self._done_s.pop(step_id)
         time.sleep(max(0.0, done_s - time.perf_counter()))
-        tokens = ints(_TEXT_TOKENS[(step_id + row) % len(_TEXT_TOKENS)] for row in range(num_rows))
+        tokens = int32_array(
+            _TEXT_TOKENS[(step_id + row) % len(_TEXT_TOKENS)] for row in range(num_rows)
+        )
         return StepResult(
             step_id=step_id,
             epoch=epoch,
@@ -127,6 +129,6 @@ def sleeping_driver(step_s: float, launch_s: float) -> type[TimedDriver]:
             self._worker = SleepingWorker(config, rank, step_s, launch_s)
 
     class SleepingDriver(TimedDriver):
-        rank_actor = SleepingRankActor
+        rank_actor_class = SleepingRankActor
 
     return SleepingDriver

@@ -29,8 +29,8 @@ from cluster.scheduler_limits import limits_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 
@@ -67,7 +67,7 @@ def with_ray(
     def run(size: int) -> float:
         params = SamplingParams(max_tokens=steps, ignore_eos=True, temperature=0.0)
         llm.generate([_prompt(row) for row in range(size)], params)
-        return summed_up(ray.get(llm._engine.driver.take_moments.remote()))
+        return summed_up(ray.get(llm._engine_processes.driver.take_moments.remote()))
 
     with llm:
         yield run
@@ -101,8 +101,8 @@ def _prompt(row: int) -> list[int]:
 
 def _add_batch(engine: Engine | Scheduler, size: int, steps: int) -> None:
     for row in range(size):
-        sampling = Sampling(seed=0, max_tokens=steps, temperature=0.0)
-        tokens = ints(_prompt(row))
+        sampling = ResolvedSampling(seed=0, max_tokens=steps, temperature=0.0)
+        tokens = int32_array(_prompt(row))
         engine.add(
             Request(
                 request_id=str(row),

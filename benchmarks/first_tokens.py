@@ -31,8 +31,8 @@ from cluster.engine.loop import PLAN_LEAD_S, PLAN_LEAD_SHARE
 from configs.engine import DEFAULT_NUM_BATCHED_TOKENS, DEFAULT_NUM_SEQS, DEFAULT_STEPS_AHEAD
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 
 PLANNING_S = 0.0005  # of the driver, per step
@@ -111,7 +111,7 @@ class VirtualRanks:
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
-            token_ids=ints([9] * sum(plan.samples)),
+            token_ids=int32_array([9] * sum(plan.sampling_flags)),
             seconds={"forward": seconds},
         )
         self._results[plan.step_id] = self.free_at_s, result
@@ -141,9 +141,9 @@ class Times:
 
     def row(self) -> dict[str, float]:
         """Figures for a table, in milliseconds."""
-        firsts = {f"ttft_ms_p{q}": quantile(self.first_s, q / 100) for q in (50, 90, 99)}
+        first_positions = {f"ttft_ms_p{q}": quantile(self.first_s, q / 100) for q in (50, 90, 99)}
         gaps = {f"inter_token_ms_p{q}": quantile(self.gaps_s, q / 100) for q in (50, 99, 99.9)}
-        return {name: round(1e3 * seconds, 1) for name, seconds in (firsts | gaps).items()}
+        return {name: round(1e3 * seconds, 1) for name, seconds in (first_positions | gaps).items()}
 
 
 def drawn_requests(num_requests: int, rate: float, seed: int) -> deque[Request]:
@@ -156,9 +156,9 @@ def drawn_requests(num_requests: int, rate: float, seed: int) -> deque[Request]:
         requests.append(
             Request(
                 request_id=str(i),
-                token_ids=ints([i + 10] * num_prompt_tokens),
+                token_ids=int32_array([i + 10] * num_prompt_tokens),
                 num_prompt_tokens=num_prompt_tokens,
-                sampling=Sampling(seed=0, max_tokens=rng.randint(32, 96)),
+                sampling=ResolvedSampling(seed=0, max_tokens=rng.randint(32, 96)),
                 arrival_s=arrival_s,
             )
         )
@@ -216,7 +216,7 @@ class Simulation:
     def _wait_for_requests(self) -> None:
         """As `StepLoop` does."""
         began_s = self.ranks.now_s
-        self.engine.ensure_submitted()
+        self.engine.ensure_step_submitted()
         slack_s = self.engine.slack_s
         plan_at_s = began_s + slack_s - max(self.plan_lead_s, PLAN_LEAD_SHARE * slack_s)
         if (wait_s := plan_at_s - self.ranks.now_s) > 0:

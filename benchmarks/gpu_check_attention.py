@@ -17,8 +17,8 @@ import torch
 from benchmarks.gpu_check_common import Check, Row, attention_of, refusal, with_parts
 from benchmarks.gpu_check_verdicts import judge, poisoned
 from kernels.gpu.attention import paged_attention as triton_attention
-from kernels.gpu.attention_launch import Launch, prefill_launch
-from kernels.gpu.fp8 import Fp8Read
+from kernels.gpu.attention_launch import LaunchConfig, prefill_launch
+from kernels.gpu.fp8 import Fp8Widening
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
@@ -147,15 +147,17 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
         _attention_fp8(check, kernels)
 
 
-def _large_tile(check: Check, dim: int, _: Launch) -> Launch:
+def _large_tile(check: Check, dim: int, _: LaunchConfig) -> LaunchConfig:
     """Of prefill, as it is chosen for many tokens."""
-    on_hopper = check.on_gpu and torch.cuda.get_device_capability(check.device)[0] == 9
-    return prefill_launch(check.dtype, dim, large_tile=True, on_hopper=on_hopper)
+    is_hopper = check.on_gpu and torch.cuda.get_device_capability(check.device)[0] == 9
+    return prefill_launch(check.dtype, dim, is_large_tile=True, is_hopper=is_hopper)
 
 
 def _attention_fp8(check: Check, kernels: Kernels) -> None:
     """Over a cache of 8-bit numbers, which a GPU may read in two ways besides the usual one."""
-    ways: tuple[Fp8Read | None, ...] = (None, "pairs", "instructions") if check.on_gpu else (None,)
+    ways: tuple[Fp8Widening | None, ...] = (
+        (None, "pairs", "instructions") if check.on_gpu else (None,)
+    )
     heads, kv_heads, dim = (2, 1, 64) if check.small else (16, 8, 128)
     for kind, batch in (SMALL_BATCHES if check.small else _FP8_BATCHES).items():
         for way in ways:
@@ -165,9 +167,9 @@ def _attention_fp8(check: Check, kernels: Kernels) -> None:
             check.add(name, partial(case, cache="fp8", attend=attend))
 
 
-def reading_by(way: Fp8Read) -> Attend:
+def reading_by(way: Fp8Widening) -> Attend:
     """Triton's attention, with 8-bit numbers read in this way."""
-    return partial(triton_attention, tune=partial(dataclasses.replace, read_fp8=way))
+    return partial(triton_attention, tune=partial(dataclasses.replace, fp8_widening=way))
 
 
 def _attention_case(

@@ -169,13 +169,13 @@ def with_parts(
         return attn
     starts = part_starts(attn.seq_lens_B[:num_live].cpu().numpy(), max_parts)
     starts = np.pad(starts, (0, num_rows - num_live), mode="edge")
-    decode = DecodeParts(
+    decode_parts = DecodeParts(
         num_rows=num_rows,
         max_parts=max_parts,
-        start_B1=torch.from_numpy(starts).to(device),
-        arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
+        part_start_B1=torch.from_numpy(starts).to(device),
+        num_arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
     )
-    return dataclasses.replace(attn, decode=decode)
+    return dataclasses.replace(attn, decode_parts=decode_parts)
 
 
 def running_sum(lengths: Iterable[int]) -> torch.Tensor:

@@ -27,15 +27,15 @@ from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
-from kernels.reference.grouped import MIDDLE
+from kernels.reference.grouped import MIDDLE_CODE
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 from workers.models.weights import WeightSlice
-from workers.roofline import floor_s, works_of
+from workers.roofline import floor_s, make_works
 
 QWEN3_8B = SHAPES["qwen3-8b"]
 # Small enough to be quick, with a head dim that every backend takes.
@@ -179,8 +179,8 @@ def near_zero(piece: WeightSlice) -> None:
         return
     assert piece.scale is not None
     piece.target.random_()
-    piece.zeros.fill_(MIDDLE)
-    piece.scale.fill_(0.05 / MIDDLE)
+    piece.zeros.fill_(MIDDLE_CODE)
+    piece.scale.fill_(0.05 / MIDDLE_CODE)
 
 
 def wide(piece: WeightSlice) -> None:
@@ -204,9 +204,9 @@ def request_of(number: int, tokens: list[int], max_tokens: int, **parameters: An
     """
     return Request(
         request_id=str(number),
-        token_ids=ints(tokens),
+        token_ids=int32_array(tokens),
         num_prompt_tokens=len(tokens),
-        sampling=Sampling(seed=number, max_tokens=max_tokens, **parameters),
+        sampling=ResolvedSampling(seed=number, max_tokens=max_tokens, **parameters),
     )
 
 
@@ -215,8 +215,8 @@ def run_all(engine: Engine) -> dict[str, array[int]]:
     outputs: dict[str, array[int]] = {}
     while engine.has_work:
         output = engine.step()
-        for seq in output.finished if output is not None else ():
-            outputs[seq.request_id] = ints(seq.token_ids[seq.num_prompt_tokens :])
+        for seq in output.finished_sequences if output is not None else ():
+            outputs[seq.request_id] = int32_array(seq.token_ids[seq.num_prompt_tokens :])
     return outputs
 
 
@@ -277,7 +277,7 @@ def _throughput(check: Check, backend: str) -> Row:
         outputs = run_all(engine)
         total_s = time.perf_counter() - began
         stats = engine.scheduler.stats
-        floor = floor_s(config.model, 2, works_of(prompts, lengths), check.ceilings)
+        floor = floor_s(config.model, 2, make_works(prompts, lengths), check.ceilings)
         return {
             "tokens_per_s": rounded(sum(lengths) / total_s, 5),
             "total_s": rounded(total_s),

@@ -114,10 +114,10 @@ def _mixed_step(
     ms = 1000 * statistics.median(b - a for a, b in itertools.pairwise(moments))
     layers = active_layer_parameters(model)
     head = model.vocab_size * model.hidden_size
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     floor_ms = (
         check.floor_us(
-            2 * (layers + head + batch * context * kv_row),
+            2 * (layers + head + batch * context * kv_elements_per_token),
             2 * layers * (batch + chunk) + 2 * head * (batch + 1),
         )
         / 1000

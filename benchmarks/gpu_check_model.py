@@ -12,8 +12,8 @@ from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 
@@ -67,9 +67,9 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
             engine.add(
                 Request(
                     request_id=question,
-                    token_ids=ints(prompt),
+                    token_ids=int32_array(prompt),
                     num_prompt_tokens=len(prompt),
-                    sampling=Sampling(
+                    sampling=ResolvedSampling(
                         seed=0,
                         max_tokens=24,
                         temperature=0.0,
@@ -80,7 +80,7 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
         said = {}
         while engine.has_work:
             output = engine.step()
-            for seq in output.finished if output is not None else ():
+            for seq in output.finished_sequences if output is not None else ():
                 said[seq.request_id] = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens :])
         row: Row = {"answers": " | ".join(said.values())[:60]}
         if check.on_gpu:

@@ -212,10 +212,10 @@ def _same_draws(check: Check, kernels: SamplingKernels) -> Row:
     seeds_R, positions_R = (
         torch.randint(limit, (300,), device=check.device) for limit in (2**63 - 1, 40960)
     )
-    kept_NR = torch.randint(2**56, (3, 300), device=check.device)
+    kept_weight_NR = torch.randint(2**56, (3, 300), device=check.device)
     with poisoned():
-        got_R = kernels.target_weight(seeds_R, positions_R, kept_NR, 1)
-    return equal((got_R, SAMPLING_REFERENCE.target_weight(seeds_R, positions_R, kept_NR, 1)))
+        got_R = kernels.target_weight(seeds_R, positions_R, kept_weight_NR, 1)
+    return equal((got_R, SAMPLING_REFERENCE.target_weight(seeds_R, positions_R, kept_weight_NR, 1)))
 
 
 def _same_best(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
@@ -239,12 +239,14 @@ def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     want_RK = SAMPLING_REFERENCE.list_nearest(gap_rows, top_k_R, 50)
     with poisoned():
         got_RK = kernels.list_nearest(gap_rows, top_k_R, 50)
-        limit_R, kept_NR = kernels.listed_limits(want_RK[None], top_k_R, top_p_R, min_p_limit_R)
-    want_limit_R, want_kept_NR = SAMPLING_REFERENCE.listed_limits(
+        limit_R, kept_weight_NR = kernels.limits_from_lists(
+            want_RK[None], top_k_R, top_p_R, min_p_limit_R
+        )
+    want_limit_R, want_kept_NR = SAMPLING_REFERENCE.limits_from_lists(
         want_RK[None], top_k_R, top_p_R, min_p_limit_R
     )
     row = equal((got_RK, want_RK), (limit_R, want_limit_R))
-    return worst_of(row, near(kept_NR, want_kept_NR, 50))
+    return worst_of(row, near(kept_weight_NR, want_kept_NR, 50))
 
 
 def _same_histograms(kernels: SamplingKernels, gap_rows: GapRows) -> Row:

@@ -11,18 +11,18 @@ from functools import partial
 import torch
 
 from benchmarks.gpu_check_common import Call, Check, timed
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.sampler import Sampler
 
 # The sampling parameters of the rows; "own settings" are those of Qwen3's generation config.
 KINDS = {
-    "greedy": Sampling(seed=1, max_tokens=9, temperature=0.0),
-    "temperature": Sampling(seed=1, max_tokens=9, temperature=0.8),
-    "own settings": Sampling(seed=1, max_tokens=9, temperature=0.6, top_k=20, top_p=0.95),
-    "top-p": Sampling(seed=1, max_tokens=9, temperature=0.8, top_p=0.9),
-    "penalties": Sampling(seed=1, max_tokens=9, temperature=0.0, repetition_penalty=1.1),
-    "logprobs": Sampling(seed=1, max_tokens=9, temperature=0.0, logprobs=5),
+    "greedy": ResolvedSampling(seed=1, max_tokens=9, temperature=0.0),
+    "temperature": ResolvedSampling(seed=1, max_tokens=9, temperature=0.8),
+    "own settings": ResolvedSampling(seed=1, max_tokens=9, temperature=0.6, top_k=20, top_p=0.95),
+    "top-p": ResolvedSampling(seed=1, max_tokens=9, temperature=0.8, top_p=0.9),
+    "penalties": ResolvedSampling(seed=1, max_tokens=9, temperature=0.0, repetition_penalty=1.1),
+    "logprobs": ResolvedSampling(seed=1, max_tokens=9, temperature=0.0, logprobs=5),
 }
 # Features of each product of a layer, in and out, and of the vocabulary.
 _PRODUCTS = {
@@ -42,7 +42,9 @@ def whole_sampler(check: Check) -> None:
             timed(check, name, make, num_bytes)
 
 
-def _sampler_call(check: Check, num_rows: int, num_columns: int, sampling: Sampling) -> Call:
+def _sampler_call(
+    check: Check, num_rows: int, num_columns: int, sampling: ResolvedSampling
+) -> Call:
     group = TensorParallelGroup(0, 1, check.device)
     sampler = Sampler(
         group,

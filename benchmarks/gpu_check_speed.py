@@ -36,7 +36,7 @@ from benchmarks.gpu_check_common import (
 )
 from benchmarks.gpu_check_grouped import grouped_speed
 from benchmarks.gpu_check_sampling import products, whole_sampler
-from kernels.gpu.fp8 import Fp8Read
+from kernels.gpu.fp8 import Fp8Widening
 from kernels.interface import GapRows, Kernels
 
 EPS = 1e-6
@@ -142,7 +142,7 @@ def _decode_fp8(check: Check, pool: Pool, heads: tuple[int, int, int]) -> None:
 
 def _each_way(check: Check, pool: Pool, heads: tuple[int, int, int], seq_lens: list[int]) -> Row:
     """A time for each way that the device has of reading 8-bit numbers; `share` is of the best."""
-    ways: tuple[Fp8Read, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
+    ways: tuple[Fp8Widening, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
     kernels, ones = check.backends["triton"], [1] * len(seq_lens)
     num_bytes = attention_bytes(heads, seq_lens, ones, check.dtype.itemsize, cache_itemsize=1)
     times = {}

@@ -36,7 +36,7 @@ from configs.model import ModelConfig
 from configs.quantization import FP8 as FP8_WEIGHTS
 from configs.quantization import INT4, Quantization
 from scheduler.engine import Engine
-from workers.roofline import active_layer_parameters, floor_s, works_of
+from workers.roofline import active_layer_parameters, floor_s, make_works
 
 Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
 # Rows that decode, and about how many tokens each has.
@@ -159,9 +159,17 @@ def spans_on_device(check: Check, calls: Sequence[Callable[[], object]]) -> list
 # What the names of kernels contain, the first that fits.
 _KINDS = {
     "attention": ("decode_kernel", "prefill_kernel", "flash"),
-    "experts": ("_route", "_sort_pairs", "_multiply_tile", "_add_up"),
+    "experts": ("_route", "_sort_pairs", "_multiply_tile", "_combine_products"),
     "sampling": (
-        *("_block_", "_row_best", "_pack", "_unpack", "_near_gaps", "_make_list", "_listed_limits"),
+        *(
+            "_block_",
+            "_row_best",
+            "_pack",
+            "_unpack",
+            "_near_gaps",
+            "_make_list",
+            "_limits_from_lists",
+        ),
         *("_target_weight", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
     ),
     "elementwise": ("_rms_norm", "_qk_norm_rope_store", "_silu_and_mul"),
@@ -229,14 +237,17 @@ def floor_of_step_ms(
 ) -> float:
     """Of one rank: reading the weights, and the keys and values of all rows, once."""
     weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    kv_row *= 1 if kv_cache_dtype == FP8 else 2  # bytes
+    kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    kv_elements_per_token *= 1 if kv_cache_dtype == FP8 else 2  # bytes
     bytes_per_weight = 2.0
     if quantization is not None:  # a GPU holds a word per group
         bytes_per_weight = 1 / 2 if quantization.name == INT4 else 1
         bytes_per_weight += 4 / quantization.group_size
     weight_bytes = weights * bytes_per_weight
-    return check.floor_us(weight_bytes + batch * context * kv_row, 2 * weights * batch) / 1000
+    return (
+        check.floor_us(weight_bytes + batch * context * kv_elements_per_token, 2 * weights * batch)
+        / 1000
+    )
 
 
 # Prefill steps
@@ -292,7 +303,7 @@ def _prefill_step(check: Check, num_prompts: int, prompt_len: int, parts: Parts)
         engine.step()
         seconds.append(time.perf_counter() - began)
     ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
-    floor_ms = 1000 * floor_s(model, 2, works_of(prompts, [1] * num_prompts), check.ceilings)
+    floor_ms = 1000 * floor_s(model, 2, make_works(prompts, [1] * num_prompts), check.ceilings)
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),

@@ -31,7 +31,7 @@ from benchmarks.gpu_check_engine import (
 )
 from kernels.reference.sampling import MAX_LISTED_TOP_K
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
+from scheduler.messages import Request, int32_array
 from workers.sampling.sampler import RowMasks, SampledTokens, Sampler
 from workers.sampling.state import SamplingBatch
 
@@ -187,7 +187,7 @@ def near_ties(check: Check, differ: dict[int, tuple[list[int], list[int]]]) -> l
                     dataclasses.replace(
                         request,
                         request_id=f"{number}, {copy}",
-                        token_ids=request.token_ids + ints(wanted[:place]),
+                        token_ids=request.token_ids + int32_array(wanted[:place]),
                         sampling=one_more,
                     )
                 )

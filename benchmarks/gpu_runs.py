@@ -39,7 +39,7 @@ from benchmarks.gpu_check_cache import kernel_cache
 from benchmarks.gpu_check_process import write_json
 from benchmarks.gpu_runs_table import table
 from benchmarks.steps import Result, Step, run_steps
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
 # More memory than this in use after a step than before the run was left by the step.
 _LEFT_MIB = 64.0
@@ -74,7 +74,7 @@ class Run:
         return [*command, "--small"] if self.small and module in _HAVE_SMALL else command
 
     def launch(self, *words: object) -> list[str]:
-        return [sys.executable, str(CHECKOUT / "launch.py"), *map(str, words)]
+        return [sys.executable, str(SOURCE_ROOT / "launch.py"), *map(str, words)]
 
 
 _HAVE_SMALL = (
@@ -191,7 +191,7 @@ def _ncu(run: Run) -> Step:
 
 
 def _pytest(run: Run) -> Step:
-    command = run.python("pytest", "-q", "-p", "no:cacheprovider", CHECKOUT / "tests" / "gpu")
+    command = run.python("pytest", "-q", "-p", "no:cacheprovider", SOURCE_ROOT / "tests" / "gpu")
     return Step(name="tests", command=command, limit_s=90, least_s=25)
 
 
@@ -354,7 +354,7 @@ def main() -> None:
 
 def _environment(run: Run) -> dict[str, str]:
     """For all steps: caches of compilers that they share, output at once, nothing from a hub."""
-    here = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    here = [str(SOURCE_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "TRITON_CACHE_DIR": str(run.work / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(run.work / "inductor"),

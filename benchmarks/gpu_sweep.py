@@ -45,11 +45,11 @@ from benchmarks.gpu_check_speed import Pool, attention_bytes, attention_us
 from benchmarks.gpu_check_verdicts import judge, poisoned
 from kernels import decode_parts
 from kernels.gpu.attention import paged_attention
-from kernels.gpu.attention_launch import Launch
-from kernels.gpu.fp8 import Fp8Read
+from kernels.gpu.attention_launch import LaunchConfig
+from kernels.gpu.fp8 import Fp8Widening
 from kernels.select import select_backend
 
-Tune = Callable[[Launch], Launch]
+Tune = Callable[[LaunchConfig], LaunchConfig]
 Attend = Callable[..., torch.Tensor]
 Heads = tuple[int, int, int]
 
@@ -149,16 +149,16 @@ def _prefill_launches(check: Check) -> dict[str, Tune]:
 def _decode_launches(check: Check, is_fp8: bool) -> dict[str, Tune]:
     launches: dict[str, Tune] = {_AS_CHOSEN: _as_chosen}
     if is_fp8:
-        ways: tuple[Fp8Read, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
+        ways: tuple[Fp8Widening, ...] = ("pairs", "instructions") if check.on_gpu else ("singly",)
         for way in ways:
             for tile_c in (64, 128):
-                launches[f"{way}, C {tile_c}"] = _changed(read_fp8=way, tile_c=tile_c)
+                launches[f"{way}, C {tile_c}"] = _changed(fp8_widening=way, tile_c=tile_c)
     for warps, stages in ((4, 4), (8, 5), (4, 7)):
         launches[f"{warps} warps, {stages} stages"] = _changed(num_warps=warps, num_stages=stages)
     return launches
 
 
-def _as_chosen(launch: Launch) -> Launch:
+def _as_chosen(launch: LaunchConfig) -> LaunchConfig:
     return launch
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
@@ -65,7 +65,7 @@ def running(
     with log.open("w") as out:
         server = subprocess.Popen(
             command,
-            cwd=CHECKOUT,
+            cwd=SOURCE_ROOT,
             env=os.environ | (environment or {}),
             stdout=out,
             stderr=out,

@@ -84,8 +84,8 @@ def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "rate": rate,
-                    "ttft_s": timed.first_token_s(),
-                    "inter_token_s": timed.inter_token_s(),
+                    "ttft_s": timed.ttft_percentiles(),
+                    "inter_token_s": timed.inter_token_percentiles(),
                     "output_tokens_per_s": round(timed.output_tokens_per_s, 2),
                 }
             )
@@ -131,7 +131,7 @@ def decode(
     lines, of_prompts = timed.timelines[: len(decodes)], timed.timelines[len(decodes) :]
     since_s = max(line.due_s + (line.time_to_first_token_s or 0.0) for line in lines)
     until_s = since_s + arriving_s if prompts else math.inf
-    gaps = percentiles([gap for line in lines for gap in line.gaps_s(since_s, until_s)])
+    gaps = percentiles([gap for line in lines for gap in line.inter_token_gaps_s(since_s, until_s)])
     first = percentiles(
         [
             line.time_to_first_token_s

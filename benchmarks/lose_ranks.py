@@ -3,10 +3,10 @@
 Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
 rank again and again, and prints one JSON line: seconds from the kill to the next token of each
 stream (median over all, and the worst), and tokens that were computed again. `--when`: once a group
-stands by; within a second of the start, each time in another engine; or again, within a second of
-the kill before, which the seconds then leave out. `--who`: one rank, all, or one and its spare.
-Every stream is compared with one that nothing has disturbed; with `--signal none` nobody is killed,
-which shows how many differ by rounding, and the usual gap.
+stands by; after the start, as soon as every stream has a token, each time in another engine; or
+again, within a second of the kill before, which the seconds then leave out. `--who`: one rank, all,
+or one and its spare. Every stream is compared with one that nothing has disturbed; with `--signal
+none` nobody is killed, which shows how many differ by rounding, and the usual gap.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Streams:
 def wait_until_someone_stands_by(llm: LLM) -> None:
     until_s = time.monotonic() + LIMIT_S
     while time.monotonic() < until_s:
-        processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+        processes = ray.get(llm._engine_processes.driver.processes.remote(), timeout=10)
         if "spare 0" in processes and llm.stats().is_ready:
             return
         time.sleep(0.05)
@@ -80,7 +80,7 @@ def wait_until_someone_stands_by(llm: LLM) -> None:
 
 def kill(llm: LLM, args: argparse.Namespace, rank: int) -> float:
     """When the signal was sent."""
-    processes = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    processes = ray.get(llm._engine_processes.driver.processes.remote(), timeout=10)
     names = {
         "rank": [f"rank {rank}"],
         "ranks": [f"rank {each}" for each in range(args.tp)],

@@ -108,7 +108,7 @@ def ours(args: argparse.Namespace, model: str, form: str) -> dict[str, float]:
     assert line.time_to_first_token_s is not None
     return {
         "prompt_tokens_per_s": round(args.prompt / line.time_to_first_token_s, 1),
-        "output_tokens_per_s": round(args.output / sum(line.gaps_s()), 2),
+        "output_tokens_per_s": round(args.output / sum(line.inter_token_gaps_s()), 2),
         "memory_bytes_per_s": round(machine.memory_bytes_per_s),
     }
 

@@ -84,7 +84,7 @@ def run(llm: LLM, args: argparse.Namespace, numbers: random.Random) -> dict[str,
         for _ in range(args.num_seqs)
     ]
     timed = run_timed(llm, requests, [0.0] * len(requests))
-    first = timed.first_token_s()
+    first = timed.ttft_percentiles()
     assert first["p50"] is not None and first["p99"] is not None
     cached = sum(generation.num_cached_tokens for generation in timed.generations)
     return {

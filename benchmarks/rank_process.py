@@ -77,8 +77,8 @@ class RankProcess:
 
     def memory_by_purpose(self) -> dict[str, int]:
         """Bytes of the weights and, once it is allocated, of the KV cache."""
-        assert self.worker is not None and self.worker._loaded is not None
-        memory = {"weights": self.worker._loaded.model.weight_bytes}
+        assert self.worker is not None and self.worker._loaded_model is not None
+        memory = {"weights": self.worker._loaded_model.model.weight_bytes}
         if self.worker._runner is not None:
             memory["kv_cache"] = self.worker._runner.cache.tensor.nbytes
         return memory

@@ -17,8 +17,8 @@ from typing import Any
 
 from benchmarks.common import alternate, median, write_result
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepPlan, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 16
@@ -80,8 +80,8 @@ def decoding(num_running: int, context: int, total: int) -> Scheduler:
     )
     scheduler = Scheduler(limits)
     for i in range(num_running):
-        tokens = ints((i * 31 + p) % 1000 for p in range(context))
-        sampling = Sampling(seed=0, max_tokens=total - context)
+        tokens = int32_array((i * 31 + p) % 1000 for p in range(context))
+        sampling = ResolvedSampling(seed=0, max_tokens=total - context)
         scheduler.add(
             Request(
                 request_id=str(i), token_ids=tokens, num_prompt_tokens=context, sampling=sampling
@@ -112,7 +112,9 @@ def time_steps(scheduler: Scheduler, steps: int) -> tuple[float, float, float]:
 def made_up_result(plan: StepPlan) -> StepResult:
     """The same token for every row."""
     return StepResult(
-        step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([9]) * sum(plan.samples)
+        step_id=plan.step_id,
+        epoch=plan.epoch,
+        token_ids=int32_array([9]) * sum(plan.sampling_flags),
     )
 
 

@@ -25,8 +25,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from benchmarks.http_load import Timings, free_port, processor_s, run_streams, running
-from cluster.resources.local_ray import LOCAL_RAY
-from configs.paths import CHECKOUT
+from cluster.resources.local_ray import LOCAL_RAY_SETTINGS
+from configs.paths import SOURCE_ROOT
 
 PROMPT_TOKENS = 32
 WAYS: dict[str, dict[str, str]] = {
@@ -89,11 +89,11 @@ def serve_uvicorn(args: argparse.Namespace) -> None:
 
     from cluster import LLM
     from cluster.api.app import Api
-    from cluster.api.endpoints import Served
+    from cluster.api.endpoints import ServedModel
 
     with LLM(args.model, **engine_options(args)) as llm:
         tokenizer = llm._setup.tokenizer
-        served = Served(name="model", builder=llm.client.builder, tokenizer=tokenizer)
+        served = ServedModel(name="model", builder=llm.client.builder, tokenizer=tokenizer)
         api = Api(llm.client, served, version="0")
         print("ready on", args.port, flush=True)
         uvicorn.run(api, port=args.port, log_level="warning", lifespan="off", ws="none")
@@ -112,7 +112,7 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
         command += ["--tp", str(args.tp), "--max-model-len", "1024", "--spares", "off"]
     else:
         command = [str(Path(sys.executable).with_name("serve")), "run", str(_file(args, port))]
-    with running(command, port, LOCAL_RAY | WAYS[way]) as pid:
+    with running(command, port, LOCAL_RAY_SETTINGS | WAYS[way]) as pid:
         time.sleep(0.5)
         url = f"http://127.0.0.1:{port}"
         asyncio.run(run_streams(url, bodies(2, 8, seed + 10**6)))  # warm-up
@@ -132,7 +132,7 @@ def measure(way: str, args: argparse.Namespace, seed: int) -> list[dict[str, Any
 
 def _file(args: argparse.Namespace, port: int) -> Path:
     """configs/serve.yaml for this model and port."""
-    file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
+    file = yaml.safe_load((SOURCE_ROOT / "configs" / "serve.yaml").read_text())
     file["http_options"]["port"] = port
     options = engine_options(args) | {"model": args.model}
     file["applications"][0]["args"] = {"engine": options}

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.http_load import SPARES_S, Timings, free_port, run_streams, running
 from benchmarks.serving import bodies
-from cluster.resources.local_ray import LOCAL_RAY
+from cluster.resources.local_ray import LOCAL_RAY_SETTINGS
 
 # Ray names a process after the class of its actor.
 _RANK = "ray::RankActor"
@@ -68,7 +68,7 @@ def main() -> None:
     args = parser.parse_args()
     port = free_port()
     command = [sys.executable, "launch.py", "serve", "--port", str(port), "--model", args.model]
-    with running([*command, "--max-model-len", "1024"], port, LOCAL_RAY) as session:
+    with running([*command, "--max-model-len", "1024"], port, LOCAL_RAY_SETTINGS) as session:
         url, each = f"http://127.0.0.1:{port}", bodies(args.streams, args.tokens, seed=0)
         asyncio.run(run_streams(url, bodies(args.streams, 8, seed=1)))  # warm-up
         time.sleep(args.spares_s)

@@ -23,13 +23,13 @@ from benchmarks.common import alternate, median, write_result
 from benchmarks.http_load import free_port, processor_s, run_chats, running
 from benchmarks.token_cost import PROMPT, start_engine
 from cluster.api.app import SWITCH_INTERVAL_S, Api
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.client.client import Client
 from cluster.client.frontend import Frontend
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.resources.placement import actor_environment
 from cluster.serve.listener import HttpListener
-from cluster.serve.port import SharedPort
+from cluster.serve.port import SharedPortOwner
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.limits import SchedulerLimits
@@ -43,9 +43,9 @@ class ApiProcess:
 
     def __init__(self, config: EngineConfig, driver: Any, limits: SchedulerLimits) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        setup = prepare(config)
+        setup = make_engine_setup(config)
         builder = setup.request_builder(limits)
-        served = Served(name="model", builder=builder, tokenizer=setup.tokenizer)
+        served = ServedModel(name="model", builder=builder, tokenizer=setup.tokenizer)
         self._api = Api(Client(builder, Frontend(driver)), served, version="0")
 
     async def listen(self, path: str) -> None:
@@ -56,11 +56,11 @@ class ApiProcess:
 def serve(args: argparse.Namespace) -> None:
     """The engine and its API processes, until SIGTERM."""
     with start_engine(args) as llm:
-        port = SharedPort("127.0.0.1", args.port, args.apis)
+        port = SharedPortOwner("127.0.0.1", args.port, args.apis)
         actor = ray.remote(ApiProcess).options(num_cpus=0, runtime_env=actor_environment())
-        limits = llm._engine.report.limits
+        limits = llm._engine_processes.report.limits
         processes: list[Any] = [
-            actor.remote(llm.config, llm._engine.driver, limits) for _ in range(args.apis)
+            actor.remote(llm.config, llm._engine_processes.driver, limits) for _ in range(args.apis)
         ]
         ray.get([process.listen.remote(port.path) for process in processes])
         ended = threading.Event()

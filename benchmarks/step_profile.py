@@ -18,14 +18,14 @@ from pathlib import Path
 
 from benchmarks.common import model_or_random, write_result
 from benchmarks.rank_pool import PoolExecutor, WorkerPool
-from cluster.resources.placement import HUGE_PAGES
+from cluster.resources.placement import HUGE_PAGES_VARIABLE
 from cluster.scheduler_limits import limits_of
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import resolve_config
@@ -62,7 +62,7 @@ def main() -> None:
             enable_prefix_caching=False,
         )
         config = resolve_config(options, ModelConfig.from_dir(Path(model)), Path(model), "cpu")
-        os.environ.setdefault(HUGE_PAGES, "1")  # as in the actors of an engine
+        os.environ.setdefault(HUGE_PAGES_VARIABLE, "1")  # as in the actors of an engine
         pool = WorkerPool(args.tp)
         try:
             ms, machines, num_experts = measure(pool, config, args)
@@ -113,13 +113,13 @@ def measure(
     scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
     engine = Engine(scheduler, executor, num_steps_ahead=0)
     for row in range(args.batch_size):
-        tokens = ints([row + 1] * (args.context - args.steps // 2))
+        tokens = int32_array([row + 1] * (args.context - args.steps // 2))
         engine.add(
             Request(
                 request_id=str(row),
                 token_ids=tokens,
                 num_prompt_tokens=len(tokens),
-                sampling=Sampling(seed=row, max_tokens=args.steps + 40, temperature=0.6),
+                sampling=ResolvedSampling(seed=row, max_tokens=args.steps + 40, temperature=0.6),
             )
         )
     while any(seq.num_output_tokens < 2 for seq in (*scheduler.running, *scheduler.waiting)):
@@ -153,19 +153,20 @@ def floors(
 
     of_codes = held.bytes_per_weight if held else of_weights
     parameters, head = count_parameters(model), model.vocab_size * model.hidden_size
-    layers = parameters.total - parameters.of_experts - parameters.vocabulary
-    of_chosen = parameters.active - parameters.total + parameters.of_experts
+    layers = parameters.total - parameters.expert_parameters - parameters.vocabulary
+    of_chosen = parameters.active - parameters.total + parameters.expert_parameters
     share_read = num_experts / model.experts.num_experts if model.experts else 0.0
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     return {
         "products": least_ms(layers * of_codes, 2 * layers * batch_size),
         "experts": least_ms(
-            parameters.of_experts * share_read * of_weights, 2 * of_chosen * batch_size
+            parameters.expert_parameters * share_read * of_weights, 2 * of_chosen * batch_size
         ),
         "vocabulary head": least_ms(
-            head * (of_weights if held and not held.vocabulary else of_codes), 2 * head * batch_size
+            head * (of_weights if held and not held.includes_vocabulary else of_codes),
+            2 * head * batch_size,
         ),
-        "paged_attention": least_ms(item * kv_row * batch_size * context, 0),
+        "paged_attention": least_ms(item * kv_elements_per_token * batch_size * context, 0),
     }
 
 

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.common import QWEN3_0_6B, write_result
 from benchmarks.transports import sent
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes.hosts import hosts, why_not
 from workers.models.random_checkpoint import write_random_checkpoint
@@ -72,7 +72,7 @@ def measure(model: str, tp: int, *, share: bool) -> list[dict[str, Any]]:
     """Run `count` in a cluster of two hosts with the ranks divided between them."""
     environment = os.environ | {
         "EAGLERAY_CACHE_DIR": str(cache_dir()),
-        "PYTHONPATH": str(CHECKOUT),
+        "PYTHONPATH": str(SOURCE_ROOT),
         "RAY_AUTH_MODE": "disabled",
     }
     with hosts(2) as made:
@@ -85,7 +85,7 @@ def measure(model: str, tp: int, *, share: bool) -> list[dict[str, Any]]:
             host.run(RAY, "start", *where, *own, f"--num-cpus={tp // 2}", env=environment)
         command = [sys.executable, "-m", "benchmarks.steps_between_hosts", "--model", model]
         command += ["--head", head, "--tp", str(tp), *([] if share else ["--alone"])]
-        program = made[0].start(*command, cwd=CHECKOUT, env=environment, stdout=subprocess.PIPE)
+        program = made[0].start(*command, cwd=SOURCE_ROOT, env=environment, stdout=subprocess.PIPE)
         said, _ = program.communicate(timeout=LIMIT_S)
     assert program.returncode == 0
     found: list[dict[str, Any]] = json.loads(said.splitlines()[-1])

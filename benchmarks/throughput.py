@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks.common import alternate, median, write_result
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+SOURCE_ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 3600.0
 OURS, PEER, STATIC = "eagleray", "peer", "transformers_static"
 
@@ -94,7 +94,7 @@ def commands(args: argparse.Namespace, tp: int) -> dict[str, list[str]]:
 def run(command: list[str]) -> dict[str, Any]:
     """Run a command and return the line of JSON that it prints."""
     done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     for line in done.stdout.splitlines():
         if line.startswith("{") and '"output_tokens_per_s"' in line:

@@ -61,11 +61,13 @@ def serve(args: argparse.Namespace) -> None:
     from cluster.api.admission import ApiLimits
     from cluster.api.app import SWITCH_INTERVAL_S, Api
     from cluster.api.connections import server_config
-    from cluster.api.endpoints import Served
+    from cluster.api.endpoints import ServedModel
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with start_engine(args) as llm:
-        served = Served(name="model", builder=llm.client.builder, tokenizer=llm._setup.tokenizer)
+        served = ServedModel(
+            name="model", builder=llm.client.builder, tokenizer=llm._setup.tokenizer
+        )
         api = Api(llm.client, served, version="0", limits=ApiLimits())
         uvicorn.Server(server_config(api, port=args.port, log_level="warning")).run()
 

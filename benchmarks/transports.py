@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import machine
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.nodes.hosts import hosts, why_not
 from workers.parallel.backend import open_rendezvous
 from workers.parallel.group import TensorParallelGroup
@@ -92,7 +92,7 @@ def measure(starts: list[Start], address: str, *, share: bool) -> dict[str, Any]
 
     def begin(rank: int, port: int) -> subprocess.Popen[str]:
         own = [*command, "--rank", str(rank), "--port", str(port)]
-        environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+        environment = os.environ | {"PYTHONPATH": str(SOURCE_ROOT)}
         return starts[rank](*own, env=environment, stdout=subprocess.PIPE)
 
     first = begin(0, 0)

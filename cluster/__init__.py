@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from cluster.resources.authentication import use_token_if_there_is_one
-from cluster.resources.surroundings import fill_in_for_the_system
-from configs.paths import PREFIX
+from cluster.resources.surroundings import set_missing_variables
+from configs.paths import PACKAGE_PREFIX
 
 if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, CompletionOutput, RequestOutput
@@ -38,11 +38,11 @@ _MODULE_OF_NAME = {
     "StructuredOutputs": "scheduler.params",
 }
 
-fill_in_for_the_system()
+set_missing_variables()
 use_token_if_there_is_one()  # before anything imports Ray
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(PREFIX + _MODULE_OF_NAME[name]), name)
+    return getattr(importlib.import_module(PACKAGE_PREFIX + _MODULE_OF_NAME[name]), name)

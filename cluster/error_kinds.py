@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 from enum import Enum
 
-from configs.paths import PREFIX
+from configs.paths import PACKAGE_PREFIX
 from scheduler.errors import EaglerayError
 
 
@@ -92,7 +92,7 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.NO_ROOM
     for error_class in type(error).__mro__:
         name = f"{error_class.__module__}.{error_class.__name__}".removeprefix("builtins.")
-        if (name := name.removeprefix(PREFIX)) in KIND_BY_CLASS:
+        if (name := name.removeprefix(PACKAGE_PREFIX)) in KIND_BY_CLASS:
             return KIND_BY_CLASS[name]
     return ErrorKind.BUG
 

@@ -20,7 +20,7 @@ from cluster.client.client import Client
 from cluster.client.outputs import Chunk, Generation, RequestOutput
 from cluster.client.progress import ProgressBar
 from cluster.client.prompts import Message, Prompt, as_list, conversations
-from cluster.client.setup import EngineSetup, prepare
+from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.report import StartReport
 from cluster.engine.start import EngineProcesses
 from configs.engine import EngineConfig
@@ -47,19 +47,20 @@ class LLM:
         sampling_defaults: SamplingParams | None = None,
         **options: Any,
     ) -> None:
-        """`setup`: the result of `prepare`, in place of all other arguments."""
+        """`setup`: the result of `make_engine_setup`, in place of all other arguments."""
         if model is not None:
             options["model"] = str(model)
         if setup is None:
-            setup = prepare(EngineConfig.from_dict(options), sampling_defaults)
+            setup = make_engine_setup(EngineConfig.from_dict(options), sampling_defaults)
         elif options or sampling_defaults is not None:
             raise ConfigError("give either a setup or options, not both")
         self.config = setup.config
         self._setup = setup
-        self._engine = EngineProcesses(setup)
+        self._engine_processes = EngineProcesses(setup)
         self._streams: dict[str, Generation] = {}  # by the names that the program gave
         self.client = Client(
-            setup.request_builder(self._engine.report.limits), self._engine.frontend
+            setup.request_builder(self._engine_processes.report.limits),
+            self._engine_processes.frontend,
         )
 
     # -- whole outputs -----------------------------------------------------------------------------
@@ -129,10 +130,10 @@ class LLM:
         `request_id` is a name of your choice for `abort`.
         """
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._check_unused(request_id)
+        self._check_id_unused(request_id)
         [generation] = self.client.submit([prompt], sampling_params, [chunks.put])
-        generation.done.add_done_callback(lambda _: chunks.put(None))
-        with self._running(generation, request_id):
+        generation.done_future.add_done_callback(lambda _: chunks.put(None))
+        with self._registered_stream(generation, request_id):
             while (chunk := chunks.get()) is not None:
                 yield chunk
             generation.result()
@@ -145,9 +146,9 @@ class LLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
-        self._check_unused(request_id)
+        self._check_id_unused(request_id)
         async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
-            with self._running(generation, request_id):
+            with self._registered_stream(generation, request_id):
                 while prompts_and_chunks := await chunks.next():
                     for _, chunk in prompts_and_chunks:
                         yield chunk
@@ -156,18 +157,18 @@ class LLM:
         """End the stream with this `request_id`; its last chunk has the `finish_reason` "abort".
         False if it is not running.
         """
-        if request_id not in self._streams or self._streams[request_id].done.done():
+        if request_id not in self._streams or self._streams[request_id].done_future.done():
             return False
         self.client.abort([self._streams[request_id]])
         return True
 
-    def _check_unused(self, request_id: str | None) -> None:
+    def _check_id_unused(self, request_id: str | None) -> None:
         """Raise `RequestError` if a running stream has this name."""
-        if request_id in self._streams and not self._streams[request_id].done.done():
+        if request_id in self._streams and not self._streams[request_id].done_future.done():
             raise RequestError(f"request_id {request_id!r} is in use", "request_id")
 
     @contextlib.contextmanager
-    def _running(self, generation: Generation, request_id: str | None) -> Iterator[None]:
+    def _registered_stream(self, generation: Generation, request_id: str | None) -> Iterator[None]:
         """The stream has this name while it is read, and is aborted afterwards."""
         if request_id is not None:
             self._streams[request_id] = generation
@@ -188,13 +189,13 @@ class LLM:
     @property
     def report(self) -> StartReport:
         """The device and limits of the engine, and how long its start took."""
-        return self._engine.report
+        return self._engine_processes.report
 
     def stats(self) -> EngineStats:
         """Counters of the scheduler. Raises `OverloadedError` while the driver is replaced,
         `EngineDeadError`.
         """
-        return self._engine.frontend.stats()
+        return self._engine_processes.frontend.stats()
 
     def check_prompt(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -207,7 +208,7 @@ class LLM:
     def shutdown(self) -> None:
         """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""
         self.client.builder.close()
-        self._engine.close()
+        self._engine_processes.close()
 
     def __enter__(self) -> LLM:
         return self

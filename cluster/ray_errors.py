@@ -42,7 +42,7 @@ class LostCallError(NoAnswerError):
     """The connection was lost: the call may have been carried out, and may be made again."""
 
 
-def call(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
+def result_of(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
     """The value of `ref`. `action` completes "could not ...". Raises the errors of the table at the
     top.
     """
@@ -59,10 +59,10 @@ def call(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
         if isinstance(cause, EaglerayError):
             raise cause from None
         if kind_of(cause) is ErrorKind.NO_ROOM:
-            raise _translated(cause, action) from error
+            raise _translated_error(cause, action) from error
         raise EngineError(f"could not {action}: {cause}") from error
     except RayError as error:
-        raise _translated(error, action) from error
+        raise _translated_error(error, action) from error
 
 
 def start_call(method: Any, action: str, *arguments: Any) -> Any:
@@ -72,7 +72,7 @@ def start_call(method: Any, action: str, *arguments: Any) -> Any:
     except Exception as error:
         if not kind_of(error).is_transient:
             raise
-        raise _translated(error, action) from error
+        raise _translated_error(error, action) from error
 
 
 def was_lost(ended_call: Future[Any]) -> bool:
@@ -81,7 +81,7 @@ def was_lost(ended_call: Future[Any]) -> bool:
     return error is not None and kind_of(error) is ErrorKind.LOST_CALL
 
 
-def _translated(error: Exception, action: str) -> EaglerayError:
+def _translated_error(error: Exception, action: str) -> EaglerayError:
     kind = kind_of(error)
     if kind is ErrorKind.LOST_CALL:
         return LostCallError(f"could not {action}: the connection was lost ({error})")
@@ -103,9 +103,9 @@ def cause_of(error: Exception) -> Exception:
 def failures(refs: Sequence[Any], limit_s: float) -> dict[int, Exception]:
     """The cause of each failed ref, by index, after waiting up to `limit_s` for all of them."""
     causes: dict[int, Exception] = {}
-    ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
+    ready_refs, _ = ray.wait(list(refs), num_returns=len(refs), timeout=limit_s)
     for index, ref in enumerate(refs):
-        if ref in ready:
+        if ref in ready_refs:
             try:
                 ray.get(ref)
             except RayError as failure:

@@ -84,13 +84,13 @@ class Timeouts:
     driver_silent_s: float  # until a hanging driver is noticed while requests run
     start_s: float  # for one start of a driver
     give_up_s: float  # how long a replacement is tried, not counting the last attempt
-    replaced_s: float  # the longest that a replacement may take
+    replacement_s: float  # the longest that a replacement may take
     health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
     lease_wait_s: float  # how long a request waits for one of several engines
-    first_engine_s: float  # how long an API waits for the first engine
+    first_engine_wait_s: float  # how long an API waits for the first engine
 
     @classmethod
-    def of(cls, options: _Options) -> Timeouts:
+    def from_options(cls, options: _Options) -> Timeouts:
         """The limits that fit the options of an engine: those that would be too short are raised.
         Raises `ConfigError` for options that no limits fit.
         """
@@ -114,10 +114,10 @@ class Timeouts:
             start_s=start_s,
             give_up_s=give_up_s,
             # Ending what is left, waiting for room, and the last attempt's start.
-            replaced_s=give_up_s + NODE_TIMEOUT_S + give_up_s + start_s,
+            replacement_s=give_up_s + NODE_TIMEOUT_S + give_up_s + start_s,
             health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, min_health_timeout_s),
             lease_wait_s=driver_silent_s + start_s,
-            first_engine_s=options.wait_for_nodes_s + start_s + CALL_TIMEOUT_S,
+            first_engine_wait_s=options.wait_for_nodes_s + start_s + CALL_TIMEOUT_S,
         )
 
     @property
@@ -125,7 +125,7 @@ class Timeouts:
         """Ray Serve ends a replica that does not answer after this time."""
         return NUM_FAILED_CHECKS * self.health_timeout_s
 
-    def describe_raised(self) -> str | None:
+    def describe_raised_limits(self) -> str | None:
         """Which limits are longer than usual, to fit the options; None if none is."""
         raised_limits = []
         if self.health_timeout_s > MIN_HEALTH_TIMEOUT_S:

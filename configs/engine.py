@@ -248,12 +248,12 @@ class ResolvedConfig:
     num_steps_ahead: int
 
     @property
-    def blocks_per_sequence(self) -> int:
+    def max_blocks_per_sequence(self) -> int:
         """Width of a block table."""
         return math.ceil(self.max_model_len / self.block_size)
 
 
-def num_seqs(engine_config: EngineConfig, device: str) -> int:
+def resolve_max_num_seqs(engine_config: EngineConfig, device: str) -> int:
     """Sequences that run at once on device "cpu" or "cuda"."""
     default = DEFAULT_NUM_SEQS[device]
     if engine_config.max_num_seqs is not None:

@@ -1,7 +1,7 @@
 """Mixtures of experts: what the `config.json` of a Qwen3-MoE checkpoint says of them.
 
-In a layer that has experts, a router chooses `num_per_token` of them for each token, and the token
-gets the sum of their MLPs, weighted. Keys are those of transformers' `Qwen3MoeConfig`.
+In a layer that has experts, a router chooses `num_experts_per_token` of them for each token, and
+the token gets the sum of their MLPs, weighted. Keys are those of transformers' `Qwen3MoeConfig`.
 """
 
 from __future__ import annotations
@@ -12,63 +12,71 @@ from typing import Any
 
 from scheduler.errors import ConfigError
 
-MODEL_TYPE = "qwen3_moe"
+MOE_MODEL_TYPE = "qwen3_moe"
 # Choosing among them, a kernel holds a number for each; Qwen's models have 128 and 160.
 MAX_EXPERTS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertsConfig:
     """`num_experts` MLPs of `intermediate_size` features, in each layer that has them.
 
-    normalizes: the weights of a token's experts are divided by their sum. Every `sparse_step`-th
-    layer has experts, except those of `dense_layers`.
+    normalizes_weights: the weights of a token's experts are divided by their sum. Every
+    `sparse_step`-th layer has experts, except those of `dense_layers`.
     """
 
     num_experts: int
-    num_per_token: int
+    num_experts_per_token: int
     intermediate_size: int
-    normalizes: bool
+    normalizes_weights: bool
     sparse_step: int = 1
     dense_layers: tuple[int, ...] = ()
 
-    def has_layer(self, index: int) -> bool:
+    def is_moe_layer(self, index: int) -> bool:
         """Whether the layer with this index, from 0, has experts."""
         return index not in self.dense_layers and (index + 1) % self.sparse_step == 0
 
 
-def read_experts(raw: Mapping[str, Any], where: str) -> Experts | None:
+def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | None:
     """The experts in a decoded `config.json`, None if it is of another model type or no layer has
     them. Raises `ConfigError` for values that cannot be, `KeyError` with the name of what is
     missing.
     """
-    if raw.get("model_type") != MODEL_TYPE:
+    if raw_config.get("model_type") != MOE_MODEL_TYPE:
         return None
-    name = "num_local_experts" if "num_local_experts" in raw else "num_experts"
-    experts = Experts(
-        num_experts=_integer(raw[name], name, where),
-        num_per_token=_integer(raw["num_experts_per_tok"], "num_experts_per_tok", where),
-        intermediate_size=_integer(raw["moe_intermediate_size"], "moe_intermediate_size", where),
-        normalizes=_boolean(raw.get("norm_topk_prob", False), "norm_topk_prob", where),
-        sparse_step=_integer(raw.get("decoder_sparse_step", 1), "decoder_sparse_step", where),
+    name = "num_local_experts" if "num_local_experts" in raw_config else "num_experts"
+    experts = ExpertsConfig(
+        num_experts=_integer(raw_config[name], name, where),
+        num_experts_per_token=_integer(
+            raw_config["num_experts_per_tok"], "num_experts_per_tok", where
+        ),
+        intermediate_size=_integer(
+            raw_config["moe_intermediate_size"], "moe_intermediate_size", where
+        ),
+        normalizes_weights=_boolean(
+            raw_config.get("norm_topk_prob", False), "norm_topk_prob", where
+        ),
+        sparse_step=_integer(
+            raw_config.get("decoder_sparse_step", 1), "decoder_sparse_step", where
+        ),
         dense_layers=tuple(
             sorted(
                 _integer(index, "each of mlp_only_layers", where)
-                for index in raw.get("mlp_only_layers") or ()
+                for index in raw_config.get("mlp_only_layers") or ()
             )
         ),
     )
-    for key, value, most in (
+    for key, value, maximum in (
         (name, experts.num_experts, MAX_EXPERTS),
-        ("num_experts_per_tok", experts.num_per_token, experts.num_experts),
+        ("num_experts_per_tok", experts.num_experts_per_token, experts.num_experts),
         ("moe_intermediate_size", experts.intermediate_size, None),
         ("decoder_sparse_step", experts.sparse_step, None),
     ):
-        if value < 1 or (most is not None and value > most):
-            possible = "at least 1" if most is None else f"between 1 and {most}"
-            raise ConfigError(f"{where}: {key} must be {possible}, got {value}")
-    num_layers = _integer(raw["num_hidden_layers"], "num_hidden_layers", where)
-    if not any(experts.has_layer(layer) for layer in range(num_layers)):
+        if value < 1 or (maximum is not None and value > maximum):
+            possible_range = "at least 1" if maximum is None else f"between 1 and {maximum}"
+            raise ConfigError(f"{where}: {key} must be {possible_range}, got {value}")
+    num_layers = _integer(raw_config["num_hidden_layers"], "num_hidden_layers", where)
+    if not any(experts.is_moe_layer(layer) for layer in range(num_layers)):
         return None
     return experts
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.experts import MODEL_TYPE as MODEL_TYPE_WITH_EXPERTS
-from configs.experts import Experts, read_experts
+from configs.experts import MOE_MODEL_TYPE as MODEL_TYPE_WITH_EXPERTS
+from configs.experts import ExpertsConfig, read_experts
 from configs.formats.stored import StoredFormat
 from configs.formats.table import read_format
 from scheduler.errors import ConfigError, UnreadableError
@@ -45,8 +45,8 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A Qwen3 model: sizes in elements; `dtype` that of the checkpoint, `stored` how it stores the
-    matrices of the layers, None for plain numbers. Without `experts` it is dense;
+    """A Qwen3 model: sizes in elements; `dtype` that of the checkpoint, `stored_format` how it
+    stores the matrices of the layers, None for plain numbers. Without `experts` it is dense;
     `intermediate_size` is that of the layers without experts.
     """
 
@@ -64,36 +64,36 @@ class ModelConfig:
     rope: RopeConfig
     dtype: str
     eos_token_ids: tuple[int, ...] = ()
-    stored: StoredFormat | None = None
-    experts: Experts | None = None
+    stored_format: StoredFormat | None = None
+    experts: ExpertsConfig | None = None
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    def from_dict(cls, raw_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
         """Read a decoded `config.json`. Raises `ConfigError` naming what is missing or
         not supported.
         """
-        _check_supported(raw, where)
+        _check_supported(raw_config, where)
         try:
-            num_heads = int(raw["num_attention_heads"])
-            hidden_size = int(raw["hidden_size"])
+            num_heads = int(raw_config["num_attention_heads"])
+            hidden_size = int(raw_config["hidden_size"])
             config = cls(
-                vocab_size=int(raw["vocab_size"]),
+                vocab_size=int(raw_config["vocab_size"]),
                 hidden_size=hidden_size,
-                intermediate_size=int(raw["intermediate_size"]),
-                num_hidden_layers=int(raw["num_hidden_layers"]),
+                intermediate_size=int(raw_config["intermediate_size"]),
+                num_hidden_layers=int(raw_config["num_hidden_layers"]),
                 num_attention_heads=num_heads,
-                num_key_value_heads=int(raw.get("num_key_value_heads") or num_heads),
+                num_key_value_heads=int(raw_config.get("num_key_value_heads") or num_heads),
                 # Where the key is absent, transformers takes 128.
-                head_dim=int(raw.get("head_dim", 128) or hidden_size // num_heads),
-                max_position_embeddings=int(raw.get("max_position_embeddings", 32768)),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-                attention_bias=bool(raw.get("attention_bias", False)),
-                rope=_read_rope(raw, where),
-                dtype=_read_dtype(raw, where),
-                eos_token_ids=_as_ids(raw.get("eos_token_id")),
-                experts=read_experts(raw, where),
-                stored=read_format(raw, where),
+                head_dim=int(raw_config.get("head_dim", 128) or hidden_size // num_heads),
+                max_position_embeddings=int(raw_config.get("max_position_embeddings", 32768)),
+                rms_norm_eps=float(raw_config.get("rms_norm_eps", 1e-6)),
+                tie_word_embeddings=bool(raw_config.get("tie_word_embeddings", False)),
+                attention_bias=bool(raw_config.get("attention_bias", False)),
+                rope=_read_rope(raw_config, where),
+                dtype=_read_dtype(raw_config, where),
+                eos_token_ids=_as_ids(raw_config.get("eos_token_id")),
+                experts=read_experts(raw_config, where),
+                stored_format=read_format(raw_config, where),
             )
         except KeyError as error:
             raise ConfigError(
@@ -108,17 +108,17 @@ class ModelConfig:
     def from_dir(cls, model_dir: Path) -> ModelConfig:
         """Read `config.json`; the end-of-sequence ids are those of `generation_config.json` too."""
         path = model_dir / "config.json"
-        raw = read_json(path)
+        raw_config = read_json(path)
         generation_config = read_generation_config(model_dir)
-        config = cls.from_dict(raw, str(path))
+        config = cls.from_dict(raw_config, str(path))
         try:
             eos_token_ids = _as_ids(generation_config.get("eos_token_id"))
         except (TypeError, ValueError) as error:
             where = model_dir / "generation_config.json"
             raise ConfigError(f"{where}: eos_token_id cannot be read: {error}") from None
-        return config.ending_at(eos_token_ids)
+        return config.with_eos_token_ids(eos_token_ids)
 
-    def ending_at(self, token_ids: Iterable[int]) -> ModelConfig:
+    def with_eos_token_ids(self, token_ids: Iterable[int]) -> ModelConfig:
         """The same model, whose outputs end at these tokens too, as far as it has them."""
         ids_in_vocabulary = {token_id for token_id in token_ids if 0 <= token_id < self.vocab_size}
         added_ids = tuple(sorted(ids_in_vocabulary.difference(self.eos_token_ids)))
@@ -143,18 +143,18 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer with this index, from 0, has experts."""
-        return self.experts is not None and self.experts.has_layer(layer)
+        return self.experts is not None and self.experts.is_moe_layer(layer)
 
-    def sizes_in(self, size: int) -> tuple[int, ...]:
+    def input_sizes(self, size: int) -> tuple[int, ...]:
         """Inputs of the matrices of a layer on one of `size` ranks."""
-        heads = self.num_attention_heads * self.head_dim
-        return self.hidden_size, heads // size, self.intermediate_size // size
+        attention_size = self.num_attention_heads * self.head_dim
+        return self.hidden_size, attention_size // size, self.intermediate_size // size
 
     def _mlp_sizes(self) -> dict[str, int]:
         """The features of the MLPs that the layers have."""
-        kinds = {self.has_experts(layer) for layer in range(self.num_hidden_layers)}
-        sizes = {"intermediate size": self.intermediate_size} if False in kinds else {}
-        if self.experts is not None and True in kinds:
+        has_experts_values = {self.has_experts(layer) for layer in range(self.num_hidden_layers)}
+        sizes = {"intermediate size": self.intermediate_size} if False in has_experts_values else {}
+        if self.experts is not None and True in has_experts_values:
             sizes["intermediate size of an expert"] = self.experts.intermediate_size
         return sizes
 
@@ -176,10 +176,14 @@ class ModelConfig:
                 f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
                 f" num_key_value_heads ({self.num_key_value_heads})"
             )
-        if self.experts is not None and self.stored is not None and self.stored.is_int8:
+        if (
+            self.experts is not None
+            and self.stored_format is not None
+            and self.stored_format.is_int8
+        ):
             raise ConfigError(
-                f"{where}: {self.stored.name} is not possible for a model with experts (model_type"
-                f" {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
+                f"{where}: {self.stored_format.name} is not possible for a model with experts"
+                f" (model_type {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
             )
         if self.head_dim % 2:
             raise ConfigError(
@@ -212,34 +216,37 @@ def read_generation_config(model_dir: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _check_supported(raw: Mapping[str, Any], where: str) -> None:
-    model_type = raw.get("model_type")
+def _check_supported(raw_config: Mapping[str, Any], where: str) -> None:
+    model_type = raw_config.get("model_type")
     if model_type not in ("qwen3", MODEL_TYPE_WITH_EXPERTS):
         raise ConfigError(
             f"{where} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3) and"
             f" {MODEL_TYPE_WITH_EXPERTS!r} (Qwen3 with experts)"
         )
-    if raw.get("hidden_act", "silu") != "silu":
+    if raw_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(
-            f"{where}: hidden_act {raw['hidden_act']!r} is not supported, only 'silu'"
+            f"{where}: hidden_act {raw_config['hidden_act']!r} is not supported, only 'silu'"
         )
-    if raw.get("use_sliding_window"):
+    if raw_config.get("use_sliding_window"):
         raise ConfigError(f"{where}: use_sliding_window is not supported")
 
 
-def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
-    parameters = dict(raw.get("rope_parameters") or {})
+def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
+    parameters = dict(raw_config.get("rope_parameters") or {})
     # Where a file has both, the old key was added to it, and transformers goes by that too.
-    scaling = dict(raw.get("rope_scaling") or parameters)
+    scaling = dict(raw_config.get("rope_scaling") or parameters)
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
             f"{where}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
-    if scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")) not in (None, 1):
+    if scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor")) not in (
+        None,
+        1,
+    ):
         raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
-    thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw.get("rope_theta"))
+    thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw_config.get("rope_theta"))
     theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)
@@ -249,7 +256,7 @@ def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
         raise ConfigError(
             f"{where}: the factor of rope scaling must be above 0, got {scaling['factor']!r}"
         )
-    original_length = scaling.get("original_max_position_embeddings") or raw.get(
+    original_length = scaling.get("original_max_position_embeddings") or raw_config.get(
         "max_position_embeddings", 32768
     )
     optional_floats = {
@@ -269,8 +276,10 @@ def _read_rope(raw: Mapping[str, Any], where: str) -> RopeConfig:
     )
 
 
-def _read_dtype(raw: Mapping[str, Any], where: str) -> str:
-    dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
+    dtype = str(raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32").removeprefix(
+        "torch."
+    )
     if dtype not in DTYPES:
         raise ConfigError(
             f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"

@@ -13,7 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
-_SET_BY_LAUNCH = ("listen_address", "shared_port", "bound_host")
+_LAUNCH_FIELDS = ("listen_address", "shared_port", "bound_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,22 +130,22 @@ class ServeConfig:
             raise ConfigError("api_key must not be empty; leave it out to serve without one")
 
     @property
-    def is_single(self) -> bool:
+    def has_single_engine(self) -> bool:
         """Whether there is always exactly one engine."""
         return self.replicas == (self.max_replicas or 1) == 1
 
     @property
     def api_has_engine(self) -> bool:
         """Whether one process holds the API and the engine."""
-        return self.is_single and self.api_replicas == 1
+        return self.has_single_engine and self.api_replicas == 1
 
     @property
-    def max_open(self) -> int:
+    def max_open_outputs(self) -> int:
         """The number of outputs that may run or wait at a time, in all API processes if they share
         a port, otherwise in each.
         """
-        max_open = self.max_open_requests * (self.max_replicas or self.replicas)
-        return max_open if self.shared_port else -(-max_open // self.api_replicas)
+        max_open_outputs = self.max_open_requests * (self.max_replicas or self.replicas)
+        return max_open_outputs if self.shared_port else -(-max_open_outputs // self.api_replicas)
 
     @property
     def listens_itself(self) -> bool:
@@ -153,7 +153,7 @@ class ServeConfig:
         return self.listen_address is not None or self.shared_port is not None
 
     @staticmethod
-    def names(text: str | None) -> tuple[str, ...]:
+    def split_names(text: str | None) -> tuple[str, ...]:
         """The names in a text that separates them by commas."""
         return tuple(name.strip() for name in (text or "").split(",") if name.strip())
 
@@ -173,7 +173,7 @@ class ServeConfig:
         known_names = [
             option_field.name
             for option_field in dataclasses.fields(cls)
-            if option_field.name not in _SET_BY_LAUNCH
+            if option_field.name not in _LAUNCH_FIELDS
         ]
         unknown_names = [key for key in values if key not in known_names]
         if unknown_names:

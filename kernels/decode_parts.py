@@ -15,7 +15,7 @@ import numpy.typing as npt
 Int32Array = npt.NDArray[np.int32]
 
 # Parts are multiples of it. Shorter ones would cost more to join than they save.
-PART_TOKENS = 64
+CHUNK_TOKENS = 64
 # One program joins the parts of a row, and reads the results of all of them at once. With this many
 # programs per KV head, a single row keeps enough bytes in flight for the memory of any chip.
 MAX_PARTS_PER_ROW = 32
@@ -32,16 +32,18 @@ def max_decode_parts(num_rows: int, num_kv_heads: int, max_seq_len: int, num_sms
     """
     parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // num_kv_heads)
     max_parts = max(num_rows + num_rows // _ROWS_PER_SPARE_PART, parts_to_fill_device)
-    return min(max_parts, num_rows * min(MAX_PARTS_PER_ROW, max(1, -(-max_seq_len // PART_TOKENS))))
+    return min(
+        max_parts, num_rows * min(MAX_PARTS_PER_ROW, max(1, -(-max_seq_len // CHUNK_TOKENS)))
+    )
 
 
 def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
     """[B + 1]: the first part of each row, then the number of parts of all rows.
 
     A row has at least one part. All parts are about equally long: the smallest multiple of
-    `PART_TOKENS` with which there are at most `max_parts`, which is at least B.
+    `CHUNK_TOKENS` with which there are at most `max_parts`, which is at least B.
     """
-    chunks_B = -(-seq_lens_B // PART_TOKENS)
+    chunks_B = -(-seq_lens_B // CHUNK_TOKENS)
     total_chunks = int(chunks_B.sum())
     longest_row_chunks = int(chunks_B.max(initial=0))
     # The parts of length n number between total / n and total / n + B.

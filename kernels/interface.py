@@ -119,8 +119,8 @@ class ExpertWeights:
 class Int8Kernels(Protocol):
     """Products of 8-bit codes; `kernels/reference/int8.py` defines their results, to the bit."""
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """As `Kernels.first_step`, for these kernels."""
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """As `Kernels.warmup_calls`, for these kernels."""
 
     def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
         """The weight in the layout `linear` needs, perhaps the same object."""
@@ -134,8 +134,8 @@ class GroupedKernels(Protocol):
     their results.
     """
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """As `Kernels.first_step`, for these kernels."""
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+        """As `Kernels.warmup_calls`, for these kernels."""
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """The weight in the layout `linear` needs, perhaps the same object."""
@@ -147,10 +147,11 @@ class GroupedKernels(Protocol):
 class MixedKernels(Protocol):
     """Products of float32 with bfloat16 weights, in float32."""
 
-    panel: int  # the number of a weight's rows is a multiple of this; the last ones may be padding
+    # The number of a weight's rows is a multiple of this; the last ones may be padding.
+    panel_features: int
 
-    def first_step(self) -> list[Callable[[], object]]:
-        """As `Kernels.first_step`, for these kernels."""
+    def warmup_calls(self) -> list[Callable[[], object]]:
+        """As `Kernels.warmup_calls`, for these kernels."""
 
     def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
         """The weight in the layout `linear` needs, in the memory of the argument, which is
@@ -174,16 +175,22 @@ class MixedKernels(Protocol):
 class ExpertKernels(Protocol):
     """Mixtures of experts; `kernels/reference/experts.py` defines shapes and results."""
 
-    def first_step(
+    def warmup_calls(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
     ) -> list[Callable[[], object]]:
-        """As `Kernels.first_step`, for these kernels."""
+        """As `Kernels.warmup_calls`, for these kernels."""
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
+        self,
+        logits_TX: Tensor,
+        num_experts_per_token: int,
+        normalizes_weights: bool,
+        num_live_tokens_1: Tensor | None,
+        /,
     ) -> tuple[Tensor, Tensor]:
-        """(weights [T, K], experts [T, K]) of each token. Behind the first `num_live_1` tokens
-        (None: all) is a graph's padding, for which a backend with graphs chooses expert X: none.
+        """(weights [T, K], experts [T, K]) of each token. Behind the first `num_live_tokens_1`
+        tokens (None: all) is a graph's padding, for which a backend with graphs chooses expert X:
+        none.
         """
 
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
@@ -216,7 +223,7 @@ class SamplingKernels(Protocol):
         """Weights within the limit, summed per block and per row."""
 
     def target_weight(
-        self, seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int, /
+        self, seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int, /
     ) -> Tensor:
         """Which weight each row draws: where its token lies in the running sum of this rank's
         weights.
@@ -235,7 +242,7 @@ class SamplingKernels(Protocol):
     def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""
 
-    def listed_limits(
+    def limits_from_lists(
         self,
         list_NRK: Tensor,
         top_k_R: Tensor,
@@ -314,12 +321,12 @@ class Kernels(Protocol):
         them. CPU only.
         """
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """One call per kernel of a greedy step, so that each is compiled; the slowest to compile
         come first.
         """
 
-    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """One call per kernel that only other kinds of sampling need."""
 
     def pack_weight(self, weight_YE: Tensor, /) -> Tensor:

@@ -18,14 +18,15 @@ class DecodeParts:
 
     num_rows   : how many rows.
     max_parts  : how many parts the launch has programs for; those past the last part end at once.
-    start_B1   : int32, first part of each of these rows, then the number of parts of all of them.
-    arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again afterwards.
+    part_start_B1   : int32, first part of each of these rows, then the number of parts of all of
+    them. num_arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again
+    afterwards.
     """
 
     num_rows: int
     max_parts: int
-    start_B1: Tensor
-    arrived_BK: Tensor
+    part_start_B1: Tensor
+    num_arrived_BK: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +43,9 @@ class AttentionMetadata:
     kv_places_T    : int64 [T], block_id * block_size + offset where the token's KV is written; -1
         writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
-    decode         : for backends that ask for it with `Kernels.max_decode_parts`; others ignore it.
-    num_live_1     : int32 [1], the number of tokens before those of a graph's padding; None: all T.
+    decode_parts   : for backends that ask for it with `Kernels.max_decode_parts`; others ignore it.
+    num_live_tokens_1     : int32 [1], the number of tokens before those of a graph's padding; None:
+    all T.
     """
 
     query_start_B1: Tensor
@@ -53,8 +55,8 @@ class AttentionMetadata:
     kv_places_T: Tensor
     max_query_len: int
     max_seq_len: int
-    decode: DecodeParts | None = None
-    num_live_1: Tensor | None = None
+    decode_parts: DecodeParts | None = None
+    num_live_tokens_1: Tensor | None = None
 
     @property
     def is_decode(self) -> bool:

@@ -2,8 +2,8 @@
 
 Backends are `cpu` (numba and oneDNN), `triton`, `flash_attn` (its attention, Triton for the rest),
 `hybrid` (FlashAttention-3 for the rows of several queries, Triton for the rest) and `reference`
-(plain PyTorch). `choose` needs no torch for the CPU and for Triton, so a client can tell what would
-run; `select_backend` imports the backend.
+(plain PyTorch). `choose_capabilities` needs no torch for the CPU and for Triton, so a client can
+tell what would run; `select_backend` imports the backend.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from kernels.gpu.capabilities import TRITON
+from kernels.gpu.capabilities import TRITON_CAPABILITIES
 from kernels.interface import Capabilities, Kernels
-from kernels.reference.capabilities import REFERENCE, REFERENCE_ON_GPU
+from kernels.reference.capabilities import REFERENCE_CAPABILITIES, REFERENCE_GPU_CAPABILITIES
 
 
 def select_backend(
     device: str, name: str = "auto", head_dim: int = 128, block_size: int | None = None
 ) -> Kernels:
-    """The kernels of the backend that `choose` chooses. Raises `ValueError`."""
-    capabilities = choose(device, name, head_dim=head_dim, block_size=block_size)
+    """The kernels of the backend that `choose_capabilities` chooses. Raises `ValueError`."""
+    capabilities = choose_capabilities(device, name, head_dim=head_dim, block_size=block_size)
     return _backends_of(device)[capabilities.name].load()
 
 
-def choose(
+def choose_capabilities(
     device: str,
     name: str = "auto",
     *,
@@ -46,7 +46,7 @@ def choose(
     """
     backends = _backends_of(device)
     if name == "auto":
-        return _best(backends, dtype, head_dim, block_size, kv_cache_dtype)
+        return _best_capabilities(backends, dtype, head_dim, block_size, kv_cache_dtype)
     if name not in backends:
         possible_names = ", ".join(("auto", *backends))
         raise ValueError(
@@ -82,7 +82,7 @@ class Backend:
 
     describe: Callable[[], Capabilities]
     load: Callable[[], Kernels]
-    automatic: bool = True  # whether "auto" may choose it
+    is_automatic: bool = True  # whether "auto" may choose it
 
 
 def _backends_of(device: str) -> dict[str, Backend]:
@@ -94,14 +94,14 @@ def _backends_of(device: str) -> dict[str, Backend]:
     return BACKENDS[device_type]
 
 
-def _best(
+def _best_capabilities(
     backends: dict[str, Backend],
     dtype: str | None,
     head_dim: int,
     block_size: int | None,
     kv_cache_dtype: str,
 ) -> Capabilities:
-    automatic_backends = [backend for backend in backends.values() if backend.automatic]
+    automatic_backends = [backend for backend in backends.values() if backend.is_automatic]
     for backend in automatic_backends[:-1]:
         try:
             capabilities = backend.describe()
@@ -115,9 +115,9 @@ def _best(
 
 
 def _describe_cpu() -> Capabilities:
-    from kernels.cpu.capabilities import CPU
+    from kernels.cpu.capabilities import CPU_CAPABILITIES
 
-    return CPU
+    return CPU_CAPABILITIES
 
 
 def _load_cpu() -> Kernels:
@@ -129,7 +129,7 @@ def _load_cpu() -> Kernels:
 def _describe_triton() -> Capabilities:
     if importlib.util.find_spec("triton") is None:
         raise ValueError("kernel backend 'triton' needs the package triton, which is not installed")
-    return TRITON
+    return TRITON_CAPABILITIES
 
 
 def _load_triton() -> Kernels:
@@ -179,21 +179,23 @@ def _load_reference() -> Kernels:
     return REFERENCE_KERNELS
 
 
-_REFERENCE = Backend(describe=lambda: REFERENCE, load=_load_reference, automatic=False)
-_REFERENCE_ON_GPU = replace(_REFERENCE, describe=lambda: REFERENCE_ON_GPU)
+_REFERENCE_BACKEND = Backend(
+    describe=lambda: REFERENCE_CAPABILITIES, load=_load_reference, is_automatic=False
+)
+_REFERENCE_GPU_BACKEND = replace(_REFERENCE_BACKEND, describe=lambda: REFERENCE_GPU_CAPABILITIES)
 # Best first. The last automatic backend of a device is taken unchecked.
 BACKENDS: dict[str, dict[str, Backend]] = {
     "cpu": {
         "cpu": Backend(describe=_describe_cpu, load=_load_cpu),
         "triton": Backend(
-            describe=_describe_interpreted_triton, load=_load_triton, automatic=False
+            describe=_describe_interpreted_triton, load=_load_triton, is_automatic=False
         ),
-        "reference": _REFERENCE,
+        "reference": _REFERENCE_BACKEND,
     },
     "cuda": {
         "hybrid": Backend(describe=_describe_hybrid, load=_load_hybrid),
         "flash_attn": Backend(describe=_describe_flash_attn, load=_load_flash_attn),
         "triton": Backend(describe=_describe_triton, load=_load_triton),
-        "reference": _REFERENCE_ON_GPU,
+        "reference": _REFERENCE_GPU_BACKEND,
     },
 }

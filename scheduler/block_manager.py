@@ -82,10 +82,11 @@ class BlockManager:
         self.block_size = block_size
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_evictions = 0
-        self._free = OrderedDict((block.block_id, block) for block in self.blocks)  # by last use
+        # By last use.
+        self._free_blocks = OrderedDict((block.block_id, block) for block in self.blocks)
         self._caches_prefixes = enable_prefix_caching
         self._hash_function = hash_function
-        self._index: dict[int, Block] = {}
+        self._prefix_index: dict[int, Block] = {}
         self._last_serial = ROOT_SERIAL
         # (id of that step or of a later one, block) of published blocks whose last filling step is
         # unread.
@@ -93,7 +94,7 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free_blocks)
 
     # -- sequences ---------------------------------------------------------------------------------
 
@@ -101,10 +102,10 @@ class BlockManager:
         """Whether there are blocks for all tokens of a sequence; cached blocks that are free count
         as taken.
         """
-        cached_blocks = self._find_cached(seq)
-        num_revived = sum(block.ref_count == 0 for block in cached_blocks)
+        cached_blocks = self._find_cached_blocks(seq)
+        num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
         num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
-        return num_new_blocks + num_revived <= self.num_free_blocks
+        return num_new_blocks + num_free_cached_blocks <= self.num_free_blocks
 
     def allocate(self, seq: BlockUser) -> int:
         """Give a sequence blocks for all its tokens, shared blocks first; returns the number of
@@ -113,15 +114,15 @@ class BlockManager:
         Call only if `can_allocate` is true.
         """
         assert not seq.block_table, "a sequence is allocated once"
-        cached_blocks = self._find_cached(seq)
+        cached_blocks = self._find_cached_blocks(seq)
         for block in cached_blocks:
             if block.ref_count == 0:
-                del self._free[block.block_id]
+                del self._free_blocks[block.block_id]
             block.ref_count += 1
         block_table = seq.block_table
         block_table.extend(block.block_id for block in cached_blocks)
         for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)):
-            block_table.append(self._take_free())
+            block_table.append(self._take_free_block())
         seq.num_published_blocks = len(cached_blocks)
         return len(cached_blocks) * self.block_size
 
@@ -134,7 +135,7 @@ class BlockManager:
         is true.
         """
         num_new_blocks = self.num_blocks_for(num_tokens) - len(seq.block_table)
-        new_block_ids = [self._take_free() for _ in range(num_new_blocks)]
+        new_block_ids = [self._take_free_block() for _ in range(num_new_blocks)]
         seq.block_table.extend(new_block_ids)
         return new_block_ids
 
@@ -148,7 +149,7 @@ class BlockManager:
                 f"block {block_id} was released more often than it was taken"
             )
             if block.ref_count == 0:
-                self._free[block_id] = block
+                self._free_blocks[block_id] = block
         seq.block_table.clear()
         seq.num_published_blocks = 0
 
@@ -177,20 +178,20 @@ class BlockManager:
         """
         for filling_step_id, block in self._unconfirmed_blocks:
             if filling_step_id > step_id and block.hash != NO_HASH:
-                if self._index.get(block.hash) is block:
-                    del self._index[block.hash]
+                if self._prefix_index.get(block.hash) is block:
+                    del self._prefix_index[block.hash]
                 _forget(block)
         self._unconfirmed_blocks.clear()
         for user in users:
-            while (last := user.num_published_blocks - 1) >= 0 and self.blocks[
-                user.block_table[last]
+            while (last_index := user.num_published_blocks - 1) >= 0 and self.blocks[
+                user.block_table[last_index]
             ].hash == NO_HASH:
-                user.num_published_blocks = last
+                user.num_published_blocks = last_index
 
-    def clear_index(self) -> None:
+    def clear_prefix_index(self) -> None:
         """Forget all content: the caches of a new epoch are empty. No sequence may hold blocks."""
         assert self.num_free_blocks == len(self.blocks), "a new epoch starts with every block free"
-        self._index.clear()
+        self._prefix_index.clear()
         self._unconfirmed_blocks.clear()
         for block in self.blocks:
             _forget(block)
@@ -200,14 +201,14 @@ class BlockManager:
 
     # -- prefix index ------------------------------------------------------------------------------
 
-    def _find_cached(self, seq: BlockUser) -> list[Block]:
+    def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
         """The published blocks that hold the beginning of a sequence, up to the first miss."""
         cached_blocks: list[Block] = []
         if not self._caches_prefixes or not seq.reads_prefixes:
             return cached_blocks
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):
-            block = self._index.get(self._block_hash(seq, index))
+            block = self._prefix_index.get(self._block_hash(seq, index))
             if block is None or not _has_content(
                 block, self._block_tokens(seq, index), parent_serial, seq.cache_salt
             ):
@@ -227,7 +228,7 @@ class BlockManager:
         block.parent_serial = (
             self.blocks[seq.block_table[index - 1]].serial if index else ROOT_SERIAL
         )
-        indexed_block = self._index.get(block.hash)
+        indexed_block = self._prefix_index.get(block.hash)
         if indexed_block is not None and _has_content(
             indexed_block, block.token_ids, block.parent_serial, block.cache_salt
         ):
@@ -238,7 +239,7 @@ class BlockManager:
         if indexed_block is None or indexed_block.ref_count == 0:
             if indexed_block is not None:
                 _forget(indexed_block)
-            self._index[block.hash] = block
+            self._prefix_index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
         """Chained hash of block `index`: it covers the tokens and the parent's hash (for the first
@@ -260,13 +261,13 @@ class BlockManager:
         start = index * self.block_size
         return tuple(seq.token_ids[start : start + self.block_size])
 
-    def _take_free(self) -> int:
+    def _take_free_block(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
-        assert self._free, "no free block; ask can_allocate or can_append first"
-        block_id, block = self._free.popitem(last=False)
+        assert self._free_blocks, "no free block; ask can_allocate or can_append first"
+        block_id, block = self._free_blocks.popitem(last=False)
         if block.hash != NO_HASH:
-            if self._index.get(block.hash) is block:
-                del self._index[block.hash]
+            if self._prefix_index.get(block.hash) is block:
+                del self._prefix_index[block.hash]
                 self.num_evictions += 1
             _forget(block)
         block.ref_count = 1
@@ -293,10 +294,11 @@ class BlockManager:
                 f" {num_users[block.block_id]} tables name it"
             )
         unused_ids = {block.block_id for block in self.blocks if block.ref_count == 0}
-        assert self._free.keys() == unused_ids, (
-            f"blocks {sorted(self._free)} are in the free list, {sorted(unused_ids)} are unused"
+        assert self._free_blocks.keys() == unused_ids, (
+            f"blocks {sorted(self._free_blocks)} are in the free list, {sorted(unused_ids)} are"
+            " unused"
         )
-        for indexed_hash, block in self._index.items():
+        for indexed_hash, block in self._prefix_index.items():
             assert indexed_hash == block.hash != NO_HASH, (
                 f"index entry of block {block.block_id} has another block's hash"
             )

@@ -23,9 +23,9 @@ MIB = 2**20
 class Bound:
     """The most of something that a request may hold, and why not more."""
 
-    most: int
+    maximum: int
     unit: str  # what is counted
-    where: str  # which part of a request
+    scope: str  # which part of a request
     reason: str
 
 
@@ -226,26 +226,30 @@ FIELD_BOUNDS: Mapping[str, Bound] = {
     ),
     "pattern": Bound(8_192, "characters", "a `pattern` of a schema", "as for `regex`"),
 }
-TABLES: Mapping[str, Mapping[str, Bound]] = {
+BOUND_TABLES: Mapping[str, Mapping[str, Bound]] = {
     "The HTTP request": HTTP_BOUNDS,
     "The JSON of its body": JSON_BOUNDS,
     "Its fields": FIELD_BOUNDS,
 }
 
 
-def most(name: str) -> int:
+def field_limit(name: str) -> int:
     """The bound of a field of `FIELD_BOUNDS`."""
-    return FIELD_BOUNDS[name].most
+    return FIELD_BOUNDS[name].maximum
 
 
-def check(
-    name: str, count: int, place: str, parameter: str | None = None, most: int | None = None
+def check_bound(
+    name: str,
+    count: int,
+    place: str,
+    parameter: str | None = None,
+    configured_maximum: int | None = None,
 ) -> None:
     """Raise `RequestError` naming `place` if it holds more than the bound `name` of `FIELD_BOUNDS`
-    or `JSON_BOUNDS` allows. `most` replaces a bound that is configured.
+    or `JSON_BOUNDS` allows. `configured_maximum` replaces a bound that is configured.
     """
     bound = FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]
-    limit = bound.most if most is None else most
+    limit = bound.maximum if configured_maximum is None else configured_maximum
     if count > limit:
         raise RequestError(
             f"{place}: {count} {bound.unit} are too many; at most {limit} are possible",
@@ -253,7 +257,7 @@ def check(
         )
 
 
-def check_schema(value: object, place: str, parameter: str) -> None:
+def check_schema_bounds(value: object, place: str, parameter: str) -> None:
     """Raise `RequestError` unless a decoded JSON value is within the bounds of schemas. Reads
     hardly more of it than they allow.
     """
@@ -261,19 +265,19 @@ def check_schema(value: object, place: str, parameter: str) -> None:
     values_at_depth: list[object] = [value]
     while values_at_depth:
         depth += 1
-        check("depth", depth, place, parameter)
+        check_bound("depth", depth, place, parameter)
         values_below: list[object] = []
-        for nested in values_at_depth:
+        for nested_value in values_at_depth:
             num_values += 1
-            if isinstance(nested, str):
-                num_characters += len(nested)
-            elif isinstance(nested, Mapping):
-                num_characters += sum(len(key) for key in nested if isinstance(key, str))
-                values_below.extend(nested.values())
-            elif isinstance(nested, list | tuple):
-                values_below.extend(nested)
-            check("schema values", num_values + len(values_below), place, parameter)
-            check("schema", num_characters, place, parameter)
+            if isinstance(nested_value, str):
+                num_characters += len(nested_value)
+            elif isinstance(nested_value, Mapping):
+                num_characters += sum(len(key) for key in nested_value if isinstance(key, str))
+                values_below.extend(nested_value.values())
+            elif isinstance(nested_value, list | tuple):
+                values_below.extend(nested_value)
+            check_bound("schema values", num_values + len(values_below), place, parameter)
+            check_bound("schema", num_characters, place, parameter)
         values_at_depth = values_below
 
 
@@ -299,7 +303,7 @@ _SHORT_REPR.maxlist = _SHORT_REPR.maxtuple = _SHORT_REPR.maxdict = _SHORT_REPR.m
 _SHORT_REPR.maxlevel = 3
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """A value in an error message: at most 100 characters, made without reading all of it."""
     text = _SHORT_REPR.repr(value)
     return text if len(text) <= 100 else text[:100] + "..."

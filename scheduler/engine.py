@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final, Literal, Protocol
 
 from scheduler.errors import EaglerayError, EngineError, RequestError
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.steps import StepOutput, SubmittedStep
@@ -35,14 +35,14 @@ class Executor(Protocol):
         """
 
 
-class Late(Enum):
+class MaskLate(Enum):
     """The answer of `Grammars` when there is none yet."""
 
-    LATE = "late"
+    MASK_LATE = "late"
 
 
-LATE: Final = Late.LATE
-MaskAnswer = bytes | EaglerayError | Literal[Late.LATE] | None
+MASK_LATE: Final = MaskLate.MASK_LATE
+MaskAnswer = bytes | EaglerayError | Literal[MaskLate.MASK_LATE] | None
 # How long a step may wait for the masks of grammars that have been quick so far.
 MASK_WAIT_S = 0.03
 
@@ -54,8 +54,8 @@ class Grammars(Protocol):
 
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """Per sequence: the mask of its next token, None if any token may follow, or the error that
-        leaves it without a mask. Waits for at most `limit_s`; the answers that are `LATE` then are
-        still worked on, and a later call gets them.
+        leaves it without a mask. Waits for at most `limit_s`; the answers that are `MASK_LATE` then
+        are still worked on, and a later call gets them.
         """
 
     def is_quick(self, seq: Sequence) -> bool:
@@ -124,16 +124,16 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to submit or to read."""
-        return self.scheduler.has_unfinished or bool(self.scheduler.submitted)
+        return self.scheduler.has_unfinished_sequences or bool(self.scheduler.submitted_steps)
 
-    def ensure_submitted(self) -> None:
+    def ensure_step_submitted(self) -> None:
         """Submit a step if there is none, and its mask. Errors pass through as those of `step`."""
-        self._resume_held()
-        submitted = self.scheduler.submitted
-        if submitted:
-            self._mask(submitted[0])
+        self._resume_held_sequences()
+        submitted_steps = self.scheduler.submitted_steps
+        if submitted_steps:
+            self._send_mask(submitted_steps[0])
         elif plan := self._schedule():
-            self._mask(submitted[0])
+            self._send_mask(submitted_steps[0])
             self.executor.launch(plan)
 
     @property
@@ -142,13 +142,13 @@ class Engine:
         left to run unless another step is submitted by then. 0 if that is not known, or if no other
         may be submitted.
         """
-        if len(self.scheduler.submitted) > self.num_steps_ahead:
+        if len(self.scheduler.submitted_steps) > self.num_steps_ahead:
             return 0.0
-        return self.scheduler.shortest_s()
+        return self.scheduler.min_duration_s()
 
     def wait(self, limit_s: float) -> None:
         """Wait until the oldest unread step has ended, for at most `limit_s`."""
-        self.executor.wait(self.scheduler.submitted[0].step_id, limit_s)
+        self.executor.wait(self.scheduler.submitted_steps[0].step_id, limit_s)
 
     def step(self) -> StepOutput | None:
         """Submit what can be submitted, then wait for the oldest unread step; None when there was
@@ -156,24 +156,24 @@ class Engine:
 
         Errors of the executor pass through; they end the epoch.
         """
-        self.ensure_submitted()
-        submitted = self.scheduler.submitted
-        while submitted and len(submitted) <= self.num_steps_ahead:
+        self.ensure_step_submitted()
+        submitted_steps = self.scheduler.submitted_steps
+        while submitted_steps and len(submitted_steps) <= self.num_steps_ahead:
             plan = self._schedule()
             if plan is None:
                 break
             self.executor.launch(plan)
-        if not submitted:
+        if not submitted_steps:
             if self._held_sequences:
                 self.grammars.masks(list(self._held_sequences.values()), MASK_WAIT_S)
             return None
-        output = self.scheduler.apply(self.executor.result(submitted[0].step_id))
-        for seq in output.finished:
+        output = self.scheduler.apply(self.executor.result(submitted_steps[0].step_id))
+        for seq in output.finished_sequences:
             self._sequences.pop(seq.request_id, None)
-        self._forget(output.finished)
+        self._forget(output.finished_sequences)
         return output
 
-    def take_failed(self) -> list[tuple[Sequence, EaglerayError]]:
+    def take_failures(self) -> list[tuple[Sequence, EaglerayError]]:
         """The sequences that have failed since the last call, and why. They have ended, whether or
         not the step in which that was noticed succeeded.
         """
@@ -185,10 +185,10 @@ class Engine:
         whose grammars are not quick.
         """
         plan = self.scheduler.schedule()
-        if plan is None or not plan.masked:
+        if plan is None or not plan.mask_flags:
             return plan
         constrained_sequences = [
-            seq for seq in self.scheduler.submitted[-1].sampling_sequences if seq.grammar
+            seq for seq in self.scheduler.submitted_steps[-1].sampling_sequences if seq.grammar
         ]
         if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending == 1]:
             self.grammars.masks(ready_sequences, 0.0)
@@ -198,18 +198,18 @@ class Engine:
                 self._held_sequences[seq.request_id] = seq
         return plan
 
-    def _resume_held(self) -> None:
+    def _resume_held_sequences(self) -> None:
         """Resume the held sequences whose next mask is there; end those that cannot have one."""
         ready_sequences = [seq for seq in self._held_sequences.values() if not seq.num_pending]
         answers = self.grammars.masks(ready_sequences, 0.0) if ready_sequences else []
         for seq, answer in zip(ready_sequences, answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
-            elif answer is not LATE:
+            elif answer is not MASK_LATE:
                 del self._held_sequences[seq.request_id]
                 self.scheduler.resume(seq)
 
-    def _mask(self, step: SubmittedStep) -> None:
+    def _send_mask(self, step: SubmittedStep) -> None:
         """Send the mask of the oldest unread step, if it needs one and does not have it: every
         token before it is known now. Ends the sequences for which there can be no mask, and
         retracts those whose mask is late.
@@ -228,11 +228,11 @@ class Engine:
         if quick_sequences := [seq for seq in sequences if self.grammars.is_quick(seq)]:
             self.grammars.masks(quick_sequences, MASK_WAIT_S)
         answers = self.grammars.masks(sequences, 0.0) if sequences else []
-        rows, masks = ints(), list[bytes]()
+        rows, masks = int32_array(), list[bytes]()
         for (row, seq), answer in zip(sequence_by_row.items(), answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
-            elif answer is LATE:
+            elif answer is MASK_LATE:
                 self.scheduler.retract(seq)
                 self._held_sequences[seq.request_id] = seq
             elif answer is not None:
@@ -257,20 +257,20 @@ class Engine:
         continue in the next epoch, once there is an executor for it. Returns the sequences that end
         here (see `Scheduler.start_epoch`).
         """
-        convicted = self.scheduler.start_epoch(cache_survives=cache_survives)
+        failed_sequences = self.scheduler.start_epoch(cache_survives=cache_survives)
         self._held_sequences.clear()
-        for seq in convicted:
+        for seq in failed_sequences:
             self._sequences.pop(seq.request_id, None)
-        self._forget(convicted)
-        return convicted
+        self._forget(failed_sequences)
+        return failed_sequences
 
     def check(self) -> None:
         """Raise AssertionError unless the laws of the scheduler hold and no sequence is lost."""
         self.scheduler.check()
-        sequence_ids = {id(seq) for seq in self._sequences.values()}
-        queued_ids = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
-        assert sequence_ids == queued_ids, (
-            f"{len(sequence_ids)} sequences known, {len(queued_ids)} queued"
+        tracked_object_ids = {id(seq) for seq in self._sequences.values()}
+        queued_object_ids = {id(seq) for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert tracked_object_ids == queued_object_ids, (
+            f"{len(tracked_object_ids)} sequences known, {len(queued_object_ids)} queued"
         )
         held_request_ids = {seq.request_id for seq in self._sequences.values() if seq.is_held}
         assert held_request_ids <= self._held_sequences.keys() <= self._sequences.keys(), (

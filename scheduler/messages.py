@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from scheduler.errors import EaglerayError, EngineError
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 
 
-def ints(values: Iterable[int] = ()) -> array[int]:
+def int32_array(values: Iterable[int] = ()) -> array[int]:
     """A flat array of signed 32-bit integers."""
     return array("i", values)
 
@@ -38,7 +38,7 @@ class Request:
     request_id: str
     token_ids: array[int]
     num_prompt_tokens: int
-    sampling: Sampling
+    sampling: ResolvedSampling
     cache_salt: str = ""
     news_interval: int = 1
     arrival_s: float = 0.0
@@ -61,7 +61,7 @@ class AdmittedRows:
     num_blocks: array[int]
     token_ids: array[int]  # flat, sum(num_tokens)
     block_ids: array[int]  # flat, sum(num_blocks)
-    sampling: tuple[Sampling, ...]
+    sampling: tuple[ResolvedSampling, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,22 +70,23 @@ class StepPlan:
 
     `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
-    where `samples` is 1. If a row that samples has a grammar, `masked` is 1 for each such row and
-    a `StepMask` follows; otherwise it is empty. If prompt tokens are to be given log probabilities,
-    `scored` is 1 for each row that has them to compute; otherwise it is empty.
+    where `sampling_flags` is 1. If a row that samples has a grammar, `mask_flags` is 1 for each
+    such row and a `StepMask` follows; otherwise it is empty. If prompt tokens are to be given log
+    probabilities, `scoring_flags` is 1 for each row that has them to compute; otherwise it is
+    empty.
     """
 
     step_id: int
     epoch: int
-    released: array[int]
-    admitted: AdmittedRows | None
+    released_slots: array[int]
+    admitted_rows: AdmittedRows | None
     appended_slots: array[int]
     appended_block_ids: array[int]
     slots: array[int]
     num_new_tokens: array[int]
-    samples: bytes
-    masked: bytes = b""
-    scored: bytes = b""
+    sampling_flags: bytes
+    mask_flags: bytes = b""
+    scoring_flags: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,68 +120,68 @@ class TokenLogprobs:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobs:
     """Natural-log probabilities of prompt tokens, each given the tokens before it, under the raw
-    logits: of the token at place `first` of the prompt and of those that follow it.
+    logits: of the token at place `first_position` of the prompt and of those that follow it.
 
-    `first` is at least 1, since nothing comes before the first token. `ranks` as in
+    `first_position` is at least 1, since nothing comes before the first token. `ranks` as in
     `TokenLogprobs`; `top_token_ids` and `top_logprobs` hold the `num_top` best tokens of each
     place, best first.
     """
 
-    first: int
+    first_position: int
     num_top: int
     logprobs: array[float]  # float32
-    ranks: array[int]
+    token_ranks: array[int]
     top_token_ids: array[int]  # flat, num_top for each token
     top_logprobs: array[float]  # flat, num_top for each token, float32
 
     @classmethod
-    def none(cls, num_top: int) -> PromptLogprobs:
+    def empty(cls, num_top: int) -> PromptLogprobs:
         """Those of no token yet."""
         return cls(
-            first=1,
+            first_position=1,
             num_top=num_top,
             logprobs=array("f"),
-            ranks=ints(),
-            top_token_ids=ints(),
+            token_ranks=int32_array(),
+            top_token_ids=int32_array(),
             top_logprobs=array("f"),
         )
 
     @property
-    def end(self) -> int:
+    def end_position(self) -> int:
         """The place after the last token."""
-        return self.first + len(self.logprobs)
+        return self.first_position + len(self.logprobs)
 
-    def since(self, place: int) -> PromptLogprobs:
-        """Without the tokens before `place`."""
-        num_skipped = min(max(0, place - self.first), len(self.logprobs))
+    def from_position(self, position: int) -> PromptLogprobs:
+        """Without the tokens before `position`."""
+        num_skipped = min(max(0, position - self.first_position), len(self.logprobs))
         if num_skipped == 0:
             return self
         return PromptLogprobs(
-            first=self.first + num_skipped,
+            first_position=self.first_position + num_skipped,
             num_top=self.num_top,
             logprobs=self.logprobs[num_skipped:],
-            ranks=self.ranks[num_skipped:],
+            token_ranks=self.token_ranks[num_skipped:],
             top_token_ids=self.top_token_ids[num_skipped * self.num_top :],
             top_logprobs=self.top_logprobs[num_skipped * self.num_top :],
         )
 
-    def followed_by(self, later: PromptLogprobs) -> PromptLogprobs:
+    def followed_by(self, later_logprobs: PromptLogprobs) -> PromptLogprobs:
         """Both; tokens that are here already are skipped. Raises `EngineError` if any are missing
         between.
         """
-        if later.first > self.end:
+        if later_logprobs.first_position > self.end_position:
             raise EngineError(
-                f"log probabilities of the prompt tokens {self.end} to {later.first - 1} are"
-                " missing"
+                f"log probabilities of the prompt tokens {self.end_position} to"
+                f" {later_logprobs.first_position - 1} are missing"
             )
-        unseen = later.since(self.end)
+        new_logprobs = later_logprobs.from_position(self.end_position)
         return PromptLogprobs(
-            first=self.first,
+            first_position=self.first_position,
             num_top=self.num_top,
-            logprobs=self.logprobs + unseen.logprobs,
-            ranks=self.ranks + unseen.ranks,
-            top_token_ids=self.top_token_ids + unseen.top_token_ids,
-            top_logprobs=self.top_logprobs + unseen.top_logprobs,
+            logprobs=self.logprobs + new_logprobs.logprobs,
+            token_ranks=self.token_ranks + new_logprobs.token_ranks,
+            top_token_ids=self.top_token_ids + new_logprobs.top_token_ids,
+            top_logprobs=self.top_logprobs + new_logprobs.top_logprobs,
         )
 
 
@@ -255,13 +256,14 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deltas:
-    """Everything new for one frontend. It acknowledges by sending `up_to` with its next poll.
+    """Everything new for one frontend. It acknowledges by sending `reply_number` with its next
+    poll.
 
     One entry per request; `token_ids` is flat, with `num_tokens` per request. `finish_reasons`,
     `errors`, `logprobs` and `prompt_logprobs` hold only the requests that have any.
     """
 
-    up_to: int
+    reply_number: int
     request_ids: tuple[str, ...]
     first_indices: array[int]
     num_tokens: array[int]

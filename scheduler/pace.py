@@ -37,21 +37,21 @@ TOKENS_PER_LONG_GAP = 128
 MAX_LONG_GAP_ROWS = 2
 _NUM_REMEMBERED_STEPS = 9
 _NEAR_RATIO = 1.5  # numbers of rows whose ratio is at most this are near each other
-_USUAL_STEPS = 256
+_MEAN_WINDOW_STEPS = 256
 
 
 class Pace:
-    """Learns from `observe`, answers `budget` and `shortest_s`; `spend` is told what was planned.
-    With `max_decode_slowdown` 0 there is no limit.
+    """Learns from `observe`, answers `budget` and `min_duration_s`; `account_for_step` is told what
+    was planned. With `max_decode_slowdown` 0 there is no limit.
     """
 
     def __init__(self, max_decode_slowdown: float, max_prompt_tokens: int) -> None:
         self.max_decode_slowdown = max_decode_slowdown
         self.max_prompt_tokens = max_prompt_tokens
-        self._decode_s: dict[int, deque[float]] = {}  # by number of rows
+        self._decode_s_by_rows: dict[int, deque[float]] = {}  # by number of rows
         self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
         self._base_s_by_rows: dict[int, float] = {}
-        self._usual_rows = 0.0  # that decode
+        self._usual_num_rows = 0.0  # that decode
         self._num_saved_tokens = 0  # that decoded since the last long gaps
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
@@ -63,7 +63,7 @@ class Pace:
         elif (
             num_prompt_tokens <= MIN_PROMPT_TOKENS
             and self._prompt_token_s
-            and self._is_new(num_decoding)
+            and self._is_new_row_count(num_decoding)
         ):
             decode_s = seconds - num_prompt_tokens * median(self._prompt_token_s)
             self._remember_base(num_decoding, max(seconds / 2, decode_s))
@@ -72,13 +72,13 @@ class Pace:
             self._prompt_token_s.append(max(0.0, prompts_s) / num_prompt_tokens)
 
     def _remember_base(self, num_decoding: int, seconds: float) -> None:
-        recent_decode_s = self._decode_s.setdefault(
+        recent_decode_s = self._decode_s_by_rows.setdefault(
             num_decoding, deque(maxlen=_NUM_REMEMBERED_STEPS)
         )
         recent_decode_s.append(seconds)
         self._base_s_by_rows[num_decoding] = median(recent_decode_s)
 
-    def _is_new(self, num_decoding: int) -> bool:
+    def _is_new_row_count(self, num_decoding: int) -> bool:
         """Whether rows decode, and no number of them near this one has run without prompts."""
         return num_decoding > 0 and not any(
             num_decoding <= _NEAR_RATIO * num_rows and num_rows <= _NEAR_RATIO * num_decoding
@@ -103,44 +103,46 @@ class Pace:
             return self.max_prompt_tokens
         return self._smooth_budget(num_decoding)
 
-    def spend(self, num_decoding: int, num_prompt_tokens: int) -> None:
+    def account_for_step(self, num_decoding: int, num_prompt_tokens: int) -> None:
         """Account for a planned step: rows that decode are saved up, or wait for whole prompts."""
         if num_prompt_tokens and num_prompt_tokens > self._smooth_budget(num_decoding):
             num_spent_tokens = num_decoding * TOKENS_PER_LONG_GAP
             self._num_saved_tokens = max(0, self._num_saved_tokens - num_spent_tokens)
         else:
-            most_tokens = MAX_LONG_GAP_ROWS * TOKENS_PER_LONG_GAP
-            self._num_saved_tokens = min(most_tokens, self._num_saved_tokens + num_decoding)
+            max_saved_tokens = MAX_LONG_GAP_ROWS * TOKENS_PER_LONG_GAP
+            self._num_saved_tokens = min(max_saved_tokens, self._num_saved_tokens + num_decoding)
         if num_decoding:
-            self._usual_rows = self._usual_rows or num_decoding
-            self._usual_rows += (num_decoding - self._usual_rows) / _USUAL_STEPS
+            self._usual_num_rows = self._usual_num_rows or num_decoding
+            self._usual_num_rows += (num_decoding - self._usual_num_rows) / _MEAN_WINDOW_STEPS
 
     def _smooth_budget(self, num_decoding: int) -> int:
         """The most prompt tokens with which a step takes no longer than usual ones may."""
         if not self.max_decode_slowdown or not num_decoding or not self._prompt_token_s:
             return self.max_prompt_tokens
         base_s = self.base_s(num_decoding)
-        if base_s is None or self._is_new(num_decoding):
+        if base_s is None or self._is_new_row_count(num_decoding):
             return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
-        allowed_prompt_s = self._longest_s(num_decoding) - base_s
+        allowed_prompt_s = self._max_step_s(num_decoding) - base_s
         token_s = median(self._prompt_token_s)
         if not token_s or self.max_prompt_tokens * token_s <= allowed_prompt_s:
             return self.max_prompt_tokens
         return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
 
-    def _longest_s(self, num_decoding: int) -> float:
+    def _max_step_s(self, num_decoding: int) -> float:
         """Seconds that a step with so many decoding rows may take."""
-        num_rows = max(self._usual_rows, num_decoding / _NEAR_RATIO)
+        num_rows = max(self._usual_num_rows, num_decoding / _NEAR_RATIO)
         return self.max_decode_slowdown * (self.base_s(max(1, round(num_rows))) or 0.0)
 
-    def shortest_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
+    def min_duration_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last
         ones. 0 if too little has run to tell.
         """
-        observed_row_counts = [num_rows for num_rows in self._decode_s if num_rows <= num_decoding]
+        observed_row_counts = [
+            num_rows for num_rows in self._decode_s_by_rows if num_rows <= num_decoding
+        ]
         if (num_decoding and not observed_row_counts) or (
             num_prompt_tokens and not self._prompt_token_s
         ):
             return 0.0
-        base_s = min(self._decode_s[max(observed_row_counts)]) if num_decoding else 0.0
+        base_s = min(self._decode_s_by_rows[max(observed_row_counts)]) if num_decoding else 0.0
         return base_s + num_prompt_tokens * min(self._prompt_token_s, default=0.0)

@@ -1,9 +1,10 @@
 """What a caller may ask of sampling, and what the engine receives.
 
 `SamplingParams` is the caller's: every field may be left unset. `resolve` fills unset fields from
-layers of defaults (flags, then the checkpoint's `generation_config`, then `DEFAULTS`) and returns
-`Sampling`, the complete message to the engine. Stop strings, `n` and `ignore_eos` stay in the
-frontend, which is the only part that knows text and end-of-sequence ids.
+layers of defaults (flags, then the checkpoint's `generation_config`, then
+`DEFAULT_SAMPLING_PARAMS`) and returns `ResolvedSampling`, the complete message to the engine. Stop
+strings, `n` and `ignore_eos` stay in the frontend, which is the only part that knows text and
+end-of-sequence ids.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.bounds import check, check_schema, shown
+from scheduler.bounds import check_bound, check_schema_bounds, short_repr
 from scheduler.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -26,19 +27,19 @@ def _parameter(
     *,
     low: float | None = None,
     high: float | None = None,
-    whole: bool = False,
+    is_integer: bool = False,
     help: str,
     has_flag: bool = True,
 ) -> Any:
     """A field of `SamplingParams`: unset at first, `default` where nothing sets it, a number from
     `low` to `high`. `has_flag`: on the command line.
     """
-    limits = {"default": default, "low": low, "high": high, "whole": whole}
+    limits = {"default": default, "low": low, "high": high, "is_integer": is_integer}
     return dataclasses.field(default=None, metadata=limits | {"help": help, "has_flag": has_flag})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class ResolvedSampling:
     """How the next token of one sequence is chosen and when the sequence ends, with every field
     set.
 
@@ -84,26 +85,28 @@ class StructuredOutputs:
         ]
         if len(given_names) != 1:
             names = ", ".join(field.name for field in dataclasses.fields(self))
-            raise _no_structure(
+            raise _structure_error(
                 f"needs exactly one of {names}; has {', '.join(given_names) or 'none'}"
             )
         if not isinstance(self.json, Mapping | bool | str | None):
-            raise _no_structure(f"json must be a JSON schema, got {shown(self.json)}")
+            raise _structure_error(f"json must be a JSON schema, got {short_repr(self.json)}")
         if not isinstance(self.json_object, bool):
-            raise _no_structure(f"json_object must be true or false, got {shown(self.json_object)}")
+            raise _structure_error(
+                f"json_object must be true or false, got {short_repr(self.json_object)}"
+            )
         if not isinstance(self.regex, str | None):
-            raise _no_structure(f"regex must be text, got {shown(self.regex)}")
+            raise _structure_error(f"regex must be text, got {short_repr(self.regex)}")
         if self.choice is not None and not (
             isinstance(self.choice, list | tuple)
             and self.choice
             and all(isinstance(text, str) and text for text in self.choice)
         ):
-            raise _no_structure(
-                f"choice must be a list of non-empty texts, got {shown(self.choice)}"
+            raise _structure_error(
+                f"choice must be a list of non-empty texts, got {short_repr(self.choice)}"
             )
         if not isinstance(self.structural_tag, Mapping | None):
-            raise _no_structure(
-                f"structural_tag must be an object, got {shown(self.structural_tag)}"
+            raise _structure_error(
+                f"structural_tag must be an object, got {short_repr(self.structural_tag)}"
             )
         self._check_bounds()
 
@@ -111,14 +114,14 @@ class StructuredOutputs:
         """Raise `RequestError` for a form whose grammar would be too large."""
         field = "structured_outputs"
         if self.json is not None:
-            check_schema(self.json, f"{field}.json", field)
+            check_schema_bounds(self.json, f"{field}.json", field)
         if self.regex is not None:
-            check("regex", len(self.regex), f"{field}.regex", field)
+            check_bound("regex", len(self.regex), f"{field}.regex", field)
         if self.choice is not None:
-            check("choice", len(self.choice), f"{field}.choice", field)
-            check("choice text", sum(map(len, self.choice)), f"{field}.choice", field)
+            check_bound("choice", len(self.choice), f"{field}.choice", field)
+            check_bound("choice text", sum(map(len, self.choice)), f"{field}.choice", field)
         if self.structural_tag is not None:
-            check_schema(self.structural_tag, f"{field}.structural_tag", field)
+            check_schema_bounds(self.structural_tag, f"{field}.structural_tag", field)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> StructuredOutputs:
@@ -126,8 +129,9 @@ class StructuredOutputs:
         known_keys = [field.name for field in dataclasses.fields(cls)]
         unknown_keys = [key for key in values if key not in known_keys]
         if unknown_keys:
-            raise _no_structure(
-                f"has the unknown key {shown(unknown_keys[0])}; known are {', '.join(known_keys)}"
+            raise _structure_error(
+                f"has the unknown key {short_repr(unknown_keys[0])}; known are"
+                f" {', '.join(known_keys)}"
             )
         return cls(**{key: value for key, value in values.items() if value is not None})
 
@@ -156,7 +160,7 @@ class SamplingParams:
 
     temperature: float | None = _parameter(1.0, low=0.0, high=100.0, help="0 is greedy.")
     top_k: int | None = _parameter(
-        0, low=-1, high=2**31 - 1, whole=True, help="0 keeps all tokens."
+        0, low=-1, high=2**31 - 1, is_integer=True, help="0 keeps all tokens."
     )
     top_p: float | None = _parameter(
         1.0, low=0.0, high=1.0, help="Probability mass of the nucleus; 0 keeps the best token."
@@ -179,7 +183,7 @@ class SamplingParams:
     seed: int | None = _parameter(
         low=-SEED_LIMIT,
         high=SEED_LIMIT - 1,
-        whole=True,
+        is_integer=True,
         help="Any 64-bit number; the same seed gives the same tokens. Drawn if unset; the flag"
         " `--seed` is the engine's.",
         has_flag=False,
@@ -193,23 +197,23 @@ class SamplingParams:
         has_flag=False,
     )
     min_tokens: int | None = _parameter(
-        0, low=0, high=2**31 - 1, whole=True, help="No end before this many tokens."
+        0, low=0, high=2**31 - 1, is_integer=True, help="No end before this many tokens."
     )
     max_tokens: int | None = _parameter(
-        256, low=0, high=2**31 - 1, whole=True, help="Longest output; 256 if unset."
+        256, low=0, high=2**31 - 1, is_integer=True, help="Longest output; 256 if unset."
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(
         low=0,
         high=MAX_LOGPROBS,
-        whole=True,
+        is_integer=True,
         help=f"Alternatives to report per token, 0 to {MAX_LOGPROBS}, from the raw logits.",
         has_flag=False,
     )
     prompt_logprobs: int | None = _parameter(
         low=0,
         high=MAX_LOGPROBS,
-        whole=True,
+        is_integer=True,
         help="The same for each token of the prompt, given those before it; max_tokens may then be"
         " 0. Such a request computes its whole prompt: it reads no cached prefix.",
         has_flag=False,
@@ -218,14 +222,14 @@ class SamplingParams:
         1,
         low=1,
         high=128,
-        whole=True,
+        is_integer=True,
         help="Outputs per request; they share the prompt's blocks, and each has its own seed.",
     )
     stream_interval: int | None = _parameter(
         1,
         low=1,
         high=2**31 - 1,
-        whole=True,
+        is_integer=True,
         help="A stream brings the first token, then so many at a time, or what there is after 2 s;"
         " a stop string is noticed with them.",
     )
@@ -240,13 +244,17 @@ class SamplingParams:
             value, metadata = getattr(self, field.name), field.metadata
             if value is not None and metadata["low"] is not None:
                 _check_number(
-                    field.name, value, metadata["low"], metadata["high"], whole=metadata["whole"]
+                    field.name,
+                    value,
+                    metadata["low"],
+                    metadata["high"],
+                    is_integer=metadata["is_integer"],
                 )
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
             raise RequestError(
-                f"ignore_eos must be true or false, got {shown(self.ignore_eos)}", "ignore_eos"
+                f"ignore_eos must be true or false, got {short_repr(self.ignore_eos)}", "ignore_eos"
             )
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise RequestError(
@@ -266,12 +274,13 @@ class SamplingParams:
         for key in values:
             if key not in known_names:
                 raise RequestError(
-                    f"unknown sampling parameter {shown(key)}; known are {', '.join(known_names)}",
+                    f"unknown sampling parameter {short_repr(key)}; known are"
+                    f" {', '.join(known_names)}",
                     str(key)[:100],
                 )
         values = dict(values)
         if isinstance(values.get("logit_bias"), dict):
-            check("logit_bias", len(values["logit_bias"]), "logit_bias")
+            check_bound("logit_bias", len(values["logit_bias"]), "logit_bias")
             values["logit_bias"] = {
                 _token_id_key(token_id): bias for token_id, bias in values["logit_bias"].items()
             }
@@ -279,7 +288,7 @@ class SamplingParams:
             values["structured_outputs"] = StructuredOutputs.from_dict(values["structured_outputs"])
         return cls(**values)
 
-    def over(self, defaults: SamplingParams) -> SamplingParams:
+    def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with unset ones taken from `defaults`."""
         taken_from_defaults = {
             field.name: getattr(defaults, field.name)
@@ -292,7 +301,7 @@ class SamplingParams:
         if self.structured_outputs is None:
             return
         if not isinstance(self.structured_outputs, StructuredOutputs):
-            raise _no_structure(
+            raise _structure_error(
                 f"must be a StructuredOutputs, got {type(self.structured_outputs).__name__}"
             )
         for name in ("min_tokens", "ignore_eos"):
@@ -306,18 +315,23 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()) -> Sampling:
+    def resolve(
+        self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()
+    ) -> ResolvedSampling:
         """The engine's message for output number `index`; `seed` is the request's, or drawn if it
         had none.
 
-        Unset fields get the value in `DEFAULTS`.
+        Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
         """
-        params = self.over(DEFAULTS)
+        params = self.with_defaults(DEFAULT_SAMPLING_PARAMS)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        values = {field.name: getattr(params, field.name) for field in dataclasses.fields(Sampling)}
-        return Sampling(
+        values = {
+            field.name: getattr(params, field.name)
+            for field in dataclasses.fields(ResolvedSampling)
+        }
+        return ResolvedSampling(
             **values
             | {
                 "seed": derive_seed(seed, index),
@@ -331,7 +345,9 @@ class SamplingParams:
             }
         )
 
-    def resolve_all(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> list[Sampling]:
+    def resolve_all(
+        self, *, seed: int, eos_token_ids: Iterable[int] = ()
+    ) -> list[ResolvedSampling]:
         """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
         first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
         output_seeds = (derive_seed(seed, index) for index in range(self.n or 1))
@@ -340,7 +356,7 @@ class SamplingParams:
         ]
 
 
-def _no_structure(problem: str) -> RequestError:
+def _structure_error(problem: str) -> RequestError:
     return RequestError(f"structured_outputs {problem}", "structured_outputs")
 
 
@@ -354,15 +370,16 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") % SEED_LIMIT
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, whole: bool) -> None:
-    accepted_types: tuple[type, ...] = (int,) if whole else (int, float)
-    expected_kind = "a whole number" if whole else "a number"
+def _check_number(name: str, value: object, low: float, high: float, *, is_integer: bool) -> None:
+    accepted_types: tuple[type, ...] = (int,) if is_integer else (int, float)
+    expected_kind = "a whole number" if is_integer else "a number"
     if isinstance(value, bool) or not isinstance(value, accepted_types):
-        raise RequestError(f"{name} must be {expected_kind}, got {shown(value)}", name)
+        raise RequestError(f"{name} must be {expected_kind}, got {short_repr(value)}", name)
     assert isinstance(value, int | float)
     if not low <= value <= high:  # NaN is in no range
         raise RequestError(
-            f"{name} must be {expected_kind} between {low} and {high}, got {shown(value)}", name
+            f"{name} must be {expected_kind} between {low} and {high}, got {short_repr(value)}",
+            name,
         )
 
 
@@ -371,27 +388,27 @@ def _check_stop(stop: object) -> None:
     if stop_strings is None:
         return
     if isinstance(stop_strings, list | tuple):
-        check("stop", len(stop_strings), "stop")
+        check_bound("stop", len(stop_strings), "stop")
     if not isinstance(stop_strings, list | tuple) or not all(
         isinstance(text, str) and text for text in stop_strings
     ):
         raise RequestError(
-            f"stop must be a non-empty string or a list of them, got {shown(stop)}", "stop"
+            f"stop must be a non-empty string or a list of them, got {short_repr(stop)}", "stop"
         )
     for text in stop_strings:
-        check("stop text", len(text), f"the stop text {shown(text)}", "stop")
+        check_bound("stop text", len(text), f"the stop text {short_repr(text)}", "stop")
 
 
 def _check_stop_token_ids(stop_token_ids: object) -> None:
     if stop_token_ids is None:
         return
     if isinstance(stop_token_ids, list | tuple):
-        check("stop_token_ids", len(stop_token_ids), "stop_token_ids")
+        check_bound("stop_token_ids", len(stop_token_ids), "stop_token_ids")
     if not isinstance(stop_token_ids, list | tuple) or not all(
         is_token_id(token_id) for token_id in stop_token_ids
     ):
         raise RequestError(
-            f"stop_token_ids must be a list of token ids, got {shown(stop_token_ids)}",
+            f"stop_token_ids must be a list of token ids, got {short_repr(stop_token_ids)}",
             "stop_token_ids",
         )
 
@@ -401,13 +418,13 @@ def _check_logit_bias(logit_bias: object) -> None:
         return
     if not isinstance(logit_bias, Mapping):
         raise RequestError(
-            f"logit_bias must map token ids to numbers, got {shown(logit_bias)}", "logit_bias"
+            f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}", "logit_bias"
         )
-    check("logit_bias", len(logit_bias), "logit_bias")
+    check_bound("logit_bias", len(logit_bias), "logit_bias")
     for token_id, bias in logit_bias.items():
         if not is_token_id(token_id):
-            raise RequestError(f"logit_bias has {shown(token_id)} as a token id", "logit_bias")
-        _check_number("logit_bias", bias, -100.0, 100.0, whole=False)
+            raise RequestError(f"logit_bias has {short_repr(token_id)} as a token id", "logit_bias")
+        _check_number("logit_bias", bias, -100.0, 100.0, is_integer=False)
 
 
 def is_token_id(value: object) -> bool:
@@ -421,6 +438,6 @@ def _token_id_key(key: object) -> object:
     return key
 
 
-DEFAULTS = SamplingParams(
+DEFAULT_SAMPLING_PARAMS = SamplingParams(
     **{field.name: field.metadata["default"] for field in dataclasses.fields(SamplingParams)}
 )

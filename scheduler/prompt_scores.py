@@ -15,16 +15,20 @@ from scheduler.sequence import Sequence, SequenceStatus
 Scores = list[tuple[Sequence, PromptLogprobs]]
 
 
-def has_scores(seq: Sequence) -> bool:
+def needs_scoring(seq: Sequence) -> bool:
     """Whether the chunk that a sequence computes next is followed by prompt tokens whose log
     probabilities are wanted.
     """
     return seq.needs_prompt_logprobs and seq.num_computed + 1 < seq.num_prompt_tokens
 
 
-def scored_rows(scored_by_row: dict[int, Sequence], num_rows: int) -> bytes:
-    """See `StepPlan.scored`; `scored_by_row` holds the sequences by row."""
-    return bytes(row in scored_by_row for row in range(num_rows)) if scored_by_row else b""
+def scoring_flags(scored_sequence_by_row: dict[int, Sequence], num_rows: int) -> bytes:
+    """See `StepPlan.scoring_flags`; `scored_sequence_by_row` holds the sequences by row."""
+    return (
+        bytes(row in scored_sequence_by_row for row in range(num_rows))
+        if scored_sequence_by_row
+        else b""
+    )
 
 
 def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:
@@ -39,13 +43,16 @@ def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:
         )
     new_scores: Scores = []
     for seq, logprobs in zip(sequences, row_logprobs, strict=True):
-        if seq.status is SequenceStatus.FINISHED or logprobs.end <= seq.next_scored_position:
+        if (
+            seq.status is SequenceStatus.FINISHED
+            or logprobs.end_position <= seq.next_scored_position
+        ):
             continue
-        if logprobs.first > seq.next_scored_position:
+        if logprobs.first_position > seq.next_scored_position:
             raise EngineError(
-                f"step {result.step_id} has prompt logprobs from token {logprobs.first} on, but"
-                f" those from {seq.next_scored_position} on are missing: {seq}"
+                f"step {result.step_id} has prompt logprobs from token {logprobs.first_position}"
+                f" on, but those from {seq.next_scored_position} on are missing: {seq}"
             )
-        new_scores.append((seq, logprobs.since(seq.next_scored_position)))
-        seq.next_scored_position = logprobs.end
+        new_scores.append((seq, logprobs.from_position(seq.next_scored_position)))
+        seq.next_scored_position = logprobs.end_position
     return new_scores

@@ -35,58 +35,58 @@ class Queues:
         if there is a free slot and `BlockManager.can_allocate` is true.
         """
         self.waiting.remove(seq)
-        num_cached = self.block_manager.allocate(seq)
+        num_cached_tokens = self.block_manager.allocate(seq)
         seq.status = RUNNING
         seq.slot = self.free_slots.pop()
         self.running.append(seq)
-        return num_cached
+        return num_cached_tokens
 
-    def wait_again(self, seq: Sequence, last_step_id: int) -> None:
+    def requeue(self, seq: Sequence, last_step_id: int) -> None:
         """Put a running sequence back in line. A token in flight is not lost: `Scheduler.apply`
         will add it. `last_step_id` is the last step that it may have run in, -1 for none.
         """
         self.running.remove(seq)
-        self._give_back(seq)
+        self._release_slot_and_blocks(seq)
         seq.status = WAITING
         seq.last_step_id = last_step_id
         insort(self.waiting, seq, key=_arrival)
 
     def end(self, seq: Sequence, reason: str, last_step_id: int) -> None:
-        """End an unfinished sequence. One that runs stays in `running` until `drop_ended`.
-        `last_step_id`: as in `wait_again`.
+        """End an unfinished sequence. One that runs stays in `running` until
+        `drop_ended_sequences`. `last_step_id`: as in `requeue`.
         """
         if seq.status is RUNNING:
             num_computed = min(seq.num_computed, len(seq.token_ids))
             self.block_manager.publish(seq, num_computed, last_step_id)
-            self._give_back(seq)
+            self._release_slot_and_blocks(seq)
         else:
             self.waiting.remove(seq)
         seq.end(reason)
 
-    def drop_ended(self) -> None:
+    def drop_ended_sequences(self) -> None:
         """Remove ended sequences from those that run."""
         self.running = [seq for seq in self.running if seq.status is RUNNING]
 
-    def _give_back(self, seq: Sequence) -> None:
+    def _release_slot_and_blocks(self, seq: Sequence) -> None:
         self.block_manager.deallocate(seq)
         self.free_slots.append(seq.slot)
-        self.take_row(seq)
+        self.release_row(seq)
         seq.slot = NO_SLOT
         seq.num_computed = seq.num_retracted = 0
         seq.lacks_row = seq.is_held = False
 
-    def take_row(self, seq: Sequence) -> None:
+    def release_row(self, seq: Sequence) -> None:
         """Have the ranks forget the row of a running sequence with the next plan."""
         if not seq.lacks_row:
             self.released_slots.append(seq.slot)
             seq.lacks_row = True
 
-    def take_released(self) -> list[int]:
+    def take_released_slots(self) -> list[int]:
         """The slots that were released since the last call."""
         released_slots, self.released_slots = self.released_slots, []
         return released_slots
 
-    def in_flight(self, oldest_step_id: int) -> list[Sequence]:
+    def in_flight_sequences(self, oldest_step_id: int) -> list[Sequence]:
         """The sequences that may run in a step whose result is unread; the oldest such step is
         given.
         """
@@ -99,13 +99,13 @@ class Queues:
             *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
 
-    def start_epoch(self, kept: Collection[Sequence] = ()) -> None:
+    def start_epoch(self, kept_sequences: Collection[Sequence] = ()) -> None:
         """What was in flight is forgotten, and nobody is held. Running sequences wait again, except
-        those that are `kept`, which keep slots and blocks.
+        those that are `kept_sequences`, which keep slots and blocks.
         """
         for seq in self.running[::-1]:
-            if seq not in kept:
-                self.wait_again(seq, -1)
+            if seq not in kept_sequences:
+                self.requeue(seq, -1)
         for seq in (*self.running, *self.waiting):
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
@@ -135,8 +135,8 @@ class Queues:
                 f"tokens in flight were miscounted: {seq}"
             )
         for arrivals in (
-            [seq.arrival for seq in self.running],
-            [seq.arrival for seq in self.waiting],
+            [seq.arrival_index for seq in self.running],
+            [seq.arrival_index for seq in self.waiting],
         ):
             assert arrivals == sorted(arrivals), f"not in order of arrival: {arrivals}"
         slots = sorted([seq.slot for seq in self.running] + self.free_slots)
@@ -163,4 +163,4 @@ class Queues:
 
 
 def _arrival(seq: Sequence) -> int:
-    return seq.arrival
+    return seq.arrival_index

@@ -24,10 +24,11 @@ class StepRecord:
     """One step. Times are seconds of the scheduler's clock; `done_s` is 0 until the result is read
     and stays 0 for a step that was lost.
 
-    num_rows, num_tokens: what the step runs. num_decoding: rows that run one token. head_waits_for:
-    why the first sequence in line was not admitted, "" if none was left. num_preempted: in this
-    step; num_recomputed: tokens of rows admitted in it that were lost with ranks; num_evicted:
-    blocks of the prefix cache that were taken, since the start. seconds: `StepResult.seconds`.
+    num_rows, num_tokens: what the step runs. num_decoding: rows that run one token.
+    head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
+    num_preempted: in this step; num_recomputed: tokens of rows admitted in it that were lost with
+    ranks; num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
+    `StepResult.seconds`.
     """
 
     step_id: int
@@ -44,7 +45,7 @@ class StepRecord:
     num_preempted: int
     num_recomputed: int = 0
     num_evicted: int
-    head_waits_for: str
+    head_wait_reason: str
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -81,11 +82,11 @@ class SchedulerStats:
     step_seconds: dict[str, float] = field(default_factory=dict)
     rank_seconds: tuple[float, ...] = ()
 
-    def add_admission(self, num_tokens: int, num_cached: int, queue_s: float) -> None:
+    def add_admission(self, num_tokens: int, num_cached_tokens: int, queue_s: float) -> None:
         """Count the first admission of a sequence."""
         self.num_admitted += 1
         self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached
+        self.num_cached_tokens += num_cached_tokens
         self.queue_s += queue_s
 
     def add_seconds(self, step_seconds: dict[str, float], rank_seconds: tuple[float, ...]) -> None:

@@ -22,21 +22,21 @@ from scheduler.sequence import Sequence
 from scheduler.steps import SubmittedStep
 
 
-def roll_back(running: Iterable[Sequence], submitted: Iterable[SubmittedStep]) -> None:
+def roll_back(running: Iterable[Sequence], submitted_steps: Iterable[SubmittedStep]) -> None:
     """Set `num_computed` of running sequences to what they had computed before the `submitted`
     steps, whose results are lost. A sequence keeps its slot while it runs, so its tokens in a plan
     are those of its slot.
     """
     steps = [
         (step.step_id, dict(zip(step.plan.slots, step.plan.num_new_tokens, strict=True)))
-        for step in submitted
+        for step in submitted_steps
     ]
     for seq in running:
-        num_undone = sum(
+        num_undone_tokens = sum(
             num_new_by_slot.get(seq.slot, 0)
             for step_id, num_new_by_slot in steps
             if step_id >= seq.admitted_step_id
         )
-        num_before = seq.num_computed + seq.num_retracted - num_undone
+        num_computed_before = seq.num_computed + seq.num_retracted - num_undone_tokens
         # The last token that is known was sampled; the step after that computes it.
-        seq.num_computed = min(num_before, len(seq.token_ids) - 1)
+        seq.num_computed = min(num_computed_before, len(seq.token_ids) - 1)

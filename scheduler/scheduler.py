@@ -65,7 +65,7 @@ class Scheduler:
         self._clock = clock
         self.queues = Queues(limits.max_num_seqs, self.block_manager)
         self.suspects = Suspects()
-        self.submitted: deque[SubmittedStep] = deque()  # steps whose result is unread
+        self.submitted_steps: deque[SubmittedStep] = deque()  # steps whose result is unread
         self.stats = SchedulerStats()
         self.records = StepRecords()
         self.pace = Pace(limits.max_decode_slowdown, limits.max_num_batched_tokens)
@@ -84,7 +84,7 @@ class Scheduler:
         return self.queues.waiting
 
     @property
-    def has_unfinished(self) -> bool:
+    def has_unfinished_sequences(self) -> bool:
         return bool(self.running or self.waiting)
 
     # -- requests ----------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Scheduler:
         max_total = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
         )
-        seq = Sequence(request, arrival=self._num_arrived, max_total=max_total)
+        seq = Sequence(request, arrival_index=self._num_arrived, max_total=max_total)
         self._num_arrived += 1
         if seq.num_output_tokens and seq.token_ids[-1] in seq.stop_token_ids:
             seq.end("stop")
@@ -112,7 +112,7 @@ class Scheduler:
         if seq.status is FINISHED:
             return
         self.queues.end(seq, reason, self._last_step_id)
-        self.queues.drop_ended()
+        self.queues.drop_ended_sequences()
         self.suspects.drop(seq)
 
     def hold(self, seq: Sequence) -> None:
@@ -137,7 +137,7 @@ class Scheduler:
             seq.num_retracted += seq.num_computed - (seq.num_total - 1)
             seq.num_computed = seq.num_total - 1
             seq.is_held = True
-            self.queues.take_row(seq)
+            self.queues.release_row(seq)
 
     # -- planning ----------------------------------------------------------------------------------
 
@@ -145,31 +145,31 @@ class Scheduler:
         """Plan the next step and account for it as submitted; None if nothing can run until a
         result is read.
         """
-        if not self.submitted and (idle_suspect := self.suspects.pop_idle()):
-            self.queues.wait_again(idle_suspect, self._last_step_id)
+        if not self.submitted_steps and (idle_suspect := self.suspects.pop_idle()):
+            self.queues.requeue(idle_suspect, self._last_step_id)
         step = StepDraft(budget=self.limits.max_num_batched_tokens)
         suspect = self.suspects.first
         if suspect is not None and suspect.status is WAITING:  # no sequence has a slot
-            if self.submitted:
+            if self.submitted_steps:
                 return None  # if steps of the one before kill a rank, this one is not to blame
             self._admit(suspect, step)
         else:
             self._schedule_running(step)
             if suspect is not None:
-                step.head_waits_for = records.WAITS_FOR_SUSPECT
+                step.head_wait_reason = records.WAITS_FOR_SUSPECT
             elif step.num_preempted:
-                step.head_waits_for = records.WAITS_FOR_BLOCKS
+                step.head_wait_reason = records.WAITS_FOR_BLOCKS
             else:
                 self._schedule_waiting(step)
         if not step.slots:
             return None
         self._last_step_id += 1
-        plan = step.plan(self._last_step_id, self.epoch, self.queues.take_released())
-        submitted_step = step.submitted(plan, self.queues, self._clock())
-        self.submitted.append(submitted_step)
+        plan = step.plan(self._last_step_id, self.epoch, self.queues.take_released_slots())
+        submitted_step = step.to_submitted_step(plan, self.queues, self._clock())
+        self.submitted_steps.append(submitted_step)
         record = submitted_step.record
         self.records.add(record)
-        self.pace.spend(record.num_decoding, record.num_prompt_tokens)
+        self.pace.account_for_step(record.num_decoding, record.num_prompt_tokens)
         self.stats.num_steps += 1
         return plan
 
@@ -181,7 +181,7 @@ class Scheduler:
         block_size = self.limits.block_size
         step_id = self._last_step_id + 1
         slots, num_new_tokens = step.slots, step.num_new_tokens
-        samples, sampling_sequences = step.samples, step.sampling_sequences
+        samples, sampling_sequences = step.sampling_flags, step.sampling_sequences
         running, budget, index = self.running, step.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -191,11 +191,11 @@ class Scheduler:
                 continue
             num_new = num_total - seq.num_computed
             if num_new > 1 and slots and step.is_paced is None:
-                budget = step.pace(self.pace, budget)
+                budget = step.paced_budget(self.pace, budget)
             if num_new > budget:
                 num_new = budget
             num_computed = seq.num_computed + num_new
-            if num_computed > len(seq.block_table) * block_size and not self._grow(
+            if num_computed > len(seq.block_table) * block_size and not self._grow_block_table(
                 seq, num_computed, step
             ):
                 break  # it was the latest arrival and was itself preempted
@@ -204,8 +204,8 @@ class Scheduler:
             if seq.lacks_row:
                 seq.lacks_row = False
                 # What is published may be shared, and is not written again.
-                num_published = seq.num_published_blocks * block_size
-                step.admitted.append((seq, max(seq.num_computed, num_published)))
+                num_published_tokens = seq.num_published_blocks * block_size
+                step.admitted_sequences.append((seq, max(seq.num_computed, num_published_tokens)))
             if num_new > 1 or num_computed < num_total:  # otherwise no prompt token follows
                 step.score(seq)
             slots.append(seq.slot)
@@ -222,16 +222,16 @@ class Scheduler:
                 block_manager.publish(seq, min(num_computed, len(seq.token_ids)), step_id)
         step.budget = budget
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         """Give a running sequence the blocks for `num_tokens`; False if it was itself preempted."""
         block_manager = self.block_manager
         while not block_manager.can_append(seq, num_tokens):
-            latest_arrival = self.running[-1]
-            self.queues.wait_again(latest_arrival, self._last_step_id)
-            latest_arrival.num_preemptions += 1
+            latest_sequence = self.running[-1]
+            self.queues.requeue(latest_sequence, self._last_step_id)
+            latest_sequence.num_preemptions += 1
             self.stats.num_preemptions += 1
             step.num_preempted += 1
-            if latest_arrival is seq:
+            if latest_sequence is seq:
                 return False
         new_block_ids = block_manager.append(seq, num_tokens)
         if not seq.lacks_row:  # otherwise they come with its row
@@ -243,19 +243,19 @@ class Scheduler:
     def _schedule_waiting(self, step: StepDraft) -> None:
         """Admit waiting sequences in order, while there are slots, blocks and budget."""
         if step.slots and step.is_paced is None and self.waiting:
-            step.budget = step.pace(self.pace, step.budget)
+            step.budget = step.paced_budget(self.pace, step.budget)
         while self.waiting:
             seq = self.waiting[0]
             if not self.queues.free_slots:
-                step.head_waits_for = records.WAITS_FOR_SLOT
+                step.head_wait_reason = records.WAITS_FOR_SLOT
             elif step.budget <= 0:
-                step.head_waits_for = (
+                step.head_wait_reason = (
                     records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
                 )
             elif seq.num_pending:
-                step.head_waits_for = records.WAITS_FOR_LAST_TOKEN
+                step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
             elif not self.block_manager.can_allocate(seq):
-                step.head_waits_for = records.WAITS_FOR_BLOCKS
+                step.head_wait_reason = records.WAITS_FOR_BLOCKS
             else:
                 self._admit(seq, step)
                 continue
@@ -263,9 +263,9 @@ class Scheduler:
 
     def _admit(self, seq: Sequence, step: StepDraft) -> None:
         """Let a waiting sequence run, from this step on."""
-        num_cached, num_tokens = self.queues.admit(seq), len(seq.token_ids)
+        num_cached_tokens, num_tokens = self.queues.admit(seq), len(seq.token_ids)
         # Cached to the end: the last token runs as a query only.
-        seq.num_computed = min(num_cached, num_tokens - 1)
+        seq.num_computed = min(num_cached_tokens, num_tokens - 1)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
             self.stats.add_admission(
@@ -277,7 +277,7 @@ class Scheduler:
             self.stats.num_recomputed_tokens += num_recomputed
             seq.num_lost = 0
         seq.admitted_step_id = self._last_step_id + 1
-        step.admitted.append((seq, num_cached))
+        step.admitted_sequences.append((seq, num_cached_tokens))
         num_new = min(num_tokens - seq.num_computed, step.budget)
         step.budget -= num_new
         step.score(seq)
@@ -285,7 +285,7 @@ class Scheduler:
         step.num_new_tokens.append(num_new)
         seq.num_computed += num_new
         samples_token = seq.num_computed == num_tokens
-        step.samples.append(samples_token)
+        step.sampling_flags.append(samples_token)
         if samples_token:
             step.sampling_sequences.append(seq)
             seq.num_pending = 1
@@ -298,9 +298,9 @@ class Scheduler:
         """Take the result of the oldest unread step. Raises `EngineError` for the result of any
         other step.
         """
-        step = step_of(result, self.submitted)
+        step = step_of(result, self.submitted_steps)
         output = StepOutput([], [], prompt_logprobs=take_scores(step.scored_sequences, result))
-        self.submitted.popleft()
+        self.submitted_steps.popleft()
         record = step.record
         record.done_s, record.seconds = self._clock(), result.seconds
         self.pace.observe(record.num_decoding, record.num_prompt_tokens, result.step_s)
@@ -310,11 +310,11 @@ class Scheduler:
         if result.logprobs is not None:
             logprobs_by_sequence = dict(zip(step.sampling_sequences, result.logprobs, strict=True))
             output.logprobs = [logprobs_by_sequence[seq] for seq in output.sequences]
-        if output.finished:
-            self.queues.drop_ended()
+        if output.finished_sequences:
+            self.queues.drop_ended_sequences()
         cleared_suspect = self.suspects.pop_cleared()
         if cleared_suspect is not None and cleared_suspect.status is RUNNING:
-            self.queues.wait_again(cleared_suspect, self._last_step_id)
+            self.queues.requeue(cleared_suspect, self._last_step_id)
         return output
 
     def _take_tokens(
@@ -337,18 +337,18 @@ class Scheduler:
             length = len(token_ids)
             if token_id in seq.stop_token_ids:
                 self.queues.end(seq, "stop", self._last_step_id)
-                output.finished.append(seq)
+                output.finished_sequences.append(seq)
             elif length >= seq.max_total:
                 self.queues.end(seq, "length", self._last_step_id)
-                output.finished.append(seq)
+                output.finished_sequences.append(seq)
             elif length % block_size == 0 and seq.num_computed >= length:
                 self.block_manager.publish(seq, length, self._last_step_id)
 
-    def shortest_s(self) -> float:
+    def min_duration_s(self) -> float:
         """Seconds that the submitted steps take at the least; 0 if that is not known."""
         step_times_s = [
-            self.pace.shortest_s(step.record.num_decoding, step.record.num_prompt_tokens)
-            for step in self.submitted
+            self.pace.min_duration_s(step.record.num_decoding, step.record.num_prompt_tokens)
+            for step in self.submitted_steps
         ]
         return sum(step_times_s) if all(step_times_s) else 0.0
 
@@ -362,29 +362,31 @@ class Scheduler:
         (`rollback.py`). After two crashes in a row, nothing is kept: suspects run alone, and what
         is in the cache might be to blame.
         """
-        convicted: list[Sequence] = []
-        if self.submitted:
-            in_flight = self.queues.in_flight(self.submitted[0].step_id)
-            convicted = self.suspects.strike(in_flight)
-        for seq in convicted:
+        failed_sequences: list[Sequence] = []
+        if self.submitted_steps:
+            in_flight_sequences = self.queues.in_flight_sequences(self.submitted_steps[0].step_id)
+            failed_sequences = self.suspects.strike(in_flight_sequences)
+        for seq in failed_sequences:
             self.finish(seq, "error")
         self.suspects.start_epoch((*self.running, *self.waiting))
-        last_read_step_id = self.submitted[0].step_id - 1 if self.submitted else self._last_step_id
-        roll_back(self.running, self.submitted)
-        kept: set[Sequence] = set()
+        last_read_step_id = (
+            self.submitted_steps[0].step_id - 1 if self.submitted_steps else self._last_step_id
+        )
+        roll_back(self.running, self.submitted_steps)
+        kept_sequences: set[Sequence] = set()
         is_cache_kept = cache_survives and not self.suspects.sequences
         if is_cache_kept:
             self.block_manager.withdraw_unconfirmed(last_read_step_id, self.running)
-            kept = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
+            kept_sequences = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
         for seq in self.running:
-            seq.num_lost = 0 if seq in kept else seq.num_computed
-        self.queues.start_epoch(kept)
+            seq.num_lost = 0 if seq in kept_sequences else seq.num_computed
+        self.queues.start_epoch(kept_sequences)
         if not is_cache_kept:
-            self.block_manager.clear_index()
-        self.submitted.clear()
+            self.block_manager.clear_prefix_index()
+        self.submitted_steps.clear()
         self._last_step_id = -1
         self.epoch += 1
-        return convicted
+        return failed_sequences
 
     # -- state -------------------------------------------------------------------------------------
 
@@ -402,12 +404,15 @@ class Scheduler:
         """Raise AssertionError, naming the law and the values, unless every invariant holds."""
         self.queues.check()
         if suspects := self.suspects.sequences:
-            in_flight = {seq for step in self.submitted for seq in step.sampling_sequences}
-            assert not self.running or {*self.running, *in_flight} == {suspects[0]}, (
-                f"a suspect does not run alone: {self.running}, {in_flight}, suspects {suspects}"
+            in_flight_sequences = {
+                seq for step in self.submitted_steps for seq in step.sampling_sequences
+            }
+            assert not self.running or {*self.running, *in_flight_sequences} == {suspects[0]}, (
+                f"a suspect does not run alone: {self.running}, {in_flight_sequences}, suspects"
+                f" {suspects}"
             )
         elif self.running and self.waiting:
             last_running, first_waiting = self.running[-1], self.waiting[0]
-            assert last_running.arrival < first_waiting.arrival, (
+            assert last_running.arrival_index < first_waiting.arrival_index, (
                 f"not in order of arrival: {last_running} runs, {first_waiting} waits"
             )

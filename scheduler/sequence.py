@@ -17,7 +17,7 @@ from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
 from scheduler.messages import Request
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 
 
 class SequenceStatus(Enum):
@@ -36,13 +36,13 @@ class Sequence:
     """
 
     request: InitVar[Request]
-    arrival: int
+    arrival_index: int
     max_total: int
     request_id: str = field(init=False)
     arrival_s: float = field(init=False)
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    sampling: Sampling = field(init=False)
+    sampling: ResolvedSampling = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     cache_salt: str = field(init=False)
     grammar: bytes = field(init=False)
@@ -64,7 +64,7 @@ class Sequence:
     # Crashes it took part in since it last got a few tokens without one, or a single token.
     strikes: int = 0
     strikes_without_token: int = 0
-    tokens_at_strike: int = field(init=False)  # or where it began
+    num_tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False
     valid_from_step: int = 0  # what earlier steps of this epoch sample for it is void
@@ -83,7 +83,7 @@ class Sequence:
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
         self.grammar = request.grammar
-        self.num_total = self.tokens_at_strike = len(self.token_ids)
+        self.num_total = self.num_tokens_at_strike = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:

@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from scheduler.errors import EngineError
-from scheduler.messages import AdmittedRows, StepPlan, StepResult, TokenLogprobs, ints
+from scheduler.messages import AdmittedRows, StepPlan, StepResult, TokenLogprobs, int32_array
 from scheduler.pace import Pace
-from scheduler.prompt_scores import Scores, has_scores, scored_rows
+from scheduler.prompt_scores import Scores, needs_scoring, scoring_flags
 from scheduler.queues import Queues
 from scheduler.records import StepRecord
 from scheduler.sequence import Sequence
@@ -21,24 +21,24 @@ class StepDraft:
     budget: int
     slots: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
-    samples: bytearray = field(default_factory=bytearray)
+    sampling_flags: bytearray = field(default_factory=bytearray)
     sampling_sequences: list[Sequence] = field(default_factory=list)
-    scored_by_row: dict[int, Sequence] = field(default_factory=dict)
+    scored_sequence_by_row: dict[int, Sequence] = field(default_factory=dict)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
     # Each with its number of cached tokens.
-    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted_sequences: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
     num_recomputed: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
-    head_waits_for: str = ""  # why the first sequence in line was not admitted
+    head_wait_reason: str = ""  # why the first sequence in line was not admitted
 
     def score(self, seq: Sequence) -> None:
         """Before a row is added: have its prompt tokens scored, if that is wanted."""
-        if has_scores(seq):
-            self.scored_by_row[len(self.slots)] = seq
+        if needs_scoring(seq):
+            self.scored_sequence_by_row[len(self.slots)] = seq
 
-    def pace(self, pace: Pace, budget: int) -> int:
+    def paced_budget(self, pace: Pace, budget: int) -> int:
         """What is left of a budget for prompts beside the rows planned so far."""
         prompt_budget = pace.budget(len(self.slots))
         self.is_paced = prompt_budget < budget
@@ -49,28 +49,30 @@ class StepDraft:
         return StepPlan(
             step_id=step_id,
             epoch=epoch,
-            released=ints(released_slots),
-            admitted=_admitted_rows(self.admitted) if self.admitted else None,
-            appended_slots=ints(self.appended_slots),
-            appended_block_ids=ints(self.appended_block_ids),
-            slots=ints(self.slots),
-            num_new_tokens=ints(self.num_new_tokens),
-            samples=bytes(self.samples),
-            masked=self._masked(),
-            scored=scored_rows(self.scored_by_row, len(self.slots)),
+            released_slots=int32_array(released_slots),
+            admitted_rows=_admitted_rows(self.admitted_sequences)
+            if self.admitted_sequences
+            else None,
+            appended_slots=int32_array(self.appended_slots),
+            appended_block_ids=int32_array(self.appended_block_ids),
+            slots=int32_array(self.slots),
+            num_new_tokens=int32_array(self.num_new_tokens),
+            sampling_flags=bytes(self.sampling_flags),
+            mask_flags=self._mask_flags(),
+            scoring_flags=scoring_flags(self.scored_sequence_by_row, len(self.slots)),
         )
 
-    def _masked(self) -> bytes:
-        """See `StepPlan.masked`."""
+    def _mask_flags(self) -> bytes:
+        """See `StepPlan.mask_flags`."""
         if not any(seq.grammar for seq in self.sampling_sequences):
             return b""
         sampling_sequences = iter(self.sampling_sequences)
         return bytes(
             1 if samples_token and next(sampling_sequences).grammar else 0
-            for samples_token in self.samples
+            for samples_token in self.sampling_flags
         )
 
-    def submitted(self, plan: StepPlan, queues: Queues, launched_s: float) -> SubmittedStep:
+    def to_submitted_step(self, plan: StepPlan, queues: Queues, launched_s: float) -> SubmittedStep:
         """What is kept of it until its result is read."""
         record = StepRecord(
             step_id=plan.step_id,
@@ -79,36 +81,38 @@ class StepDraft:
             num_rows=len(self.slots),
             num_tokens=sum(self.num_new_tokens),
             num_decoding=self.num_new_tokens.count(1),
-            num_admitted=len(self.admitted),
+            num_admitted=len(self.admitted_sequences),
             num_running=len(queues.running),
             num_waiting=len(queues.waiting),
             num_free_blocks=queues.block_manager.num_free_blocks,
             num_preempted=self.num_preempted,
             num_recomputed=self.num_recomputed,
             num_evicted=queues.block_manager.num_evictions,
-            head_waits_for=self.head_waits_for,
+            head_wait_reason=self.head_wait_reason,
         )
         return SubmittedStep(
             plan,
             self.sampling_sequences,
-            list(self.scored_by_row.values()),
+            list(self.scored_sequence_by_row.values()),
             record,
-            has_mask=not plan.masked,
+            has_mask=not plan.mask_flags,
         )
 
 
-def _admitted_rows(admitted: list[tuple[Sequence, int]]) -> AdmittedRows:
-    sequences = [seq for seq, _ in admitted]
-    token_ids, block_ids = ints(), ints()
+def _admitted_rows(admitted_sequences: list[tuple[Sequence, int]]) -> AdmittedRows:
+    sequences = [seq for seq, _ in admitted_sequences]
+    token_ids, block_ids = int32_array(), int32_array()
     for seq in sequences:
         token_ids.extend(seq.token_ids)
         block_ids.extend(seq.block_table)
     return AdmittedRows(
-        slots=ints(seq.slot for seq in sequences),
-        num_tokens=ints(len(seq.token_ids) for seq in sequences),
-        num_prompt_tokens=ints(seq.num_prompt_tokens for seq in sequences),
-        num_cached_tokens=ints(num_cached for _, num_cached in admitted),
-        num_blocks=ints(len(seq.block_table) for seq in sequences),
+        slots=int32_array(seq.slot for seq in sequences),
+        num_tokens=int32_array(len(seq.token_ids) for seq in sequences),
+        num_prompt_tokens=int32_array(seq.num_prompt_tokens for seq in sequences),
+        num_cached_tokens=int32_array(
+            num_cached_tokens for _, num_cached_tokens in admitted_sequences
+        ),
+        num_blocks=int32_array(len(seq.block_table) for seq in sequences),
         token_ids=token_ids,
         block_ids=block_ids,
         sampling=tuple(seq.sampling for seq in sequences),
@@ -136,9 +140,9 @@ class SubmittedStep:
         return self.plan.epoch
 
 
-def step_of(result: StepResult, submitted: deque[SubmittedStep]) -> SubmittedStep:
+def step_of(result: StepResult, submitted_steps: deque[SubmittedStep]) -> SubmittedStep:
     """The oldest of the submitted steps. Raises `EngineError` unless this is its result."""
-    oldest_step = submitted[0] if submitted else None
+    oldest_step = submitted_steps[0] if submitted_steps else None
     if oldest_step is None or (result.step_id, result.epoch) != (
         oldest_step.step_id,
         oldest_step.epoch,
@@ -169,4 +173,4 @@ class StepOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: Scores = field(default_factory=list)
-    finished: list[Sequence] = field(default_factory=list)
+    finished_sequences: list[Sequence] = field(default_factory=list)

@@ -16,7 +16,7 @@ from scheduler.sequence import Sequence, SequenceStatus
 
 CLEARING_TOKENS = 4
 # Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
-SUSPECT_STRIKES, CONVICTED_WITH_TOKENS, CONVICTED_STRIKES = 2, 6, 4
+SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
 
 
 class Suspects:
@@ -32,23 +32,23 @@ class Suspects:
         """The one whose turn it is."""
         return self.sequences[0] if self.sequences else None
 
-    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
         """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
-        for seq in in_flight:
-            has_new_token = len(seq.token_ids) > seq.tokens_at_strike
+        for seq in in_flight_sequences:
+            has_new_token = len(seq.token_ids) > seq.num_tokens_at_strike
             seq.strikes = 1 if _is_cleared(seq) else seq.strikes + 1
             seq.strikes_without_token = 1 if has_new_token else seq.strikes_without_token + 1
-            seq.tokens_at_strike = len(seq.token_ids)
+            seq.num_tokens_at_strike = len(seq.token_ids)
         return [
             seq
-            for seq in in_flight
-            if seq.strikes_without_token >= CONVICTED_STRIKES
-            or seq.strikes >= CONVICTED_WITH_TOKENS
+            for seq in in_flight_sequences
+            if seq.strikes_without_token >= FAIL_STRIKES_WITHOUT_TOKEN
+            or seq.strikes >= FAIL_STRIKES
         ]
 
-    def start_epoch(self, unfinished: Iterable[Sequence]) -> None:
+    def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
         """Every sequence starts again; those with two strikes will run alone."""
-        self.sequences = [seq for seq in unfinished if seq.strikes >= SUSPECT_STRIKES]
+        self.sequences = [seq for seq in unfinished_sequences if seq.strikes >= SUSPECT_STRIKES]
 
     def drop(self, seq: Sequence) -> None:
         """Forget a sequence that has ended. Does nothing for one that is not suspect."""
@@ -72,4 +72,4 @@ class Suspects:
 
 def _is_cleared(seq: Sequence) -> bool:
     """Whether it has come far enough since its last strike for that to count no more."""
-    return len(seq.token_ids) - seq.tokens_at_strike >= CLEARING_TOKENS
+    return len(seq.token_ids) - seq.num_tokens_at_strike >= CLEARING_TOKENS

@@ -10,10 +10,10 @@ import kubernetes_validate
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from configs.serve import ServeConfig
 
-CLUSTERS = CHECKOUT / "configs" / "clusters"
+CLUSTERS = SOURCE_ROOT / "configs" / "clusters"
 MAX_SHIPPED_BYTES = 2 * 2**20
 
 
@@ -127,7 +127,7 @@ def test_rays_autoscaler_for_kubernetes_finds_the_groups() -> None:
 def test_what_is_sent_to_nodes_is_small_and_holds_no_weights(tmp_path: Path) -> None:
     from ray._private.runtime_env.packaging import create_package, get_uri_for_directory
 
-    where = str(CHECKOUT)
+    where = str(SOURCE_ROOT)
     uri = get_uri_for_directory(where, include_gitignore=True)
     package = tmp_path / Path(uri).name
     create_package(where, package, include_gitignore=True)

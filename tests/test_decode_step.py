@@ -19,8 +19,8 @@ from cluster.engine.loop import StepLoop, Submit
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
@@ -84,16 +84,16 @@ def test_a_decode_step_runs_no_file_that_the_page_does_not_name(
     loop = StepLoop(engine, frontends.deliver, fail)
     request = Request(
         request_id="a",
-        token_ids=ints([5, 6, 7]),
+        token_ids=int32_array([5, 6, 7]),
         num_prompt_tokens=3,
-        sampling=Sampling(seed=0, max_tokens=20, top_k=20, top_p=0.9),
+        sampling=ResolvedSampling(seed=0, max_tokens=20, top_k=20, top_p=0.9),
     )
-    frontends.admit("frontend", [request], engine.scheduler.limits)
+    frontends.record_requests("frontend", [request], engine.scheduler.limits)
     loop.post(Submit(frontend_id="frontend", requests=[request]))
     for _ in range(4):
-        loop.turn()
+        loop.run_once()
     with recorded_files() as files:
-        loop.turn()
+        loop.run_once()
         news = asyncio.run(frontends.collect("frontend", 0, wait_s=0.0))
     executor.close()
     assert len(news.token_ids) >= 1

@@ -38,7 +38,7 @@ from scheduler.params import SamplingParams
 from tests.workers.test_grouped import FORMATS
 from workers.models.random_checkpoint import write_random_checkpoint
 
-CHECKOUT = Path(launch.__file__).resolve().parent
+SOURCE_ROOT = Path(launch.__file__).resolve().parent
 RAW: dict[str, Any] = {
     "model_type": "qwen3",
     "vocab_size": 64,
@@ -105,9 +105,9 @@ def invoke(*arguments: str | int | Path) -> Run:
     return Run(result.exit_code, result.stdout, result.stderr)
 
 
-def run_process(*arguments: str | bytes | Path, cwd: Path = CHECKOUT) -> Run:
+def run_process(*arguments: str | bytes | Path, cwd: Path = SOURCE_ROOT) -> Run:
     """Run the command line as a user does."""
-    command = [sys.executable, str(CHECKOUT / "launch.py"), *arguments]
+    command = [sys.executable, str(SOURCE_ROOT / "launch.py"), *arguments]
     done = subprocess.run(
         command,
         cwd=cwd,
@@ -735,7 +735,9 @@ def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
 
 
 def test_doctor_names_what_clashes_and_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.commands.doctor, "_clashes", lambda: ["the moon is in the way"])
+    monkeypatch.setattr(
+        cluster.commands.doctor, "_name_clashes", lambda: ["the moon is in the way"]
+    )
     run = invoke("doctor")
     assert run.exit_code == 2
     assert run.stdout.endswith("PROBLEM: the moon is in the way\n1 problem found\n")
@@ -797,10 +799,14 @@ def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) ->
 def test_transformers_imports_beside_our_kernels() -> None:
     program = "import kernels, transformers.integrations.hub_kernels; print(kernels.__file__)"
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        cwd=SOURCE_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    assert Path(done.stdout.strip()) == CHECKOUT / "kernels" / "__init__.py"
+    assert Path(done.stdout.strip()) == SOURCE_ROOT / "kernels" / "__init__.py"
 
 
 @pytest.mark.parametrize(
@@ -814,7 +820,9 @@ def test_help_needs_neither_torch_nor_ray(command: str, flag: str) -> None:
         "sys.exit([name for name in ('torch', 'ray', 'transformers') if name in sys.modules] or 0)"
     )
     command_line = [sys.executable, "-c", program, command]
-    done = subprocess.run(command_line, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command_line, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert flag in done.stdout
 

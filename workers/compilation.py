@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from configs.paths import CHECKOUT, program_of
+from configs.paths import SOURCE_ROOT, module_command
 from configs.quantization import FP8, INT4, INT8, Quantization
 from kernels.interface import Kernels
 from kernels.select import select_backend
@@ -41,46 +41,50 @@ def compile_first_step(
     calls = _calls_of_first_step(
         kernels, group.size, dtype, weight_dtype, quantization, has_experts
     )
-    for call in group.share_out("compile", calls):  # the slowest come first
+    for call in group.claim_tasks("compile", calls):  # the slowest come first
         call()
-        group.progress.num_compiled += 1
+        group.progress.num_compiled_kernels += 1
     group.barrier()
     for call in calls:
         call()
-        group.progress.num_compiled += 1
+        group.progress.num_compiled_kernels += 1
 
 
 def load_first_step(
     kernels: Kernels,
-    size: int,
+    num_ranks: int,
     dtype: str,
     weight_dtype: str,
     quantization: Quantization | None,
     has_experts: bool = False,
 ) -> None:
     """Load the same kernels, which are cached by now, in a process without a group."""
-    for call in _calls_of_first_step(kernels, size, dtype, weight_dtype, quantization, has_experts):
+    for call in _calls_of_first_step(
+        kernels, num_ranks, dtype, weight_dtype, quantization, has_experts
+    ):
         call()
 
 
 def _calls_of_first_step(
     kernels: Kernels,
-    size: int,
+    num_ranks: int,
     dtype: str,
     weight_dtype: str,
     quantization: Quantization | None,
     has_experts: bool = False,
 ) -> list[Callable[[], object]]:
-    calls = kernels.first_step(torch_dtype(dtype))
+    calls = kernels.warmup_calls(torch_dtype(dtype))
     if weight_dtype != dtype and kernels.mixed is not None:
-        calls[1:1] = kernels.mixed.first_step()
+        calls[1:1] = kernels.mixed.warmup_calls()
     if quantization is not None:
-        products = {INT8: kernels.int8, INT4: kernels.int4, FP8: kernels.fp8}[quantization.name]
-        assert products is not None, "the configuration was checked against the kernels"
-        calls[1:1] = products.first_step(torch_dtype(dtype))
+        quantized_kernels = {INT8: kernels.int8, INT4: kernels.int4, FP8: kernels.fp8}[
+            quantization.name
+        ]
+        assert quantized_kernels is not None, "the configuration was checked against the kernels"
+        calls[1:1] = quantized_kernels.warmup_calls(torch_dtype(dtype))
     if has_experts:
-        calls[:0] = kernels.experts.first_step(torch_dtype(dtype), torch_dtype(weight_dtype))
-    if size > 1 and calls:
+        calls[:0] = kernels.experts.warmup_calls(torch_dtype(dtype), torch_dtype(weight_dtype))
+    if num_ranks > 1 and calls:
         calls.insert(1, compile_all_reduce)
     return calls
 
@@ -93,16 +97,16 @@ def compile_all_reduce() -> None:
     compile_advance()
 
 
-def compile_other_steps_beside(dtype: str) -> subprocess.Popen[bytes] | None:
+def start_background_compilation(dtype: str) -> subprocess.Popen[bytes] | None:
     """Start a process that fills the cache, if it is not full already. It ends with this process,
     or before.
     """
     if _marker(dtype).exists():
         return None
-    command = [*program_of(__name__), OTHER_STEPS, "--dtype", dtype, "--while-stdin-is-open"]
+    command = [*module_command(__name__), OTHER_STEPS, "--dtype", dtype, "--while-stdin-is-open"]
     return subprocess.Popen(
         command,
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -120,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.while_stdin_is_open:
         os.nice(_LOWEST_PRIORITY)  # after the imports: a process that gets no core cannot end
-        threading.Thread(target=_exit_with_starter, daemon=True).start()
+        threading.Thread(target=_exit_with_parent, daemon=True).start()
     gc.disable()  # compiling creates many objects and leaves none that matter
     kernels = select_backend("cpu", "cpu")
     kernels.set_num_threads(1)
@@ -132,7 +136,7 @@ def main() -> None:
         for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantization=None):
             call()
     else:
-        for call in kernels.other_steps(torch_dtype(dtype)):
+        for call in kernels.sampling_warmup_calls(torch_dtype(dtype)):
             call()
         marker = _marker(dtype)
         try:
@@ -151,7 +155,7 @@ def _marker(dtype: str) -> Path:
     return version_dir() / f"other-steps-{dtype}"
 
 
-def _exit_with_starter() -> None:
+def _exit_with_parent() -> None:
     os.read(0, 1)  # not through `sys.stdin`, whose lock the end of the interpreter needs
     os._exit(0)
 

@@ -16,9 +16,9 @@ from configs.engine import (
     DEFAULT_STEPS_AHEAD,
     EngineConfig,
     ResolvedConfig,
-    num_seqs,
+    resolve_max_num_seqs,
 )
-from configs.formats.stored import WORDS
+from configs.formats.stored import INT32
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import (
     INT8,
@@ -27,7 +27,7 @@ from configs.quantization import (
     stored_quantization,
 )
 from kernels.interface import Capabilities, Kernels
-from kernels.select import backends_with_quantization, choose, select_backend
+from kernels.select import backends_with_quantization, choose_capabilities, select_backend
 from scheduler.errors import ConfigError
 
 
@@ -41,7 +41,7 @@ def resolve_config(
     """
     dtype = model.dtype if engine_config.dtype == "auto" else engine_config.dtype
     try:
-        backend = choose(
+        backend = choose_capabilities(
             device,
             engine_config.attention_backend,
             dtype=dtype,
@@ -68,7 +68,7 @@ def resolve(
     _check_experts(engine_config, model, device, backend)
     dtype = _dtype(engine_config, model, device, backend)
     keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
-    max_num_seqs = num_seqs(engine_config, device)
+    max_num_seqs = resolve_max_num_seqs(engine_config, device)
     num_steps_ahead = engine_config.num_steps_ahead
     return ResolvedConfig(
         engine=engine_config,
@@ -90,7 +90,7 @@ def resolve(
     )
 
 
-def foresee_config(
+def preview_config(
     engine_config: EngineConfig, model: ModelConfig, model_dir: Path
 ) -> ResolvedConfig:
     """What the engine will run, as far as that is known before Ray is started.
@@ -100,13 +100,13 @@ def foresee_config(
     """
     errors: list[ConfigError] = []
     for device in ("cpu", "cuda") if engine_config.device == "auto" else (engine_config.device,):
-        foreseen = engine_config
+        previewed_config = engine_config
         needs_package = engine_config.attention_backend in ("flash_attn", "hybrid")
         if device == "cuda" and needs_package and not has_cuda():
             # The ranks may have what is missing here.
-            foreseen = dataclasses.replace(engine_config, attention_backend="auto")
+            previewed_config = dataclasses.replace(engine_config, attention_backend="auto")
         try:
-            return resolve_config(foreseen, model, model_dir, device)
+            return resolve_config(previewed_config, model, model_dir, device)
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
@@ -180,46 +180,52 @@ def _check_experts(
 
 def reason_to_unpack(config: ResolvedConfig) -> str | None:
     """Why a rank holds none of the checkpoint's codes; None if it does, or there are none."""
-    model, stored = config.model, config.model.stored
-    if stored is None or (config.quantization is not None and config.quantization.stored):
+    model, stored = config.model, config.model.stored_format
+    if stored is None or (config.quantization is not None and config.quantization.is_stored):
         return None
     if model.experts is not None:
         return "the model has experts"
-    if stored.dtype == WORDS and stored.bits != 4:
+    if stored.dtype == INT32 and stored.bits != 4:
         return f"codes have {stored.bits} bits"
-    if stored.index is not None:
+    if stored.group_index_part is not None:
         return "inputs of a group do not follow one another (desc_act, actorder)"
-    kept = stored_quantization(stored, model.sizes_in(config.engine.tensor_parallel_size))
-    if kept is None:
+    kept_quantization = stored_quantization(
+        stored, model.input_sizes(config.engine.tensor_parallel_size)
+    )
+    if kept_quantization is None:
         return "groups of a rank are not whole words of codes"
-    if config.engine.quantization not in (None, kept.name):
+    if config.engine.quantization not in (None, kept_quantization.name):
         return f"quantization {config.engine.quantization!r} was asked for"
     return (
-        f"kernel backend {config.attention_backend!r} has no products with {kept.name!r} on device"
-        f" {config.device!r}"
+        f"kernel backend {config.attention_backend!r} has no products with"
+        f" {kept_quantization.name!r} on device {config.device!r}"
     )
 
 
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
-    asked, kept = engine_config.quantization, None
-    sizes_in = model.sizes_in(engine_config.tensor_parallel_size)
-    if model.stored is not None:
-        kept = stored_quantization(model.stored, sizes_in)
-    if kept is not None and kept.name == INT8:
-        if asked not in (None, INT8):
+    asked_quantization, kept_quantization = engine_config.quantization, None
+    input_sizes = model.input_sizes(engine_config.tensor_parallel_size)
+    if model.stored_format is not None:
+        kept_quantization = stored_quantization(model.stored_format, input_sizes)
+    if kept_quantization is not None and kept_quantization.name == INT8:
+        if asked_quantization not in (None, INT8):
             raise ConfigError(
-                f"quantization {asked!r} is not possible for this checkpoint: it holds 8-bit codes"
-                " ('int8'), which are kept as they are. Leave quantization out"
+                f"quantization {asked_quantization!r} is not possible for this checkpoint: it holds"
+                " 8-bit codes ('int8'), which are kept as they are. Leave quantization out"
             )
-    elif kept is not None:
+    elif kept_quantization is not None:
         # Otherwise the codes are unpacked, on any backend.
-        is_possible = kept.name in backend.quantizations and model.experts is None
-        kept = kept if is_possible and asked in (None, kept.name) else None
-    quantization = kept
-    if quantization is None and asked is not None:
-        quantization = computed_quantization(asked)
+        is_possible = kept_quantization.name in backend.quantizations and model.experts is None
+        kept_quantization = (
+            kept_quantization
+            if is_possible and asked_quantization in (None, kept_quantization.name)
+            else None
+        )
+    quantization = kept_quantization
+    if quantization is None and asked_quantization is not None:
+        quantization = computed_quantization(asked_quantization)
     if quantization is None:
         return None
     if quantization.name not in backend.quantizations:
@@ -227,31 +233,35 @@ def _quantization(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
             f" backend {backend.name!r}; the kernel backends that can here are"
             f" {backends_with_quantization(quantization.name)}."
-            f" {_advice(['one of them'], quantization, sizes_in, backend)}"
+            f" {_advice(['one of them'], quantization, input_sizes, backend)}"
         )
-    if not quantization.fits(sizes_in):
+    if not quantization.fits(input_sizes):
         is_split = engine_config.tensor_parallel_size > 1
         choices = ["a smaller tensor_parallel_size"] if is_split else []
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for matrices of"
-            f" {', '.join(map(str, sizes_in))} inputs on a rank: these must be multiples of"
-            f" {quantization.inputs_per_word}. {_advice(choices, quantization, sizes_in, backend)}"
+            f" {', '.join(map(str, input_sizes))} inputs on a rank: these must be multiples of"
+            f" {quantization.inputs_per_word}."
+            f" {_advice(choices, quantization, input_sizes, backend)}"
         )
     return quantization
 
 
 def _advice(
-    choices: list[str], refused: Quantization, sizes_in: tuple[int, ...], backend: Capabilities
+    choices: list[str],
+    refused_quantization: Quantization,
+    input_sizes: tuple[int, ...],
+    backend: Capabilities,
 ) -> str:
     """What to do about a quantization that is not possible: one of the choices, or what the backend
     can do instead.
     """
-    if refused.stored:
+    if refused_quantization.is_stored:
         return f"Choose {', or '.join([*choices, 'weights that are not quantized'])}"
     names = [
         repr(name)
         for name in backend.quantizations
-        if name != refused.name and computed_quantization(name).fits(sizes_in)
+        if name != refused_quantization.name and computed_quantization(name).fits(input_sizes)
     ]
     choices = [*choices, *([f"quantization {' or '.join(names)}"] if names else [])]
     if not choices:

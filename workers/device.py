@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from scheduler.errors import ConfigError, StepTimeoutError
-from workers.toolchain import missing
+from workers.toolchain import toolchain_problems
 
-Ints = npt.NDArray[np.int32]
+Int32Array = npt.NDArray[np.int32]
 Array = npt.NDArray[Any]
-Bytes = npt.NDArray[np.uint8]
-Put = Callable[[Array], Tensor]
+ByteArray = npt.NDArray[np.uint8]
+PutFunction = Callable[[Array], Tensor]
 # The parts of one upload start at multiples of 16 bytes: GPU kernels are specialized on that
 # alignment.
-_ALIGN = 16
+_ALIGNMENT_BYTES = 16
 # Time between checks for completion: far shorter than a step, far longer than a check takes.
 _CHECK_PERIOD_S = 5e-5
 
@@ -70,60 +70,64 @@ class StepUploads:
 
 class BufferedUploads(StepUploads):
     """Uploads everything in one copy, which `copy(target, fill)` makes: `fill` writes the bytes to
-    be copied. `room`: bytes on the device, which never move, so a graph may read them; the arrays
+    be copied. `buffer`: bytes on the device, which never move, so a graph may read them; the arrays
     lie there one after another, those that are kept first, then in the order in which they were
     put. An array that is put and does not fit gets a tensor and a copy of its own.
     """
 
     def __init__(
         self,
-        room: Tensor,
-        copy: Callable[[Tensor, Callable[[Bytes], None]], None],
+        buffer: Tensor,
+        copy: Callable[[Tensor, Callable[[ByteArray], None]], None],
     ) -> None:
-        self.room = room
+        self.buffer = buffer
         self._copy = copy
-        self._kept: list[tuple[int, Array]] = []
-        self._put: list[tuple[int, Array]] = []
+        self._kept_arrays: list[tuple[int, Array]] = []
+        self._put_arrays: list[tuple[int, Array]] = []
         self._kept_end = self._end = 0
 
     def keep(self, array: Array) -> Tensor:
         begin, end = self._end, self._end + aligned_bytes(array)
-        assert not self._put and end <= len(self.room), "what is kept comes first, and fits"
-        self._kept.append((begin, array))
+        assert not self._put_arrays and end <= len(self.buffer), (
+            "what is kept comes first, and fits"
+        )
+        self._kept_arrays.append((begin, array))
         self._kept_end = self._end = end
-        return _typed(self.room, begin, array)
+        return _view_as_array(self.buffer, begin, array)
 
     def put(self, array: Array) -> Tensor:
         array = np.ascontiguousarray(array)
         begin, end = self._end, self._end + aligned_bytes(array)
-        if end > len(self.room):
-            room = torch.empty(array.nbytes, dtype=torch.uint8, device=self.room.device)
-            self._copy(room, partial(_fill, [(0, array)]))
-            return _typed(room, 0, array)
-        self._put.append((begin, array))
+        if end > len(self.buffer):
+            buffer = torch.empty(array.nbytes, dtype=torch.uint8, device=self.buffer.device)
+            self._copy(buffer, partial(_fill, [(0, array)]))
+            return _view_as_array(buffer, 0, array)
+        self._put_arrays.append((begin, array))
         self._end = end
-        return _typed(self.room, begin, array)
+        return _view_as_array(self.buffer, begin, array)
 
     def send(self) -> None:
         if self._end:
-            self._copy(self.room[: self._end], partial(_fill, self._kept + self._put))
-        self._put, self._end = [], self._kept_end
+            self._copy(
+                self.buffer[: self._end], partial(_fill, self._kept_arrays + self._put_arrays)
+            )
+        self._put_arrays, self._end = [], self._kept_end
 
 
-def _typed(room: Tensor, begin: int, array: Array) -> Tensor:
-    """The bytes of `room` from `begin` on as a tensor like the array."""
+def _view_as_array(buffer: Tensor, begin: int, array: Array) -> Tensor:
+    """The bytes of `buffer` from `begin` on as a tensor like the array."""
     dtype = torch.from_numpy(array[:0]).dtype
-    return room[begin : begin + array.nbytes].view(dtype).view(array.shape)
+    return buffer[begin : begin + array.nbytes].view(dtype).view(array.shape)
 
 
-def _fill(arrays: list[tuple[int, Array]], target: Bytes) -> None:
+def _fill(arrays: list[tuple[int, Array]], target: ByteArray) -> None:
     for begin, array in arrays:
         target[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
 
 
 def aligned_bytes(array: Array) -> int:
     """Bytes that the array takes in an upload."""
-    return -(-array.nbytes // _ALIGN) * _ALIGN
+    return -(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +183,12 @@ class Device:
                 )
             time.sleep(_CHECK_PERIOD_S)
 
-    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> Graph:
+    def capture(self, run: Callable[[], object], pool_graph: Graph | None = None) -> Graph:
         """Record what `run` launches, after running it once. Only where `has_graphs`. Waits for the
         device.
 
-        Intermediate tensors share memory with `beside`: the two graphs never run at the same time.
+        Intermediate tensors share memory with `pool_graph`: the two graphs never run at the same
+        time.
         """
         raise NotImplementedError(f"{self.torch} has no graphs")
 
@@ -209,17 +214,17 @@ class CudaDevice(Device):
         self._capture_stream = torch.cuda.Stream(torch_device)
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        room = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
-        uploads = BufferedUploads(room, self._copy)
+        buffer = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
+        uploads = BufferedUploads(buffer, self._copy)
         tensors = [uploads.put(array) for array in arrays]
         uploads.send()
         return tensors
 
     def step_uploads(self, num_bytes: int) -> StepUploads:
-        room = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
-        return BufferedUploads(room, self._copy)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
+        return BufferedUploads(buffer, self._copy)
 
-    def _copy(self, target: Tensor, fill: Callable[[Bytes], None]) -> None:
+    def _copy(self, target: Tensor, fill: Callable[[ByteArray], None]) -> None:
         staging = _pinned(target.shape, torch.uint8)
         fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
@@ -239,7 +244,7 @@ class CudaDevice(Device):
     def seconds_between(self, first: Any, last: Any) -> float:
         return float(first.elapsed_time(last)) / 1e3
 
-    def capture(self, run: Callable[[], object], beside: Any = None) -> Graph:
+    def capture(self, run: Callable[[], object], pool_graph: Any = None) -> Graph:
         self._capture_stream.wait_stream(torch.cuda.current_stream(self.torch))
         with torch.cuda.stream(self._capture_stream):
             # compiles kernels, creates handles and connects ranks, none of which may happen during
@@ -248,7 +253,7 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.torch)
         graph = torch.cuda.CUDAGraph()
         # Only this thread must not synchronize: NCCL's watchdog queries its events all the time.
-        pool = beside.pool() if beside is not None else None
+        pool = pool_graph.pool() if pool_graph is not None else None
         with torch.cuda.graph(
             graph, pool=pool, stream=self._capture_stream, capture_error_mode="thread_local"
         ):
@@ -265,10 +270,10 @@ class CudaDevice(Device):
     def peak_during(self, run: Callable[[], None]) -> int:
         torch.cuda.synchronize(self.torch)
         torch.cuda.reset_peak_memory_stats(self.torch)
-        before = torch.cuda.memory_allocated(self.torch)
+        bytes_before = torch.cuda.memory_allocated(self.torch)
         run()
         torch.cuda.synchronize(self.torch)
-        return torch.cuda.max_memory_allocated(self.torch) - before
+        return torch.cuda.max_memory_allocated(self.torch) - bytes_before
 
 
 def open_device(kind: str, index: int = 0) -> Device:
@@ -280,7 +285,7 @@ def open_device(kind: str, index: int = 0) -> Device:
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a GPU"
             " here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
-    if kind == "cuda" and (problems := missing()):
+    if kind == "cuda" and (problems := toolchain_problems()):
         raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(problems)}")
     if kind == "cuda":
         return CudaDevice(torch.device("cuda", index))

@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-VARIABLE = "EAGLERAY_FAULTS"
+FAULTS_VARIABLE = "EAGLERAY_FAULTS"
 # The phases of a start, then what happens in a step.
 POINTS = (
     "rendezvous",
@@ -28,8 +28,8 @@ POINTS = (
     "sample",
     "reply",
 )
-_folder = Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
-_passed: dict[str, int] = {}
+_folder = Path(os.environ[FAULTS_VARIABLE]) if os.environ.get(FAULTS_VARIABLE) else None
+_num_passes: dict[str, int] = {}
 
 
 def reach(point: str, rank: int) -> None:
@@ -38,17 +38,17 @@ def reach(point: str, rank: int) -> None:
         _act(_folder / f"{point}.{rank}")
 
 
-def _act(armed: Path) -> None:
+def _act(armed_file: Path) -> None:
     try:
-        action, _, after = armed.read_text().partition(" ")
+        action, _, num_passes_before = armed_file.read_text().partition(" ")
     except OSError:
         return
-    passed = _passed[armed.name] = _passed.get(armed.name, 0) + 1
-    if passed <= int(after or 0):
+    num_passes = _num_passes[armed_file.name] = _num_passes.get(armed_file.name, 0) + 1
+    if num_passes <= int(num_passes_before or 0):
         return
-    _passed[armed.name] = 0
+    _num_passes[armed_file.name] = 0
     try:
-        armed.rename(f"{armed}.fired")
+        armed_file.rename(f"{armed_file}.fired")
     except OSError:
         return  # another process was first
     if action == "kill":
@@ -56,7 +56,7 @@ def _act(armed: Path) -> None:
     elif action == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     elif action == "raise":
-        raise RuntimeError(f"made to fail at {armed.name}")
+        raise RuntimeError(f"made to fail at {armed_file.name}")
     else:
         while True:
             time.sleep(0.01)

@@ -25,21 +25,21 @@ class StepHandover:
         self._rank = rank
         self._outcomes: dict[_StepKey, Outcome] = {}
         self._masks: dict[_StepKey, StepMask] = {}
-        self._changed = threading.Condition()
+        self._change_condition = threading.Condition()
 
     def put_outcome(self, plan: StepPlan, outcome: Outcome) -> None:
         """A step was launched, or failed."""
-        with self._changed:
+        with self._change_condition:
             self._outcomes[plan.epoch, plan.step_id] = outcome
-            self._changed.notify_all()
+            self._change_condition.notify_all()
 
     def take_outcome(self, step_id: int, epoch: int, limit_s: float) -> Outcome:
         """Wait for the outcome of a step, which may be launched later. Raises `StepTimeoutError`
         when it is not launched within `limit_s` after the one before.
         """
         key = (epoch, step_id)
-        with self._changed:
-            while key not in self._outcomes and self._changed.wait(limit_s + GRACE_S):
+        with self._change_condition:
+            while key not in self._outcomes and self._change_condition.wait(limit_s + GRACE_S):
                 pass  # a new step was launched: the time limit starts again
             outcome = self._outcomes.pop(key, None)
         if outcome is None:
@@ -50,15 +50,15 @@ class StepHandover:
 
     def put_mask(self, mask: StepMask) -> None:
         """The mask of a step, which may be launched later."""
-        with self._changed:
+        with self._change_condition:
             self._masks[mask.epoch, mask.step_id] = mask
-            self._changed.notify_all()
+            self._change_condition.notify_all()
 
     def take_mask(self, plan: StepPlan, limit_s: float) -> StepMask:
         """Wait for the mask of a step. Raises `StepTimeoutError`."""
         key = (plan.epoch, plan.step_id)
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._masks, limit_s):
+        with self._change_condition:
+            if not self._change_condition.wait_for(lambda: key in self._masks, limit_s):
                 raise StepTimeoutError(
                     f"rank {self._rank}: the mask of step {plan.step_id} of epoch {plan.epoch} did"
                     f" not come within {limit_s} s"

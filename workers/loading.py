@@ -12,9 +12,9 @@ from kernels.interface import Kernels
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import reason_to_unpack
 from workers.memory.inheritance import InheritedMemory
-from workers.memory.lasting import LastingMemory, is_supported
+from workers.memory.lasting import SharedMemfd, is_supported
 from workers.memory.weights import WeightsFile, adopt_weights
-from workers.models.fingerprint import LoadedHash, fingerprint
+from workers.models.fingerprint import LoadedWeightsHash, fingerprint
 from workers.models.loader import held_dtype, kept_quantization, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
@@ -31,7 +31,7 @@ class LoadedModel:
     """
 
     model: Qwen3
-    memory: LastingMemory | None
+    memory: SharedMemfd | None
     checkpoint_hash: str
     weights_hash: str
 
@@ -69,7 +69,7 @@ def load_model(
     def count(loaded_bytes: int) -> None:
         progress.loaded_bytes = loaded_bytes
 
-    with LoadedHash() as weights_hash:
+    with LoadedWeightsHash() as weights_hash:
         load_weights(model.slices(), model_dir, config.model, count, weights_hash)
     return LoadedModel(
         model=model,
@@ -80,8 +80,8 @@ def load_model(
 
 
 def adopt_model(
-    inherited: InheritedMemory,
-    weights: LastingMemory,
+    inherited_memory: InheritedMemory,
+    weights: SharedMemfd,
     config: ResolvedConfig,
     group: TensorParallelGroup,
     kernels: Kernels,
@@ -90,12 +90,12 @@ def adopt_model(
     return LoadedModel(
         model=adopt_weights(weights, config.model, group, kernels),
         memory=weights,
-        checkpoint_hash=inherited.checkpoint_hash,
-        weights_hash=inherited.weights_hash,
+        checkpoint_hash=inherited_memory.checkpoint_hash,
+        weights_hash=inherited_memory.weights_hash,
     )
 
 
-def _pack(config: ResolvedConfig, model: Qwen3) -> LastingMemory | None:
+def _pack(config: ResolvedConfig, model: Qwen3) -> SharedMemfd | None:
     """Pack the weights of the model. Returns where they lie then, if spares can share them."""
     if config.device != "cpu" or config.engine.spares == "off" or not is_supported():
         model.pack()

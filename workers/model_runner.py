@@ -25,15 +25,15 @@ from configs.quantization import INT8
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED_TOP_K
-from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, ints
-from scheduler.params import MAX_LOGPROBS, Sampling
+from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, int32_array
+from scheduler.params import MAX_LOGPROBS, ResolvedSampling
 from workers.batch.decode_graphs import DecodeGraphs
-from workers.batch.kv_cache import KVCache, room_for
+from workers.batch.kv_cache import KVCache, guard_allocation
 from workers.batch.mixed_graphs import MixedGraphs, max_rows
 from workers.batch.recorded_layers import RecordedLayers
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
-from workers.memory.lasting import LastingMemory
+from workers.memory.lasting import SharedMemfd
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 from workers.sampling.next_tokens import NextTokens
@@ -46,29 +46,29 @@ from workers.sampling.prompt_logprobs import (
 )
 from workers.sampling.sampler import SampledLogprobs, SampledTokens, Sampler, to_logprobs
 from workers.sampling.shard import LogprobTensors
-from workers.sampling.state import PARAMETERS
+from workers.sampling.state import PARAMETERS_DTYPE
 
 # What a step sends: three numbers per token; per row its numbers in the batch and its parameters
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
-_SOME_TOKENS = 64  # neither few nor many
-_BYTES_PER_ROW = 128 + 2 * PARAMETERS.itemsize
+_MEDIUM_STEP_TOKENS = 64  # neither few nor many
+_BYTES_PER_ROW = 128 + 2 * PARAMETERS_DTYPE.itemsize
 _Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
-    """A launched step. Its tensors are on the host once the event `ended` has passed; the event
-    `began` is the end of what was launched before the step.
+    """A launched step. Its tensors are on the host once the event `end_event` has passed; the event
+    `start_event` is the end of what was launched before the step.
     """
 
     device: Device
     token_ids_R: Tensor | None = None
     logprobs: SampledLogprobs | None = None
-    scored: ScoredTokens | None = None
-    began: Event | None = None
-    ended: Event | None = None
+    scored_tokens: ScoredTokens | None = None
+    start_event: Event | None = None
+    end_event: Event | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     def finish(
@@ -77,23 +77,23 @@ class PendingStep:
         """(token ids, logprobs where requested). Waits for the device. Raises `StepTimeoutError`
         after `limit_s`.
         """
-        self.device.wait(self.ended, limit_s, description)
+        self.device.wait(self.end_event, limit_s, description)
         if self.token_ids_R is None:
-            return ints(), None
+            return int32_array(), None
         token_ids = array("i", self.token_ids_R.numpy().astype(np.int32).tobytes())
         return token_ids, to_logprobs(self.logprobs, len(token_ids))
 
     def prompt_logprobs(self) -> tuple[PromptLogprobs, ...]:
         """Those of the scored rows. After `finish`."""
-        return () if self.scored is None else self.scored.messages()
+        return () if self.scored_tokens is None else self.scored_tokens.messages()
 
     def device_s(self) -> float | None:
         """Seconds from the step before, or from the launch if that is later, to the end of this
         one, which has passed; None if the device is the host.
         """
-        if self.began is None or self.ended is None:
+        if self.start_event is None or self.end_event is None:
             return None
-        return self.device.seconds_between(self.began, self.ended)
+        return self.device.seconds_between(self.start_event, self.end_event)
 
 
 class ModelRunner:
@@ -107,7 +107,7 @@ class ModelRunner:
         kernels: Kernels,
         device: Device,
         num_blocks: int,
-        inherited_cache: LastingMemory | None = None,
+        inherited_cache: SharedMemfd | None = None,
     ) -> None:
         """Captures graphs where the device has them and `enforce_eager` is off, on all ranks at the
         same time. Raises `ConfigError` if there is not enough memory for cache and batch.
@@ -118,8 +118,8 @@ class ModelRunner:
             config, kernels, num_blocks, model.num_kv_heads, device.torch, inherited_cache
         )
         rows = config.max_num_seqs
-        columns = config.max_model_len + config.blocks_per_sequence
-        with room_for(
+        columns = config.max_model_len + config.max_blocks_per_sequence
+        with guard_allocation(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
         ):
             self.state = BatchState(config, num_blocks, device, kernels, model.num_kv_heads)
@@ -132,7 +132,7 @@ class ModelRunner:
             )
         self.layers = RecordedLayers(config, model, self.cache)
         self.scorer = PromptScorer(model, self.sampler.shard, self.state)
-        self.graphs: DecodeGraphs | None = None
+        self.decode_graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
             self._capture(config)
@@ -143,10 +143,10 @@ class ModelRunner:
             max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
         )
         parts = (config, model, self.cache, self.state, self.device, self.uploads, self._hidden_SE)
-        self.graphs = DecodeGraphs(*parts)
+        self.decode_graphs = DecodeGraphs(*parts)
         self.mixed_graphs = MixedGraphs(*parts)
-        largest = self.graphs.capture(self.mixed_graphs.capture())
-        self.next_tokens.capture(self._hidden_SE, largest)
+        largest_graph = self.decode_graphs.capture(self.mixed_graphs.capture())
+        self.next_tokens.capture(self._hidden_SE, largest_graph)
 
     @torch.inference_mode()
     def run(
@@ -156,8 +156,8 @@ class ModelRunner:
         launched. Raises `WorkerError` when the plan breaks a law of `BatchState`, and whatever
         `wait_for_mask` raises.
         """
-        started = time.perf_counter()
-        began = self.device.record_event()
+        began_s = time.perf_counter()
+        start_event = self.device.record_event()
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
@@ -167,24 +167,26 @@ class ModelRunner:
 
         def timed_mask() -> StepMask:
             nonlocal mask_s
-            asked = time.perf_counter()
+            mask_wait_began_s = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
             mask = wait_for_mask()
-            mask_s = time.perf_counter() - asked
+            mask_s = time.perf_counter() - mask_wait_began_s
             return mask
 
-        sample = self.next_tokens.stage(rows, self.uploads.put, timed_mask if plan.masked else None)
+        sample = self.next_tokens.stage(
+            rows, self.uploads.put, timed_mask if plan.mask_flags else None
+        )
         self.uploads.send()
-        prepared = time.perf_counter()
-        hidden_RE, scored = forward()
-        forwarded = time.perf_counter()
-        seconds = {"prepare": prepared - started, "forward": forwarded - prepared}
-        sampled = sample(hidden_RE) if len(rows.sampling_slots_R) else None
-        if sampled is not None:
-            seconds["sample"] = time.perf_counter() - forwarded - mask_s
-        if plan.masked:
+        prepared_s = time.perf_counter()
+        hidden_RE, scored_tokens = forward()
+        forwarded_s = time.perf_counter()
+        seconds = {"prepare": prepared_s - began_s, "forward": forwarded_s - prepared_s}
+        sampled_tokens = sample(hidden_RE) if len(rows.sampling_slots_R) else None
+        if sampled_tokens is not None:
+            seconds["sample"] = time.perf_counter() - forwarded_s - mask_s
+        if plan.mask_flags:
             seconds["mask"] = mask_s
-        return self._to_host(sampled, scored, began, seconds)
+        return self._to_host(sampled_tokens, scored_tokens, start_event, seconds)
 
     def check(self) -> None:
         """Raise unless the laws of batch state and sampler hold."""
@@ -193,9 +195,9 @@ class ModelRunner:
 
     def _apply(self, plan: StepPlan) -> None:
         self.state.apply(plan)
-        for slot in plan.released:
+        for slot in plan.released_slots:
             self.sampler.state.release(slot)
-        rows = plan.admitted
+        rows = plan.admitted_rows
         if rows is None:
             return
         token_ids = np.asarray(rows.token_ids)
@@ -212,60 +214,64 @@ class ModelRunner:
         states of the last token of each sampling row, and the scores of `scoring`, for which no
         graph has the hidden states.
         """
-        if scoring is None and (replay := self._graph_of(rows)) is not None:
+        if scoring is None and (replay := self._stage_graph(rows)) is not None:
             hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
 
-            def replayed() -> tuple[Tensor, None]:
+            def replay_graph() -> tuple[Tensor, None]:
                 replay()
                 return hidden_RE, None
 
-            return replayed
+            return replay_graph
         make_inputs = self.state.stage(rows, self.uploads.put)
 
         def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.layers.forward(inputs)
-            scored = None if scoring is None else self.scorer.score(hidden_TE, scoring)
+            scored_tokens = None if scoring is None else self.scorer.score(hidden_TE, scoring)
             hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
-            return hidden_RE, scored
+            return hidden_RE, scored_tokens
 
         return forward
 
-    def _graph_of(self, rows: StepRows) -> Callable[[], None] | None:
+    def _stage_graph(self, rows: StepRows) -> Callable[[], None] | None:
         """Put what the graph of these rows reads. Returns what replays it, or None if no graph
         fits.
         """
-        if self.graphs is not None and self.graphs.fit(rows):
-            return self.graphs.stage(rows)
-        if self.mixed_graphs is not None and self.mixed_graphs.fit(rows):
+        if self.decode_graphs is not None and self.decode_graphs.can_replay(rows):
+            return self.decode_graphs.stage(rows)
+        if self.mixed_graphs is not None and self.mixed_graphs.can_replay(rows):
             return self.mixed_graphs.stage(rows, self.uploads.put)
         return None
 
     def _to_host(
         self,
-        sampled: SampledTokens | None,
-        scored: ScoredTokens | None,
-        began: Event | None,
+        sampled_tokens: SampledTokens | None,
+        scored_tokens: ScoredTokens | None,
+        start_event: Event | None,
         seconds: dict[str, float],
     ) -> PendingStep:
-        logprobs = None if sampled is None else sampled.logprobs
-        tensors = [] if sampled is None else [sampled.token_ids_B]
+        logprobs = None if sampled_tokens is None else sampled_tokens.logprobs
+        tensors = [] if sampled_tokens is None else [sampled_tokens.token_ids_B]
         tensors += [] if logprobs is None else logprobs.tensors
-        tensors += [] if scored is None else (*scored.tensors, scored.token_rank_P)
-        copies, ended = self.device.to_host(*tensors)
-        copied = iter(copies)
-        token_ids_R = None if sampled is None else next(copied)
+        tensors += (
+            [] if scored_tokens is None else (*scored_tokens.tensors, scored_tokens.token_rank_P)
+        )
+        copies, end_event = self.device.to_host(*tensors)
+        host_tensors = iter(copies)
+        token_ids_R = None if sampled_tokens is None else next(host_tensors)
         if logprobs is not None:
-            logprobs = replace(logprobs, tensors=_next_logprobs(copied))
-        if scored is not None:
-            scored = replace(scored, tensors=_next_logprobs(copied), token_rank_P=next(copied))
+            logprobs = replace(logprobs, tensors=_next_logprobs(host_tensors))
+        if scored_tokens is not None:
+            scored_tokens = replace(
+                scored_tokens, tensors=_next_logprobs(host_tensors), token_rank_P=next(host_tensors)
+            )
         return PendingStep(
             device=self.device,
             token_ids_R=token_ids_R,
             logprobs=logprobs,
-            scored=scored,
-            began=began,
-            ended=ended,
+            scored_tokens=scored_tokens,
+            start_event=start_event,
+            end_event=end_event,
             seconds=seconds,
         )
 
@@ -299,7 +305,7 @@ def run_largest_step(
     """
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     row_len = min(-(-config.max_num_batched_tokens // num_rows), config.max_model_len)
-    sampling = Sampling(
+    sampling = ResolvedSampling(
         seed=0,
         max_tokens=1,
         top_k=MAX_LISTED_TOP_K + 1,
@@ -319,23 +325,28 @@ def warm_up(
     bounds; every kind of sampling row, with raw and with adjusted logits; updates of the tables.
     Every rank runs it at the same time.
     """
-    longest = min(config.max_num_batched_tokens, config.max_model_len)
-    kinds = [
-        Sampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
+    max_row_len = min(config.max_num_batched_tokens, config.max_model_len)
+    sampling_kinds = [
+        ResolvedSampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
         for penalty in (0.0, 1.0)
         for top_k, top_p in ((0, 1.0), (MAX_LISTED_TOP_K, 1.0), (MAX_LISTED_TOP_K + 1, 0.9))
     ]
-    most = config.max_num_batched_tokens // longest
-    of_two = (1, min(2, longest), longest)
-    steps = ((most, longest, longest), of_two, (1, 1, 1), (1, 1, config.max_model_len))
+    num_longest_rows = config.max_num_batched_tokens // max_row_len
+    two_token_step = (1, min(2, max_row_len), max_row_len)
+    steps = (
+        (num_longest_rows, max_row_len, max_row_len),
+        two_token_step,
+        (1, 1, 1),
+        (1, 1, config.max_model_len),
+    )
     for num_rows, row_len, bound in steps:
         _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
     quantization = config.quantization
     if config.device == "cuda" and quantization and quantization.name != INT8:
         # These have kernels for some rows too, and others for the head.
-        row_len = min(_SOME_TOKENS, longest)
-        model.logits(_run_step(config, model, group, kernels, 1, row_len, longest, []))
-    for sampling in kinds:
+        row_len = min(_MEDIUM_STEP_TOKENS, max_row_len)
+        model.logits(_run_step(config, model, group, kernels, 1, row_len, max_row_len, []))
+    for sampling in sampling_kinds:
         _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
     zeros = table[0].clone()
@@ -352,7 +363,7 @@ def _run_step(
     num_rows: int,
     row_len: int,
     max_seq_len: int,
-    samplings: list[Sampling],
+    samplings: list[ResolvedSampling],
 ) -> Tensor:
     """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
     block, which is never written. Returns the hidden states [T, E].
@@ -364,11 +375,11 @@ def _run_step(
     max_parts = 0
     if row_len == 1:
         max_parts = kernels.max_decode_parts(num_rows, model.num_kv_heads, max_seq_len, device)
-    decode = DecodeParts(
+    decode_parts = DecodeParts(
         num_rows=num_rows,
         max_parts=max_parts,
-        start_B1=starts_B1,
-        arrived_BK=torch.zeros(num_rows, model.num_kv_heads, dtype=torch.int32, device=device),
+        part_start_B1=starts_B1,
+        num_arrived_BK=torch.zeros(num_rows, model.num_kv_heads, dtype=torch.int32, device=device),
     )
     attn = AttentionMetadata(
         query_start_B1=starts_B1,
@@ -380,7 +391,7 @@ def _run_step(
         kv_places_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         max_query_len=row_len,
         max_seq_len=max_seq_len,
-        decode=decode if max_parts else None,
+        decode_parts=decode_parts if max_parts else None,
     )
     positions_T = torch.arange(num_tokens, dtype=torch.int32, device=device) % row_len
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)

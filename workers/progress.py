@@ -15,7 +15,7 @@ class Progress:
     num_layers: int = 0  # layers run so far, over all steps
     num_collectives: int = 0
     loaded_bytes: int = 0
-    num_compiled: int = 0
+    num_compiled_kernels: int = 0
 
     def enter_layer(self, layer: int) -> None:
         """A layer of the forward pass begins."""

@@ -55,9 +55,9 @@ class Work:
     tokens sampled.
     """
 
-    num_prompt: int
-    num_shared: int
-    num_output: int
+    num_prompt_tokens: int
+    num_shared_tokens: int
+    num_output_tokens: int
 
 
 def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
@@ -80,24 +80,26 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     )
 
 
-def works_of(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[Work]:
+def make_works(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[Work]:
     """Each request as `Work`, from its prompt's token ids and its number of output tokens, in
     sorted order.
 
     In sorted order, a prompt shares its longest prefix with the prompt just before it.
     """
-    works, before = [], list[int]()
-    for prompt, num_output in sorted(zip(prompts, num_outputs, strict=True)):
-        pairs = enumerate(zip(prompt, before, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(prompt), len(before)))
+    works, previous_prompt = [], list[int]()
+    for prompt, num_output_tokens in sorted(zip(prompts, num_outputs, strict=True)):
+        pairs = enumerate(zip(prompt, previous_prompt, strict=False))
+        shared_len = next(
+            (i for i, (a, b) in pairs if a != b), min(len(prompt), len(previous_prompt))
+        )
         works.append(
             Work(
-                num_prompt=len(prompt),
-                num_shared=min(shared, len(prompt) - 1),
-                num_output=num_output,
+                num_prompt_tokens=len(prompt),
+                num_shared_tokens=min(shared_len, len(prompt) - 1),
+                num_output_tokens=num_output_tokens,
             )
         )
-        before = prompt
+        previous_prompt = prompt
     return works
 
 
@@ -113,23 +115,40 @@ def floor_s(
     and `weight_itemsize` (None: the same) in the weights that are not quantized; see the top.
     """
     weight_itemsize = weight_itemsize or itemsize
-    num_run = sum(w.num_prompt - w.num_shared + w.num_output - 1 for w in works)
-    num_sampled = sum(w.num_output for w in works)
-    decoded = sum(_sum_of_contexts(w.num_prompt, w.num_prompt + w.num_output - 1) for w in works)
-    prefilled = sum(_sum_of_contexts(w.num_shared, w.num_prompt) for w in works)
-    attention = model.num_hidden_layers * model.head_dim * (decoded + prefilled)
-    in_layers = active_layer_parameters(model)
-    in_head = model.vocab_size * model.hidden_size
+    num_computed_tokens = sum(
+        w.num_prompt_tokens - w.num_shared_tokens + w.num_output_tokens - 1 for w in works
+    )
+    num_sampled_tokens = sum(w.num_output_tokens for w in works)
+    decode_context_sum = sum(
+        _sum_of_contexts(w.num_prompt_tokens, w.num_prompt_tokens + w.num_output_tokens - 1)
+        for w in works
+    )
+    prefill_context_sum = sum(
+        _sum_of_contexts(w.num_shared_tokens, w.num_prompt_tokens) for w in works
+    )
+    attention = (
+        model.num_hidden_layers * model.head_dim * (decode_context_sum + prefill_context_sum)
+    )
+    layer_parameters = active_layer_parameters(model)
+    head_parameters = model.vocab_size * model.hidden_size
     flops = (
-        2 * in_layers * num_run
-        + 2 * in_head * num_sampled
+        2 * layer_parameters * num_computed_tokens
+        + 2 * head_parameters * num_sampled_tokens
         + 4 * model.num_attention_heads * attention
     )
-    num_steps = max((w.num_output for w in works), default=0)
-    kv_row = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    of_codes = weight_itemsize if quantization is None else quantization.bytes_per_weight
-    of_head = of_codes if quantization is None or quantization.vocabulary else weight_itemsize
-    num_bytes = (in_layers * of_codes + in_head * of_head) * num_steps + itemsize * kv_row * decoded
+    num_steps = max((w.num_output_tokens for w in works), default=0)
+    kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
+    bytes_per_layer_weight = (
+        weight_itemsize if quantization is None else quantization.bytes_per_weight
+    )
+    bytes_per_head_weight = (
+        bytes_per_layer_weight
+        if quantization is None or quantization.includes_vocabulary
+        else weight_itemsize
+    )
+    num_bytes = (
+        layer_parameters * bytes_per_layer_weight + head_parameters * bytes_per_head_weight
+    ) * num_steps + itemsize * kv_elements_per_token * decode_context_sum
     return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
 
@@ -141,7 +160,7 @@ def active_layer_parameters(model: ModelConfig) -> int:
     return parameters.active - parameters.vocabulary
 
 
-def report(
+def roofline_entry(
     model: ModelConfig,
     dtype: str,
     works: Sequence[Work],
@@ -156,8 +175,10 @@ def report(
     if machine is None:
         names = ("memory_bytes_per_s", "flops_per_s", "floor_s", "share")
         return dict.fromkeys(names) | {"reason": "only CPUs are probed"}
-    itemsize, of_weights = (torch_dtype(name).itemsize for name in (dtype, weight_dtype or dtype))
-    least_s = floor_s(model, itemsize, works, machine, quantization, of_weights)
+    itemsize, weight_itemsize = (
+        torch_dtype(name).itemsize for name in (dtype, weight_dtype or dtype)
+    )
+    least_s = floor_s(model, itemsize, works, machine, quantization, weight_itemsize)
     return {
         "memory_bytes_per_s": round(machine.memory_bytes_per_s),
         "flops_per_s": round(machine.flops_per_s),
@@ -178,7 +199,7 @@ def _fastest_run_s(action: Callable[[], object]) -> float:
     action()
     times: list[float] = []
     while len(times) < 3 or sum(times) < PROBE_SECONDS:
-        started = time.perf_counter()
+        began_s = time.perf_counter()
         action()
-        times.append(time.perf_counter() - started)
+        times.append(time.perf_counter() - began_s)
     return min(times)

@@ -16,12 +16,16 @@ COMPILERS = ("gcc", "clang")
 LIBCUDA = "libcuda.so.1"
 
 
-def missing() -> list[str]:
+def toolchain_problems() -> list[str]:
     """What is missing, and what to do about each; empty on a machine that has everything."""
-    return [problem for problem in (_compiler(), _headers(), _libcuda()) if problem]
+    return [
+        problem
+        for problem in (_compiler_problem(), _headers_problem(), _libcuda_problem())
+        if problem
+    ]
 
 
-def _compiler() -> str:
+def _compiler_problem() -> str:
     command = os.environ.get("CC")
     if command is not None:
         if shutil.which(command.split()[0] if command.split() else command):
@@ -32,7 +36,7 @@ def _compiler() -> str:
     return "there is no C compiler: install gcc (Debian, Ubuntu: apt-get install gcc), or set CC"
 
 
-def _headers() -> str:
+def _headers_problem() -> str:
     scheme = sysconfig.get_default_scheme()
     paths = sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)
     header = Path(paths["include"]) / "Python.h"
@@ -44,7 +48,7 @@ def _headers() -> str:
     )
 
 
-def _libcuda() -> str:
+def _libcuda_problem() -> str:
     folder = os.environ.get("TRITON_LIBCUDA_PATH")
     if folder is not None:
         if (Path(folder) / LIBCUDA).exists():

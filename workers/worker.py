@@ -28,14 +28,14 @@ from scheduler.messages import StepMask, StepPlan, StepResult
 from workers import faults
 from workers.batch.kv_cache import gpu_budget
 from workers.batch.kv_plan import plan_kv_cache
-from workers.compilation import compile_first_step, compile_other_steps_beside, load_first_step
+from workers.compilation import compile_first_step, load_first_step, start_background_compilation
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.handover import Outcome, StepHandover
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemory
-from workers.memory.lasting import LastingMemory
+from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -51,11 +51,11 @@ class Worker:
     """Rank `rank` of the engine `config` describes."""
 
     def __init__(
-        self, config: ResolvedConfig, rank: int, inherited: InheritedMemory | None = None
+        self, config: ResolvedConfig, rank: int, inherited_memory: InheritedMemory | None = None
     ) -> None:
-        """`inherited`: of the rank whose place this one may have to take."""
+        """`inherited_memory`: of the rank whose place this one may have to take."""
         self.config = config
-        self._inherited = inherited or InheritedMemory()
+        self._inherited_memory = inherited_memory or InheritedMemory()
         self.rank = rank
         self.epoch = 0
         self.progress = Progress()
@@ -63,16 +63,17 @@ class Worker:
         self._rendezvous: Rendezvous | None = None
         self._group: TensorParallelGroup | None = None
         self._kernels: Kernels | None = None
-        self._loaded: LoadedModel | None = None
+        self._loaded_model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._seconds: dict[str, float] = {}
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
-        self._failed: str | None = None  # why no further step runs
+        self._failure: str | None = None  # why no further step runs
         self._handover = StepHandover(rank)
-        self._finishing = threading.Lock()
+        self._finish_lock = threading.Lock()
         self._closing = threading.Event()
-        self._compiling: subprocess.Popen[bytes] | None = None  # it ends when this object does
+        # It ends when this object does.
+        self._compiler_process: subprocess.Popen[bytes] | None = None
 
     # -- start -------------------------------------------------------------------------------------
 
@@ -91,13 +92,15 @@ class Worker:
         kernels = find_kernels(config)
         kernels.set_num_threads(1)
         size = config.engine.tensor_parallel_size
-        held = config.quantization
+        quantization = config.quantization
         has_experts = config.model.experts is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, held, has_experts)
-        if (weights := self._inherited.weights) is not None:
+        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantization, has_experts)
+        if (weights := self._inherited_memory.weights) is not None:
             self._kernels = kernels
             self._group = self._new_group(torch.device("cpu"))
-            self._loaded = adopt_model(self._inherited, weights, config, self._group, kernels)
+            self._loaded_model = adopt_model(
+                self._inherited_memory, weights, config, self._group, kernels
+            )
 
     def start(
         self,
@@ -124,22 +127,29 @@ class Worker:
         with self._phase("rendezvous"):
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
-            held = self.config.quantization
+            quantization = self.config.quantization
             has_experts = self.config.model.experts is not None
             compile_first_step(
-                kernels, group, self.config.dtype, self.config.weight_dtype, held, has_experts
+                kernels,
+                group,
+                self.config.dtype,
+                self.config.weight_dtype,
+                quantization,
+                has_experts,
             )
             if self.config.device == "cuda":
-                _launch_smallest(kernels, device.torch)
+                _launch_test_kernel(kernels, device.torch)
         group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
-            loaded = self._loaded or load_model(self.config, group, kernels, self.progress)
+            loaded_model = self._loaded_model or load_model(
+                self.config, group, kernels, self.progress
+            )
         if self.config.device == "cuda":
-            with self._phase("warm_up"), self._memory_of_the_start():
-                warm_up(self.config, loaded.model, group, kernels)
+            with self._phase("warm_up"), self._convert_memory_errors():
+                warm_up(self.config, loaded_model.model, group, kernels)
         with self._phase("kv_cache"):
-            measure = partial(self._gpu_budget, loaded.model, group, kernels, device)
-            ledger = plan_kv_cache(self.config, self.rank, measure, num_kv_blocks)
+            measure_budget = partial(self._gpu_budget, loaded_model.model, group, kernels, device)
+            ledger = plan_kv_cache(self.config, self.rank, measure_budget, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
         if self.config.device == "cpu":
@@ -148,15 +158,15 @@ class Worker:
         self._device = device
         self._group = group
         self._kernels = kernels
-        self._loaded = loaded
+        self._loaded_model = loaded_model
         return WorkerReport(
             rank=self.rank,
             backend=kernels.capabilities.description,
             seconds=dict(self._seconds),
             num_kv_blocks=ledger.num_blocks,
             ledger=ledger,
-            checkpoint_hash=loaded.checkpoint_hash,
-            weights_hash=loaded.weights_hash,
+            checkpoint_hash=loaded_model.checkpoint_hash,
+            weights_hash=loaded_model.weights_hash,
             compute_platform=compute_platform_of(device.torch),
         )
 
@@ -165,36 +175,42 @@ class Worker:
         if self._kernels is not None:
             self._kernels.set_num_threads(num_threads)
 
-    def allocate_cache(self, num_blocks: int, *, stands_by: bool = False) -> None:
+    def allocate_cache(self, num_blocks: int, *, is_standby: bool = False) -> None:
         """Allocate a KV cache of `num_blocks` blocks, the minimum over the ranks, and the batch.
-        One that `stands_by` may not write to the cache, which others use, before `take_over`.
+        One that `is_standby` may not write to the cache, which others use, before `take_over`.
         Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
         engine began.
         """
         device = self._device
         group = self._group
         kernels = self._kernels
-        loaded = self._loaded
-        if device is None or group is None or kernels is None or loaded is None:
+        loaded_model = self._loaded_model
+        if device is None or group is None or kernels is None or loaded_model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
-        with self._phase("allocate_cache"), self._memory_of_the_start():
+        with self._phase("allocate_cache"), self._convert_memory_errors():
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
-                self.config, loaded.model, group, kernels, device, num_blocks, self._inherited.cache
+                self.config,
+                loaded_model.model,
+                group,
+                kernels,
+                device,
+                num_blocks,
+                self._inherited_memory.cache,
             )
-            if not stands_by:
+            if not is_standby:
                 self._begin_steps(self._runner)
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemory:
         """What this rank will leave. After `allocate_cache`."""
-        assert self._runner is not None and self._loaded is not None
-        weights, cache = self._loaded.memory, self._runner.cache.memory
+        assert self._runner is not None and self._loaded_model is not None
+        weights, cache = self._loaded_model.memory, self._runner.cache.memory
         return RankMemory(
-            weights=weights.card if weights is not None else None,
-            cache=cache.card if cache is not None else None,
-            checkpoint_hash=self._loaded.checkpoint_hash,
-            weights_hash=self._loaded.weights_hash,
+            weights=weights.handle if weights is not None else None,
+            cache=cache.handle if cache is not None else None,
+            checkpoint_hash=self._loaded_model.checkpoint_hash,
+            weights_hash=self._loaded_model.weights_hash,
         )
 
     def take_over(self, epoch: int) -> None:
@@ -203,10 +219,10 @@ class Worker:
         self.epoch = epoch
         self._begin_steps(self._runner)
 
-    def compile_other_steps_beside(self) -> None:
+    def start_background_compilation(self) -> None:
         """On the first CPU rank: fill the cache with the kernels that only other steps need."""
         if self.rank == 0 and self.config.attention_backend == "cpu":
-            self._compiling = compile_other_steps_beside(self.config.dtype)
+            self._compiler_process = start_background_compilation(self.config.dtype)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -223,8 +239,8 @@ class Worker:
             outcome: Outcome = self._runner.run(plan, wait_for_mask)
         except Exception as error:
             outcome = error
-            if plan.epoch == self.epoch and self._failed is None:
-                self._failed = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
+            if plan.epoch == self.epoch and self._failure is None:
+                self._failure = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
         if plan.epoch == self.epoch:
             self._next_step_id = plan.step_id + 1
         self._handover.put_outcome(plan, outcome)
@@ -250,8 +266,8 @@ class Worker:
             ) from outcome
         faults.reach("reply", self.rank)
         # One after another, as the device runs them: a step's time starts when its turn comes.
-        with self._finishing:
-            started = time.perf_counter()
+        with self._finish_lock:
+            began_s = time.perf_counter()
             token_ids, logprobs = outcome.finish(
                 limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
             )
@@ -263,7 +279,7 @@ class Worker:
             digest=zlib.crc32(token_ids.tobytes()),
             logprobs=logprobs if self.rank == 0 else None,
             prompt_logprobs=outcome.prompt_logprobs() if self.rank == 0 else (),
-            seconds=outcome.seconds | {"wait": time.perf_counter() - started},
+            seconds=outcome.seconds | {"wait": time.perf_counter() - began_s},
             device_s=outcome.device_s(),
         )
 
@@ -278,7 +294,7 @@ class Worker:
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
-        self._group = self._loaded = self._kernels = self._rendezvous = None
+        self._group = self._loaded_model = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -287,7 +303,7 @@ class Worker:
         beside the first ones.
         """
         runner.cache.allow_writing()
-        if self._loaded is not None and (weights := self._loaded.memory) is not None:
+        if self._loaded_model is not None and (weights := self._loaded_model.memory) is not None:
             threading.Thread(
                 target=_use_huge_pages,
                 args=(weights, self._closing),
@@ -296,15 +312,15 @@ class Worker:
             ).start()
 
     def _check_turn(self, plan: StepPlan) -> None:
-        where = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
+        step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
         if plan.epoch != self.epoch:
-            raise WorkerError(f"{where} came in epoch {self.epoch}")
-        if self._failed is not None:
-            raise WorkerError(f"{where} was not run: {self._failed}")
+            raise WorkerError(f"{step_label} came in epoch {self.epoch}")
+        if self._failure is not None:
+            raise WorkerError(f"{step_label} was not run: {self._failure}")
         if plan.step_id != self._next_step_id:
-            raise WorkerError(f"{where} came when step {self._next_step_id} was due")
+            raise WorkerError(f"{step_label} came when step {self._next_step_id} was due")
         if self._runner is None:
-            raise WorkerError(f"{where} came before allocate_cache")
+            raise WorkerError(f"{step_label} came before allocate_cache")
 
     def _gpu_budget(
         self, model: Qwen3, group: TensorParallelGroup, kernels: Kernels, device: Device
@@ -318,7 +334,7 @@ class Worker:
         return gpu_budget(self.config, device, run_step, make_runner)
 
     @contextmanager
-    def _memory_of_the_start(self) -> Iterator[None]:
+    def _convert_memory_errors(self) -> Iterator[None]:
         """Turns a lack of memory into a `WorkerError` in a replacement: the options are good, since
         the engine began with them, and the next attempt may find the memory free.
         """
@@ -338,22 +354,22 @@ class Worker:
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        began_s = time.perf_counter()
         self.progress.phase = name
         faults.reach(name, self.rank)
         try:
             yield
         finally:
-            self._seconds[name] = time.perf_counter() - started
+            self._seconds[name] = time.perf_counter() - began_s
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
 
 
-def _use_huge_pages(memory: LastingMemory, stopping: threading.Event) -> None:
+def _use_huge_pages(memory: SharedMemfd, stopping: threading.Event) -> None:
     """As `use_huge_pages`. The memory stays open until then."""
     use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
 
 
-def _launch_smallest(kernels: Kernels, device: torch.device) -> None:
+def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:
     """Run one small kernel, so that a machine that cannot compile or launch kernels is noticed
     before weights are read.
     """

@@ -40,19 +40,21 @@ class Access:
     def __post_init__(self) -> None:
         self.is_local = _is_bound_to_loopback(self.bound_host)
 
-    def check(self, headers: Headers, *, is_open: bool = False) -> None:
+    def check(self, headers: Headers, *, is_public: bool = False) -> None:
         """Raise `HttpError` 401 for a request without the key, and on a server without one, 403 for
         a request that may come from a web page of another site: with a key, a page would have to
-        know that. `is_open`: the path needs no key, and its answers cost little.
+        know that. `is_public`: the path needs no key, and its answers cost little.
         """
         if self.api_key is None:
-            self._check_site(headers, is_open)
+            self._check_site(headers, is_public)
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
+        scheme, _, given_key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
-            given = headers.get("x-api-key", "")  # where Anthropic's clients send it
-        is_right = hmac.compare_digest(given.strip().encode("latin-1"), self.api_key.encode())
-        if not (is_right or is_open):
+            given_key = headers.get("x-api-key", "")  # where Anthropic's clients send it
+        is_key_right = hmac.compare_digest(
+            given_key.strip().encode("latin-1"), self.api_key.encode()
+        )
+        if not (is_key_right or is_public):
             raise HttpError(
                 401,
                 "wrong or missing API key; send it as 'Authorization: Bearer KEY'",
@@ -60,7 +62,7 @@ class Access:
                 headers={"www-authenticate": "Bearer"},
             )
 
-    def _check_site(self, headers: Headers, is_open: bool) -> None:
+    def _check_site(self, headers: Headers, is_public: bool) -> None:
         """Raise `HttpError` 403 for a request of another site's page, by `Host`, `Origin` and
         `Sec-Fetch-Site`. What a page has a browser fetch from another site, such as an image, has
         no `Origin`. The page cannot read the answer, but making it may take long.
@@ -78,7 +80,7 @@ class Access:
             is_allowed = self._is_origin_allowed(origin, host)
             site, remedy = origin[:200], "Serve with --allowed-origins for it"
         else:
-            is_allowed = is_open or headers.get("sec-fetch-site", "").lower() != "cross-site"
+            is_allowed = is_public or headers.get("sec-fetch-site", "").lower() != "cross-site"
             site, remedy = "another site", "Open the address by itself"
         if not is_allowed:
             raise HttpError(
@@ -111,12 +113,12 @@ class Access:
 
 def check_content_type(headers: Headers) -> None:
     """Raise `HttpError` 415 for a body that says that it is something else than JSON."""
-    given = headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if not re.fullmatch(r"(application/(.*\+)?json)?", kind):
+    content_type = headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if not re.fullmatch(r"(application/(.*\+)?json)?", media_type):
         raise HttpError(
             415,
-            f"the body must be JSON, not {given[:100]!r}; send it with"
+            f"the body must be JSON, not {content_type[:100]!r}; send it with"
             " 'Content-Type: application/json'",
         )
 

@@ -11,29 +11,29 @@ from cluster.api.errors import HttpError
 from scheduler.bounds import HTTP_BOUNDS, MIB
 from scheduler.errors import OverloadedError, RequestError
 
-BYTES_PER_S = 8192  # of a body, at least
+MIN_BODY_BYTES_PER_S = 8192  # of a body, at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiLimits:
     """Limits of one API process.
 
-    max_open: outputs that run or wait at a time, in all processes that share `OpenOutputs`; a
-    request for more is refused at once.
+    max_open_outputs: outputs that run or wait at a time, in all processes that share `OpenOutputs`;
+    a request for more is refused at once.
     slow_reader_timeout_s: how long a client may take nothing of an answer. keep_alive_s: how long a
-    stream may be silent before a comment is sent. body_time_s, body_pause_s: by how much a body may
-    be later than 8 KiB per second, up to small_body_bytes and beyond.
+    stream may be silent before a comment is sent. small_body_delay_s, large_body_delay_s: by how
+    much a body may be later than 8 KiB per second, up to max_small_body_bytes and beyond.
     """
 
-    max_open: int = 1024
-    max_body_bytes: int = HTTP_BOUNDS["body"].most
-    max_total_body_bytes: int = HTTP_BOUNDS["bodies"].most
-    small_body_bytes: int = HTTP_BOUNDS["small body"].most
+    max_open_outputs: int = 1024
+    max_body_bytes: int = HTTP_BOUNDS["body"].maximum
+    max_total_body_bytes: int = HTTP_BOUNDS["bodies"].maximum
+    max_small_body_bytes: int = HTTP_BOUNDS["small body"].maximum
     max_outputs_per_request: int = 128
     slow_reader_timeout_s: float = 30.0
     keep_alive_s: float = 15.0
-    body_time_s: float = HTTP_BOUNDS["body time"].most
-    body_pause_s: float = HTTP_BOUNDS["body pause"].most
+    small_body_delay_s: float = HTTP_BOUNDS["body time"].maximum
+    large_body_delay_s: float = HTTP_BOUNDS["body pause"].maximum
 
 
 class OpenOutputs:
@@ -51,12 +51,12 @@ class OpenOutputs:
         self._index = index
 
     @property
-    def here(self) -> int:
+    def num_in_process(self) -> int:
         """Those of this process."""
         return self._counts[self._index]
 
     @property
-    def everywhere(self) -> int:
+    def num_in_all_processes(self) -> int:
         """Those of all processes."""
         return sum(self._counts)
 
@@ -79,9 +79,9 @@ class Admission:
         self.is_draining = False
 
     @property
-    def num_open(self) -> int:
+    def num_open_outputs(self) -> int:
         """The open outputs of this process."""
-        return self.open_outputs.here
+        return self.open_outputs.num_in_process
 
     @contextlib.contextmanager
     def admit(self, num_outputs: int) -> Iterator[None]:
@@ -96,23 +96,24 @@ class Admission:
             )
         self.open_outputs.add(num_outputs)
         try:
-            self._check_room(num_outputs, self.open_outputs.everywhere - num_outputs)
+            self._check_room(num_outputs, self.open_outputs.num_in_all_processes - num_outputs)
             yield
         finally:
             self.open_outputs.add(-num_outputs)
 
     def check_room(self, num_outputs: int = 1) -> None:
         """Raise `OverloadedError` unless there is room for this many outputs now."""
-        self._check_room(num_outputs, self.open_outputs.everywhere)
+        self._check_room(num_outputs, self.open_outputs.num_in_all_processes)
 
-    def _check_room(self, num_outputs: int, num_open: int) -> None:
-        """`num_open`: the outputs that are open besides."""
+    def _check_room(self, num_outputs: int, num_open_outputs: int) -> None:
+        """`num_open_outputs`: the outputs that are open besides."""
         if self.is_draining:
             raise OverloadedError("the server is shutting down; send the request to another one")
-        if num_open + num_outputs > self.limits.max_open:
+        if num_open_outputs + num_outputs > self.limits.max_open_outputs:
             raise OverloadedError(
-                f"{num_open} outputs are running or waiting, of {self.limits.max_open}"
-                " possible (--max-open-requests for each engine); try again later"
+                f"{num_open_outputs} outputs are running or waiting, of"
+                f" {self.limits.max_open_outputs} possible (--max-open-requests for each engine);"
+                " try again later"
             )
 
 
@@ -120,22 +121,23 @@ class Upload:
     """One body while it comes.
 
     deadline_s: when it is too late for the next part, by `time.monotonic` and the event loop's
-    clock. Each part moves it by the time that the part may take at `BYTES_PER_S`, but a fast start
-    earns no long pause: all that waits for a body holds memory that other bodies cannot have.
+    clock. Each part moves it by the time that the part may take at `MIN_BODY_BYTES_PER_S`, but a
+    fast start earns no long pause: all that waits for a body holds memory that other bodies cannot
+    have.
     """
 
     def __init__(self, admission: Admission) -> None:
         self._admission, self._limits = admission, admission.limits
         self._began_s = time.monotonic()
-        self.deadline_s = self._began_s + self._limits.body_time_s
+        self.deadline_s = self._began_s + self._limits.small_body_delay_s
         self.num_bytes = 0
 
-    def reason(self) -> str:
+    def timeout_message(self) -> str:
         """Why it is too late."""
         return (
             f"{self.num_bytes} bytes of the body came within {time.monotonic() - self._began_s:.0f}"
             f" s, and then too few; it may be {self._allowed_delay_s:g} s later than"
-            f" {BYTES_PER_S} bytes per second"
+            f" {MIN_BODY_BYTES_PER_S} bytes per second"
         )
 
     def check_length(self, num_bytes: int) -> None:
@@ -151,14 +153,18 @@ class Upload:
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        small, most = self._limits.small_body_bytes, self._limits.max_total_body_bytes
-        if self.num_bytes > small and self._admission.num_body_bytes > most:
+        max_small_bytes, max_total_bytes = (
+            self._limits.max_small_body_bytes,
+            self._limits.max_total_body_bytes,
+        )
+        if self.num_bytes > max_small_bytes and self._admission.num_body_bytes > max_total_bytes:
             raise OverloadedError(
-                f"{most // MIB} MiB of other requests are being received; try again later, or with"
-                f" at most {small} bytes"
+                f"{max_total_bytes // MIB} MiB of other requests are being received; try again"
+                f" later, or with at most {max_small_bytes} bytes"
             )
         self.deadline_s = min(
-            self.deadline_s + num_bytes / BYTES_PER_S, time.monotonic() + self._allowed_delay_s
+            self.deadline_s + num_bytes / MIN_BODY_BYTES_PER_S,
+            time.monotonic() + self._allowed_delay_s,
         )
 
     def close(self) -> None:
@@ -168,5 +174,5 @@ class Upload:
 
     @property
     def _allowed_delay_s(self) -> float:
-        is_small = self.num_bytes <= self._limits.small_body_bytes
-        return self._limits.body_time_s if is_small else self._limits.body_pause_s
+        is_small = self.num_bytes <= self._limits.max_small_body_bytes
+        return self._limits.small_body_delay_s if is_small else self._limits.large_body_delay_s

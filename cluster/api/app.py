@@ -22,10 +22,10 @@ from starlette.types import Receive, Scope, Send
 from cluster.api import page
 from cluster.api.access import Access
 from cluster.api.admission import ApiLimits
-from cluster.api.document import MESSAGES_PATH, POST, openapi
-from cluster.api.endpoints import Served, model_card
-from cluster.api.errors import HttpError, body_of, http_error, messages_body_of
-from cluster.api.exchange import Exchange, Gone, JsonResponse, json_response
+from cluster.api.document import MESSAGES_PATH, POST_ENDPOINTS, openapi
+from cluster.api.endpoints import ServedModel, model_card
+from cluster.api.errors import HttpError, anthropic_error_body, http_error, openai_error_body
+from cluster.api.exchange import ClientDisconnected, Exchange, JsonResponse, json_response
 from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
 from cluster.api.threads import ThreadQueue
@@ -37,9 +37,9 @@ from scheduler.messages import EngineStats
 
 # For the process that serves: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
-STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
-MAX_TRACING = 4  # requests for traces that may wait, for one thread
-OPEN_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
+MAX_STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
+MAX_WAITING_TRACES = 4  # requests for traces that may wait, for one thread
+PUBLIC_PATHS = ("/health", "/live", "/version", "/metrics", "/openapi.json", *page.FILES)
 
 
 class Api:
@@ -48,7 +48,7 @@ class Api:
     def __init__(
         self,
         client: Client,
-        served: Served,
+        served: ServedModel,
         *,
         version: str,
         access: Access | None = None,
@@ -62,16 +62,16 @@ class Api:
         self.metrics = ApiMetrics()
         self.runner = Runner(client, served, self.limits, self.metrics)
         self.admission = self.runner.admission
-        self.metrics.open.set_function(lambda: self.admission.num_open)
+        self.metrics.open_outputs.set_function(lambda: self.admission.num_open_outputs)
         # Of all processes that serve, including this one.
         self.gather_metrics: Callable[[], Awaitable[list[list[Family]]]] | None = None
         self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
-        self._tracing = ThreadQueue("traces", 1, MAX_TRACING)
-        self._asking = ThreadQueue("stats", 1)
-        self._stats: asyncio.Future[EngineStats] | None = None
-        self._stats_at_s = 0.0
+        self._trace_threads = ThreadQueue("traces", 1, MAX_WAITING_TRACES)
+        self._stats_threads = ThreadQueue("stats", 1)
+        self._stats_future: asyncio.Future[EngineStats] | None = None
+        self._stats_asked_at_s = 0.0
         self._router = self._make_router(version)
         self._paths = [
             route.path_format for route in self._router.routes if isinstance(route, Route)
@@ -79,22 +79,25 @@ class Api:
 
     def _make_router(self, version: str) -> Router:
         """The table of paths; those that are asked for most often come first."""
-        fixed: dict[str, Response] = {
+        fixed_responses: dict[str, Response] = {
             "/live": JsonResponse({}),
             "/version": JsonResponse({"version": version}),
             "/v1/models": JsonResponse({"object": "list", "data": [model_card(self._served)]}),
             "/openapi.json": JsonResponse(openapi(version)),
         }
-        for path, (body, kind) in page.load().items():
-            fixed[path] = Response(body, headers=page.HEADERS, media_type=kind)
-        asked = {
+        for path, (body, media_type) in page.load().items():
+            fixed_responses[path] = Response(body, headers=page.HEADERS, media_type=media_type)
+        handlers = {
             "/health": self._health,
             "/metrics": self._show_metrics,
             "/debug/trace": self._trace,
             "/v1/models/{name:path}": self._model,
         }
-        routes = [Route(path, self.runner, methods=["POST"]) for path in POST]
-        routes += [Route(path, answer, methods=["GET"]) for path, answer in (asked | fixed).items()]
+        routes = [Route(path, self.runner, methods=["POST"]) for path in POST_ENDPOINTS]
+        routes += [
+            Route(path, answer, methods=["GET"])
+            for path, answer in (handlers | fixed_responses).items()
+        ]
         return Router(routes, redirect_slashes=False, default=self._refuse_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,25 +109,25 @@ class Api:
         try:
             await self._dispatch(exchange)
             status = exchange.status or 500
-        except Gone:
+        except ClientDisconnected:
             pass
         except Exception as error:
             refusal = http_error(error)
             status = refusal.status
             if exchange.writer is not None and exchange.status is not None:
-                await exchange.event(exchange.writer.error(refusal), more=False)
+                await exchange.send_events(exchange.writer.error(refusal), has_more=False)
             else:
                 is_messages = exchange.path.startswith(MESSAGES_PATH)
-                body = messages_body_of(refusal) if is_messages else body_of(refusal)
+                body = anthropic_error_body(refusal) if is_messages else openai_error_body(refusal)
                 await exchange.answer(JsonResponse(body, status, refusal.headers))
         finally:
             route = exchange.scope.get("route")
             path = exchange.path if route is None else route.path_format
-            self.metrics.requests_of(path if path in self._paths else "other", status).inc()
+            self.metrics.request_counter(path if path in self._paths else "other", status).inc()
             del exchange.scope["exchange"]  # or they would keep each other, and all of the request
 
     async def _dispatch(self, exchange: Exchange) -> None:
-        self._access.check(exchange.headers, is_open=exchange.path in OPEN_PATHS)
+        self._access.check(exchange.headers, is_public=exchange.path in PUBLIC_PATHS)
         try:
             await self._router(exchange.scope, exchange.receive, exchange.send)
         except HTTPException as refusal:  # by Starlette's route: of its methods, this is none
@@ -164,12 +167,14 @@ class Api:
         except ValueError:
             raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
         return await json_response(
-            lambda: chrome_trace(self._client.records(seconds)), self._tracing
+            lambda: chrome_trace(self._client.records(seconds)), self._trace_threads
         )
 
     async def _show_metrics(self, _: Request) -> Response:
-        gathered = await self.gather_metrics() if self.gather_metrics else [await self.families()]
-        return Response(render(merge(gathered)), media_type=CONTENT_TYPE)
+        families_by_process = (
+            await self.gather_metrics() if self.gather_metrics else [await self.families()]
+        )
+        return Response(render(merge(families_by_process)), media_type=CONTENT_TYPE)
 
     async def families(self) -> list[Family]:
         """The metrics of this process, and those of its engine if it answers."""
@@ -179,15 +184,15 @@ class Api:
         return families
 
     async def stats(self) -> EngineStats:
-        """The engine's counters, at most `STATS_AGE_S` old. Raises `EaglerayError` for an engine
-        that is dead or does not answer.
+        """The engine's counters, at most `MAX_STATS_AGE_S` old. Raises `EaglerayError` for an
+        engine that is dead or does not answer.
         """
         now_s = time.monotonic()
-        if self._stats is None or now_s - self._stats_at_s > STATS_AGE_S:
-            self._stats_at_s = now_s
-            self._stats = asyncio.ensure_future(self._asking.run(self._client.stats))
+        if self._stats_future is None or now_s - self._stats_asked_at_s > MAX_STATS_AGE_S:
+            self._stats_asked_at_s = now_s
+            self._stats_future = asyncio.ensure_future(self._stats_threads.run(self._client.stats))
         try:
-            return await asyncio.wait_for(asyncio.shield(self._stats), API_STATS_TIMEOUT_S)
+            return await asyncio.wait_for(asyncio.shield(self._stats_future), API_STATS_TIMEOUT_S)
         except TimeoutError:
             raise OverloadedError(
                 f"the engine did not answer within {API_STATS_TIMEOUT_S:g} s"
@@ -198,7 +203,7 @@ class Api:
         returns how many outputs are left.
         """
         self.admission.is_draining = True
-        until_s = time.monotonic() + limit_s
-        while self.admission.num_open and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + limit_s
+        while self.admission.num_open_outputs and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
-        return self.admission.num_open
+        return self.admission.num_open_outputs

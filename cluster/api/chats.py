@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.api.endpoints import Job, Served, first_not_none, make_job
+from cluster.api.endpoints import Job, ServedModel, first_not_none, make_job
 from cluster.api.replies import ChatWriter, Writer
 from cluster.api.schema import (
     AllowedTools,
     ChatRequest,
     Function,
-    Generate,
+    GenerationRequest,
     NamedTool,
     TokenizeRequest,
 )
@@ -24,7 +24,7 @@ from cluster.client.outputs import Generation
 from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import THINKING_SWITCH, state_after
-from scheduler.bounds import check, most
+from scheduler.bounds import check_bound, field_limit
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, StructuredOutputs
 
@@ -41,7 +41,7 @@ class Chat:
     structure: StructuredOutputs | None = None
     max_tokens: int | None = None
     logprobs: int | None = None
-    options: Generate
+    options: GenerationRequest
 
     @property
     def prompt(self) -> ParsedPrompt:
@@ -53,12 +53,12 @@ def conversation_of(
     messages: list[Message],
     tools: Sequence[Function],
     variables: dict[str, Any],
-    served: Served,
+    served: ServedModel,
     *,
-    continues_last: bool = False,
+    continues_last_message: bool = False,
 ) -> Conversation:
     """Raises `RequestError`, as `Conversation` and for too many messages."""
-    check("messages", len(messages), "messages", most=served.max_messages)
+    check_bound("messages", len(messages), "messages", configured_maximum=served.max_messages)
     shown_tools = [
         {"type": "function", "function": tool.model_dump(exclude_unset=True)} for tool in tools
     ]
@@ -66,7 +66,7 @@ def conversation_of(
         messages=messages,
         tools=shown_tools or None,
         template_variables=variables,
-        continues_last=continues_last,
+        continues_last_message=continues_last_message,
     )
 
 
@@ -95,12 +95,12 @@ def variables_of(
     return variables
 
 
-def chat_job(request: ChatRequest, served: Served) -> Job:
+def chat_job(request: ChatRequest, served: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     return job_of(chat_of(request, served), served)
 
 
-def chat_of(request: ChatRequest, served: Served) -> Chat:
+def chat_of(request: ChatRequest, served: ServedModel) -> Chat:
     """Raises as `chat_job`."""
     served.check_name(request.model)
     if request.top_logprobs and not request.logprobs:
@@ -130,7 +130,7 @@ def rules_of(request: ChatRequest) -> CallRules:
     return call_rules(tools, choice, parallel=parallel)
 
 
-def job_of(chat: Chat, served: Served) -> Job:
+def job_of(chat: Chat, served: ServedModel) -> Job:
     """Raises `RequestError`."""
     tokenizer, options = served.tokenizer_for("a chat"), chat.options
     structure = structure_of(chat.rules, chat.structure)
@@ -142,13 +142,17 @@ def job_of(chat: Chat, served: Served) -> Job:
                 "top_logprobs",
             )
         # A client that names no length gets as many tokens as are possible.
-        num_outputs = options.n or served.builder.defaults.n or 1
+        num_outputs = options.n or served.builder.sampling_defaults.n or 1
         max_answer_tokens = max(
-            1, min(max_answer_tokens, most("alternatives") // (num_outputs * (1 + chat.logprobs)))
+            1,
+            min(
+                max_answer_tokens,
+                field_limit("alternatives") // (num_outputs * (1 + chat.logprobs)),
+            ),
         )
-    params = options.sampling(
+    params = options.sampling_params(
         max_tokens=first_not_none(
-            chat.max_tokens, served.builder.defaults.max_tokens, max_answer_tokens
+            chat.max_tokens, served.builder.sampling_defaults.max_tokens, max_answer_tokens
         ),
         logprobs=chat.logprobs,
         structure=structure,
@@ -168,7 +172,7 @@ def job_of(chat: Chat, served: Served) -> Job:
     return make_job(options, served, [chat.prompt], params, make_writer)
 
 
-def tokenize(request: TokenizeRequest, served: Served) -> dict[str, Any]:
+def tokenize(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/tokenize`."""
     served.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
@@ -193,26 +197,29 @@ def tokenize(request: TokenizeRequest, served: Served) -> dict[str, Any]:
 def _conversation(
     request: ChatRequest | TokenizeRequest,
     tools: Sequence[Function],
-    served: Served,
+    served: ServedModel,
     purpose: str,
 ) -> Conversation:
     """The conversation of a request, which must have one. Raises `RequestError`."""
     tokenizer = served.tokenizer_for(purpose)
-    as_text = tokenizer.takes_arguments_as_text
+    arguments_as_text = tokenizer.takes_arguments_as_text
     variables = variables_of(
         tokenizer,
         request.chat_template_kwargs,
         enable_thinking=request.enable_thinking,
         reasoning_effort=request.reasoning_effort,
     )
-    continues_last = bool(request.continue_final_message)
-    if request.add_generation_prompt is continues_last:
+    continues_last_message = bool(request.continue_final_message)
+    if request.add_generation_prompt is continues_last_message:
         raise RequestError(
             "add_generation_prompt is false where continue_final_message is true, and true"
             " otherwise; leave it out",
             "add_generation_prompt",
         )
     messages = [
-        message.for_template(arguments_as_text=as_text) for message in request.messages or ()
+        message.for_template(arguments_as_text=arguments_as_text)
+        for message in request.messages or ()
     ]
-    return conversation_of(messages, tools, variables, served, continues_last=continues_last)
+    return conversation_of(
+        messages, tools, variables, served, continues_last_message=continues_last_message
+    )

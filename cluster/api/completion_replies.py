@@ -9,21 +9,21 @@ from typing import Any
 from cluster.api.offsets import Offsets
 from cluster.api.prompts_scored import (
     Echo,
-    Entries,
+    LogprobEntries,
     clamped_logprob,
-    scores_of,
+    prompt_logprobs_field,
     token_text,
     top_by_text,
 )
-from cluster.api.replies import Envelope, TextEvent
+from cluster.api.replies import OpenAIWriter, TextEventTemplate
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.tokenizer import Tokenizer
 
 
-class CompletionWriter(Envelope):
+class CompletionWriter(OpenAIWriter):
     """Answers a completion of one or many prompts."""
 
-    CHUNK = "text_completion"
+    CHUNK_OBJECT = "text_completion"
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class CompletionWriter(Envelope):
         """`num_echo_top_logprobs`, `num_prompt_top_logprobs`: how many alternatives to report per
         token of a repeated prompt, and in vLLM's list; None for no log probabilities.
         """
-        super().__init__("cmpl", self.CHUNK, model, generations, token_ids=token_ids)
+        super().__init__("cmpl", self.CHUNK_OBJECT, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
         self._num_echo_top_logprobs, self._num_prompt_top_logprobs = (
             num_echo_top_logprobs,
@@ -47,26 +47,27 @@ class CompletionWriter(Envelope):
         )
         self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
-        self._starts: dict[int, str] = {}  # of the answers to each prompt
-        self._unsent: dict[int, list[int]] = {}  # token ids of each choice
-        self._with_prompt: set[int] = set()  # choices that have sent those of their prompt
-        self._text_events: dict[int, TextEvent] = {}  # of choices of which only text is sent
+        self._echoed_prompts: dict[int, str] = {}  # of the answers to each prompt
+        self._unsent_token_ids: dict[int, list[int]] = {}  # token ids of each choice
+        self._sent_prompt_choices: set[int] = set()  # choices that have sent those of their prompt
+        # Of choices of which only text is sent.
+        self._text_events: dict[int, TextEventTemplate] = {}
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
-        index = self._index(prompt_index, chunk.index)
+        index = self._choice_index(prompt_index, chunk.index)
         if chunk.prompt_logprobs is not None:
             return self._echo_events(prompt_index, index, chunk.prompt_logprobs)
         text = chunk.text
-        is_bare = chunk.finish_reason is None and chunk.logprobs is None
-        if is_bare and index in self._text_events:
+        is_text_only = chunk.finish_reason is None and chunk.logprobs is None
+        if is_text_only and index in self._text_events:
             return self._text_events[index](text) if text else b""
         if index not in self._offsets:
-            start = self._start(prompt_index)
+            echoed_prompt = self._echoed_prompt(prompt_index)
             if index not in self._echoes:
-                text = start + text
-            self._offsets[index] = self._new_offsets(start)
-        if self._with_ids:
-            self._unsent.setdefault(index, []).extend(chunk.token_ids)
+                text = echoed_prompt + text
+            self._offsets[index] = self._new_offsets(echoed_prompt)
+        if self._includes_token_ids:
+            self._unsent_token_ids.setdefault(index, []).extend(chunk.token_ids)
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
         choices = []
         if text or logprobs:
@@ -76,13 +77,13 @@ class CompletionWriter(Envelope):
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
         self._add_ids(prompt_index, index, choices)
-        if logprobs is None and not self._with_ids and index not in self._text_events:
-            self._text_events[index] = TextEvent(
-                lambda text: self._events(self.CHUNK, [_choice(index, text, None, None)])
+        if logprobs is None and not self._includes_token_ids and index not in self._text_events:
+            self._text_events[index] = TextEventTemplate(
+                lambda text: self._events(self.CHUNK_OBJECT, [_choice(index, text, None, None)])
             )
-        return self._events(self.CHUNK, choices)
+        return self._events(self.CHUNK_OBJECT, choices)
 
-    def _echo_events(self, prompt_index: int, index: int, entries: Entries) -> bytes:
+    def _echo_events(self, prompt_index: int, index: int, entries: LogprobEntries) -> bytes:
         """The events for a part of the prompt that is repeated with log probabilities."""
         if self._num_echo_top_logprobs is None:
             return b""
@@ -92,101 +93,107 @@ class CompletionWriter(Envelope):
         logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
         choices = [_choice(index, text, logprobs, None)]
         self._add_ids(prompt_index, index, choices)
-        return self._events(self.CHUNK, choices)
+        return self._events(self.CHUNK_OBJECT, choices)
 
     def _add_ids(self, prompt_index: int, index: int, choices: list[dict[str, Any]]) -> None:
         """Add the token ids that are due to the first of the choices of an event, if there is
         any.
         """
-        if not choices or not self._with_ids:
+        if not choices or not self._includes_token_ids:
             return
-        if index not in self._with_prompt:
-            self._with_prompt.add(index)
+        if index not in self._sent_prompt_choices:
+            self._sent_prompt_choices.add(index)
             choices[0] |= self._prompt_ids(prompt_index)
-        choices[0]["token_ids"] = self._unsent.pop(index, [])
+        choices[0]["token_ids"] = self._unsent_token_ids.pop(index, [])
 
     def body(self) -> dict[str, Any]:
         choices = []
         for prompt_index, generation in enumerate(self._generations):
-            start = self._start(prompt_index)
-            for done in generation.completions:
-                offsets = self._new_offsets(start)
-                logprobs = self._logprobs(done.token_ids, done.logprobs, offsets)
-                entries = generation.outputs[done.index].prompt_logprobs
+            echoed_prompt = self._echoed_prompt(prompt_index)
+            for completion in generation.completions:
+                offsets = self._new_offsets(echoed_prompt)
+                logprobs = self._logprobs(completion.token_ids, completion.logprobs, offsets)
+                entries = generation.outputs[completion.index].prompt_logprobs
                 if self._num_echo_top_logprobs is not None and entries is not None:
-                    _, of_prompt = self._new_echo(prompt_index, self._num_echo_top_logprobs).take(
-                        entries
+                    _, prompt_logprobs = self._new_echo(
+                        prompt_index, self._num_echo_top_logprobs
+                    ).take(entries)
+                    logprobs = _join_logprobs(prompt_logprobs, logprobs)
+                index = self._choice_index(prompt_index, completion.index)
+                choices.append(
+                    _choice(
+                        index, echoed_prompt + completion.text, logprobs, completion.finish_reason
                     )
-                    logprobs = _joined(of_prompt, logprobs)
-                index = self._index(prompt_index, done.index)
-                choices.append(_choice(index, start + done.text, logprobs, done.finish_reason))
-                choices[-1] |= scores_of(
-                    self._tokenizer, generation, done.index, self._num_prompt_top_logprobs
                 )
-                if self._with_ids:
-                    choices[-1] |= self._prompt_ids(prompt_index) | {"token_ids": done.token_ids}
+                choices[-1] |= prompt_logprobs_field(
+                    self._tokenizer, generation, completion.index, self._num_prompt_top_logprobs
+                )
+                if self._includes_token_ids:
+                    choices[-1] |= self._prompt_ids(prompt_index) | {
+                        "token_ids": completion.token_ids
+                    }
         return self._body(choices)
 
     def _prompt_ids(self, prompt_index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[prompt_index].prompt_token_ids}
 
-    def _index(self, prompt_index: int, output: int) -> int:
-        return prompt_index * len(self._generations[prompt_index].outputs) + output
+    def _choice_index(self, prompt_index: int, output_index: int) -> int:
+        return prompt_index * len(self._generations[prompt_index].outputs) + output_index
 
-    def _start(self, prompt_index: int) -> str:
+    def _echoed_prompt(self, prompt_index: int) -> str:
         """The prompt, if the request asks to repeat it."""
         generation = self._generations[prompt_index]
         if not self._echo or self._tokenizer is None:
             return ""
         if generation.prompt is not None:
             return generation.prompt
-        if prompt_index not in self._starts:
-            self._starts[prompt_index] = self._tokenizer.decode(generation.prompt_token_ids)
-        return self._starts[prompt_index]
+        if prompt_index not in self._echoed_prompts:
+            self._echoed_prompts[prompt_index] = self._tokenizer.decode(generation.prompt_token_ids)
+        return self._echoed_prompts[prompt_index]
 
     def _new_echo(self, prompt_index: int, num_top: int) -> Echo:
         generation = self._generations[prompt_index]
         assert self._tokenizer is not None
         return Echo(
             self._tokenizer,
-            self._start(prompt_index),
+            self._echoed_prompt(prompt_index),
             generation.prompt_token_ids,
             num_top,
             is_text=generation.prompt is not None,
         )
 
-    def _new_offsets(self, start: str) -> Offsets | None:
+    def _new_offsets(self, echoed_prompt: str) -> Offsets | None:
         """Offsets of an output behind the text that is repeated."""
-        return Offsets(self._tokenizer, len(start)) if self._tokenizer is not None else None
+        return Offsets(self._tokenizer, len(echoed_prompt)) if self._tokenizer is not None else None
 
     def _logprobs(
-        self, token_ids: list[int], logprobs: Entries | None, offsets: Offsets | None
+        self, token_ids: list[int], logprobs: LogprobEntries | None, offsets: Offsets | None
     ) -> dict[str, Any] | None:
         if logprobs is None or offsets is None:
             return None
         tokens, values, text_offsets = [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            tokens.append(self._text(token_id))
+            tokens.append(self._token_text(token_id))
             text_offsets.append(offsets.next(token_id))
             values.append(clamped_logprob(entry.logprob) if entry else None)
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": self._tops(logprobs[: len(tokens)]),
+            "top_logprobs": self._top_logprobs(logprobs[: len(tokens)]),
             "text_offset": text_offsets,
         }
 
-    def _tops(self, logprobs: Entries) -> Iterator[dict[str, float]]:
+    def _top_logprobs(self, logprobs: LogprobEntries) -> Iterator[dict[str, float]]:
         assert self._tokenizer is not None
         for entry in logprobs:
             yield top_by_text(self._tokenizer, entry, len(entry.top_logprobs)) if entry else {}
 
-    def _text(self, token_id: int) -> str:
+    def _token_text(self, token_id: int) -> str:
         assert self._tokenizer is not None
         return token_text(self._tokenizer, token_id)
 
 
-def _joined(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
+def _join_logprobs(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:
     """The log probabilities of a prompt and of what follows it, as iterators."""
     if second is None:
         return first

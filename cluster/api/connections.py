@@ -23,14 +23,14 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from cluster.api.app import Api
-from cluster.api.errors import HttpError, body_of, http_error
-from cluster.api.exchange import WRITE_NOW, JsonResponse
+from cluster.api.errors import HttpError, http_error, openai_error_body
+from cluster.api.exchange import WRITE_NOW_KEY, JsonResponse
 from scheduler.bounds import HTTP_BOUNDS
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
 # Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
-_FRAME = 8
+_MAX_FRAMING_PER_BYTE = 8
 
 
 class _SmallEvent(asyncio.Event):
@@ -41,7 +41,7 @@ class _SmallEvent(asyncio.Event):
         self._waiters: list[asyncio.Future[bool]] = []  # type: ignore[assignment]
 
 
-class _Cycle(RequestResponseCycle):
+class _Http11Cycle(RequestResponseCycle):
     """An exchange of HTTP/1.1."""
 
     def write_now(self, data: bytes) -> bool:
@@ -56,7 +56,7 @@ class _Cycle(RequestResponseCycle):
         return True
 
 
-class _OldCycle(RequestResponseCycle):
+class _Http10Cycle(RequestResponseCycle):
     """An exchange of HTTP/1.0. That has no chunks, which the base would send: an answer ends with
     the connection, so each part may have any length.
     """
@@ -105,24 +105,24 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     __slots__ = (
-        "_bare_bytes",
+        "_framing_bytes",
         "_has_head_begun",
         "_head_bytes",
         "_is_reading_body",
         "_is_reading_head",
         "_num_headers",
         "_timer",
-        "_unfinished_bytes",
+        "_unfinished_head_bytes",
     )
 
     # A test shortens these.
-    head_timeout_s: float = HTTP_BOUNDS["head time"].most
-    rest_timeout_s: float = HTTP_BOUNDS["rest time"].most
-    max_connections: int = HTTP_BOUNDS["connections"].most
+    head_timeout_s: float = HTTP_BOUNDS["head time"].maximum
+    unread_body_timeout_s: float = HTTP_BOUNDS["rest time"].maximum
+    max_connections: int = HTTP_BOUNDS["connections"].maximum
     # `server_config` sets these. The second: connections that have no complete request, oldest
     # first.
     slow_reader_timeout_s: float
-    without_request: ClassVar[dict[BoundedProtocol, None]]
+    connections_without_request: ClassVar[dict[BoundedProtocol, None]]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -132,8 +132,9 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
-        self._unfinished_bytes = 0  # as received; the parser says nothing of a header without end
-        self._bare_bytes = 0  # of its body, without what it holds
+        # As received; the parser says nothing of a header without end.
+        self._unfinished_head_bytes = 0
+        self._framing_bytes = 0  # of its body, without what it holds
 
     @property
     def _is_answering(self) -> bool:
@@ -147,19 +148,19 @@ class BoundedProtocol(HttpToolsProtocol):
             timeout_ms = int(1000 * self.slow_reader_timeout_s)
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, timeout_ms)
         if len(self.connections) > self.max_connections:
-            if not self.without_request:
-                most = self.max_connections
-                reason = f"at most {most} connections are possible, and all have requests"
+            if not self.connections_without_request:
+                max_bytes = self.max_connections
+                reason = f"at most {max_bytes} connections are possible, and all have requests"
                 self._refuse(OverloadedError(f"{reason}; try again later"))
                 return
-            oldest = next(iter(self.without_request))
-            del self.without_request[oldest]
-            oldest.transport.abort()
-        self.without_request[self] = None
+            oldest_connection = next(iter(self.connections_without_request))
+            del self.connections_without_request[oldest_connection]
+            oldest_connection.transport.abort()
+        self.connections_without_request[self] = None
         self._close_after(self.head_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.without_request.pop(self, None)
+        self.connections_without_request.pop(self, None)
         self._stop_timer()
         super().connection_lost(exc)
         # The base tells only the exchange whose request was read last.
@@ -173,15 +174,19 @@ class BoundedProtocol(HttpToolsProtocol):
         was_in_body = self._is_reading_body
         self._has_head_begun = False
         if was_in_body:
-            self._bare_bytes += len(data)
+            self._framing_bytes += len(data)
         self._feed(data)
         if self.transport.is_closing():
             return
         if self._is_reading_head and not self._has_head_begun:
-            self._unfinished_bytes += len(data)
-            if self._unfinished_bytes > HTTP_BOUNDS["head"].most:
+            self._unfinished_head_bytes += len(data)
+            if self._unfinished_head_bytes > HTTP_BOUNDS["head"].maximum:
                 self._refuse(_head_too_large())
-        elif was_in_body and self._is_reading_body and self._bare_bytes > HTTP_BOUNDS["head"].most:
+        elif (
+            was_in_body
+            and self._is_reading_body
+            and self._framing_bytes > HTTP_BOUNDS["head"].maximum
+        ):
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:
@@ -217,11 +222,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return b"\r\n".join([*lines, b"", b""])
 
     def on_message_begin(self) -> None:
-        if len(self.pipeline) >= HTTP_BOUNDS["pipelined"].most:
+        if len(self.pipeline) >= HTTP_BOUNDS["pipelined"].maximum:
             raise OverloadedError("too many requests wait for answers of this connection")
         super().on_message_begin()
         self._is_reading_head = self._has_head_begun = True
-        self._head_bytes = self._num_headers = self._unfinished_bytes = self._bare_bytes = 0
+        self._head_bytes = self._num_headers = self._unfinished_head_bytes = self._framing_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
@@ -238,17 +243,17 @@ class BoundedProtocol(HttpToolsProtocol):
         # The base makes the cycle, whose task has not begun.
         self.cycle.message_event = _SmallEvent()
         if self.parser.get_http_version() == "1.0":
-            self.cycle.__class__ = _OldCycle
+            self.cycle.__class__ = _Http10Cycle
             self.cycle.waiting_for_100_continue = False
         else:
             cycle: Any = self.cycle
-            cycle.__class__ = _Cycle
-            cycle.scope[WRITE_NOW] = cycle.write_now
+            cycle.__class__ = _Http11Cycle
+            cycle.scope[WRITE_NOW_KEY] = cycle.write_now
         if not self.pipeline:
             self._running_cycle = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        self._bare_bytes -= _FRAME * len(body)
+        self._framing_bytes -= _MAX_FRAMING_PER_BYTE * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -256,7 +261,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._is_reading_body = False
         if self._is_answering:
-            self.without_request.pop(self, None)
+            self.connections_without_request.pop(self, None)
         else:
             self._stop_timer()
         super().on_message_complete()
@@ -264,10 +269,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._running_cycle = self.pipeline[-1][0] if self.pipeline else None
         if not self._is_answering:
-            self.without_request[self] = None
+            self.connections_without_request[self] = None
             # What is left of a body is read, so that the client sees the answer, but not forever.
             if self._is_reading_body:
-                self._close_after(self.rest_timeout_s)
+                self._close_after(self.unread_body_timeout_s)
         super().on_response_complete()
 
     def _refuse(self, error: EaglerayError) -> None:
@@ -277,7 +282,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if not self._is_answering:
             refusal = http_error(error)
             headers = {"connection": "close"} | refusal.headers
-            answer = JsonResponse(body_of(refusal), refusal.status, headers)
+            answer = JsonResponse(openai_error_body(refusal), refusal.status, headers)
             lines = [b"%s: %s\r\n" % header for header in answer.raw_headers]
             head = b"".join([STATUS_LINE[answer.status_code], *lines])
             self.transport.write(head + b"\r\n" + answer.body)
@@ -286,8 +291,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def _count_head(self, num_bytes: int) -> None:
         self._head_bytes += num_bytes
         if (
-            self._head_bytes > HTTP_BOUNDS["head"].most
-            or self._num_headers > HTTP_BOUNDS["headers"].most
+            self._head_bytes > HTTP_BOUNDS["head"].maximum
+            or self._num_headers > HTTP_BOUNDS["headers"].maximum
         ):
             raise _head_too_large()
 
@@ -302,8 +307,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _head_too_large() -> HttpError:
-    most, most_headers = HTTP_BOUNDS["head"].most, HTTP_BOUNDS["headers"].most
-    reason = f"at most {most} bytes and {most_headers} headers are possible"
+    max_bytes, max_headers = HTTP_BOUNDS["head"].maximum, HTTP_BOUNDS["headers"].maximum
+    reason = f"at most {max_bytes} bytes and {max_headers} headers are possible"
     return HttpError(431, f"the headers are too large; {reason}")
 
 
@@ -313,7 +318,7 @@ def server_config(app: Api, **options: Any) -> uvicorn.Config:
     class Protocol(BoundedProtocol):
         __slots__ = ()
         slow_reader_timeout_s = app.limits.slow_reader_timeout_s
-        without_request: ClassVar[dict[BoundedProtocol, None]] = {}
+        connections_without_request: ClassVar[dict[BoundedProtocol, None]] = {}
 
     return uvicorn.Config(
         app,

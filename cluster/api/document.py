@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from cluster.api.chats import chat_job, tokenize
-from cluster.api.endpoints import Job, Served, completion_job, detokenize
+from cluster.api.endpoints import Job, ServedModel, completion_job, detokenize
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
 from cluster.api.responses.adapter import count_input, responses_job
@@ -18,46 +18,48 @@ from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Model,
+    RequestModel,
     TokenizeRequest,
 )
 
 Result = TypeVar("Result")
 MESSAGES_PATH = "/v1/messages"
-REFERENCE = "#/components/schemas/{model}"
+SCHEMA_REFERENCE = "#/components/schemas/{model}"
 
 
-class Post(NamedTuple, Generic[Result]):
+class PostEndpoint(NamedTuple, Generic[Result]):
     """What a path takes, and what makes a job or an answer of it. prompt_field: of a job, the field
     that the prompt comes from.
     """
 
-    model: type[Model]
-    convert: Callable[[Any, Served], Result]
+    model: type[RequestModel]
+    convert: Callable[[Any, ServedModel], Result]
     summary: str
     prompt_field: str = "messages"
 
 
-JOBS: dict[str, Post[Job]] = {
-    "/v1/chat/completions": Post(ChatRequest, chat_job, "Answer a conversation."),
-    "/v1/completions": Post(
+JOB_ENDPOINTS: dict[str, PostEndpoint[Job]] = {
+    "/v1/chat/completions": PostEndpoint(ChatRequest, chat_job, "Answer a conversation."),
+    "/v1/completions": PostEndpoint(
         CompletionRequest, completion_job, "Continue one or many prompts.", "prompt"
     ),
-    "/v1/responses": Post(
+    "/v1/responses": PostEndpoint(
         ResponsesRequest, responses_job, "The same, as items of a response.", "input"
     ),
-    MESSAGES_PATH: Post(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
+    MESSAGES_PATH: PostEndpoint(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
 }
-COMPUTED: dict[str, Post[dict[str, Any]]] = {
-    "/v1/responses/input_tokens": Post(ResponsesRequest, count_input, "Number of its tokens."),
-    f"{MESSAGES_PATH}/count_tokens": Post(
+COMPUTE_ENDPOINTS: dict[str, PostEndpoint[dict[str, Any]]] = {
+    "/v1/responses/input_tokens": PostEndpoint(
+        ResponsesRequest, count_input, "Number of its tokens."
+    ),
+    f"{MESSAGES_PATH}/count_tokens": PostEndpoint(
         CountTokensRequest, count_tokens, "Number of its tokens."
     ),
-    "/tokenize": Post(TokenizeRequest, tokenize, "Token ids of a text or a conversation."),
-    "/detokenize": Post(DetokenizeRequest, detokenize, "Text of token ids."),
+    "/tokenize": PostEndpoint(TokenizeRequest, tokenize, "Token ids of a text or a conversation."),
+    "/detokenize": PostEndpoint(DetokenizeRequest, detokenize, "Text of token ids."),
 }
-POST: dict[str, Post[Any]] = JOBS | COMPUTED
-GET = {
+POST_ENDPOINTS: dict[str, PostEndpoint[Any]] = JOB_ENDPOINTS | COMPUTE_ENDPOINTS
+GET_SUMMARIES = {
     "/": "A page with the engine live and a chat.",
     "/v1/models": "The model that is served.",
     "/health": "200 while requests are taken and the engine answers, otherwise 503.",
@@ -83,15 +85,19 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = [(model, "validation") for model in (Error, *(post.model for post in POST.values()))]
-    _, definitions = models_json_schema(models, ref_template=REFERENCE)  # type: ignore[arg-type]
-    refusal = {"description": "An error.", "content": _content(Error)}
-    statuses = dict.fromkeys(("400", "401", "404", "413", "503"), refusal)
+    models = [
+        (model, "validation")
+        for model in (Error, *(post.model for post in POST_ENDPOINTS.values()))
+    ]
+    _, definitions = models_json_schema(models, ref_template=SCHEMA_REFERENCE)  # type: ignore[arg-type]
+    error_response = {"description": "An error.", "content": _content(Error)}
+    statuses = dict.fromkeys(("400", "401", "404", "413", "503"), error_response)
     responses = {"200": {"description": "The answer."}} | statuses
     paths: dict[str, Any] = {
-        path: {"get": {"summary": summary, "responses": responses}} for path, summary in GET.items()
+        path: {"get": {"summary": summary, "responses": responses}}
+        for path, summary in GET_SUMMARIES.items()
     }
-    for path, post in POST.items():
+    for path, post in POST_ENDPOINTS.items():
         body = {"content": _content(post.model), "required": True}
         paths[path] = {
             "post": {"summary": post.summary, "requestBody": body, "responses": responses}
@@ -108,5 +114,5 @@ def openapi(version: str) -> dict[str, Any]:
 
 
 def _content(model: type[BaseModel]) -> dict[str, Any]:
-    reference = REFERENCE.format(model=model.__name__)
+    reference = SCHEMA_REFERENCE.format(model=model.__name__)
     return {"application/json": {"schema": {"$ref": reference}}}

@@ -13,12 +13,12 @@ from typing import Any
 from cluster.api.completion_replies import CompletionWriter
 from cluster.api.errors import HttpError
 from cluster.api.replies import Writer
-from cluster.api.schema import CompletionRequest, DetokenizeRequest, Generate
+from cluster.api.schema import CompletionRequest, DetokenizeRequest, GenerationRequest
 from cluster.client.outputs import Generation
 from cluster.client.prompts import ParsedPrompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
-from scheduler.bounds import check, most
+from scheduler.bounds import check_bound, field_limit
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams
 
@@ -26,14 +26,14 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedModel:
     """The model that is served."""
 
     name: str
     builder: RequestBuilder
     tokenizer: Tokenizer | None
     created: int = field(default_factory=lambda: int(time.time()))
-    max_messages: int = most("messages")
+    max_messages: int = field_limit("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
     refuse_unknown: bool = False  # what the model cannot get is refused, not left out
 
@@ -60,11 +60,12 @@ class Job:
 
     prompts: list[ParsedPrompt]
     params: SamplingParams
-    streamed: bool
+    is_streamed: bool
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
-    num_scores: int = 0  # log probabilities of each token of the prompt, in each output
+    # Log probabilities of each token of the prompt, in each output.
+    logprobs_per_prompt_token: int = 0
     ignored: tuple[str, ...] = ()  # names of what the request holds and the model does not get
 
     @property
@@ -72,11 +73,13 @@ class Job:
         return len(self.prompts) * (self.params.n or 1)
 
     @property
-    def num_alternatives(self) -> int:
+    def max_output_logprobs(self) -> int:
         """How many log probabilities the outputs may have."""
-        return self.num_outputs * (self.params.max_tokens or 1) * _num_scores(self.params.logprobs)
+        return (
+            self.num_outputs * (self.params.max_tokens or 1) * _num_logprobs(self.params.logprobs)
+        )
 
-    def of_session(self, session_id: str) -> Job:
+    def with_session(self, session_id: str) -> Job:
         """The job, to be run where other requests of the session are."""
         prompts = [replace(prompt, session_id=session_id) for prompt in self.prompts]
         return replace(self, prompts=prompts)
@@ -85,28 +88,33 @@ class Job:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
         num_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
-            check("repeated prompt", num_tokens, "prompts in each output", "n")
-        num_scores = num_tokens * self.num_scores + self.num_alternatives
-        check("alternatives", num_scores, "prompts and outputs together", "logprobs")
+            check_bound("repeated prompt", num_tokens, "prompts in each output", "n")
+        num_logprobs = num_tokens * self.logprobs_per_prompt_token + self.max_output_logprobs
+        check_bound("alternatives", num_logprobs, "prompts and outputs together", "logprobs")
 
-    def num_written(self, generations: list[Generation]) -> int:
+    def num_answer_tokens(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
-        alternatives = 1 + (self.params.logprobs or 0)
-        num_tokens = sum(len(done.token_ids) for g in generations for done in g.completions)
-        of_prompt = int(self.repeats_prompt) + self.num_scores
-        return num_tokens * alternatives + _num_prompt_tokens(generations) * of_prompt
+        logprobs_per_token = 1 + (self.params.logprobs or 0)
+        num_tokens = sum(
+            len(completion.token_ids) for g in generations for completion in g.completions
+        )
+        answer_tokens_per_prompt_token = int(self.repeats_prompt) + self.logprobs_per_prompt_token
+        return (
+            num_tokens * logprobs_per_token
+            + _num_prompt_tokens(generations) * answer_tokens_per_prompt_token
+        )
 
 
-def completion_job(request: CompletionRequest, served: Served) -> Job:
+def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     served.check_name(request.model)
     echo = bool(request.echo)
     num_echo_top_logprobs = request.logprobs if echo and served.tokenizer is not None else None
     max_tokens = first_not_none(
-        request.max_tokens, served.builder.defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
+        request.max_tokens, served.builder.sampling_defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
     )
     is_only_prompt = echo and max_tokens == 0
-    params = request.sampling(
+    params = request.sampling_params(
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
@@ -115,13 +123,13 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
         else num_echo_top_logprobs,
     )
     prompt: Any = request.prompt
-    is_one = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
+    is_single_prompt = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)
     salt = request.cache_salt or ""
     prompts = [
         ParsedPrompt(text=content, cache_salt=salt)
         if isinstance(content, str)
         else ParsedPrompt(token_ids=content, cache_salt=salt)
-        for content in ([prompt] if is_one else prompt)
+        for content in ([prompt] if is_single_prompt else prompt)
     ]
     make_writer = partial(
         CompletionWriter,
@@ -143,7 +151,7 @@ def completion_job(request: CompletionRequest, served: Served) -> Job:
     )
 
 
-def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
+def detokenize(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/detokenize`."""
     served.check_name(request.model)
     tokenizer = served.tokenizer_for("detokenizing")
@@ -151,7 +159,7 @@ def detokenize(request: DetokenizeRequest, served: Served) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(request.tokens)}
 
 
-def model_card(served: Served) -> dict[str, Any]:
+def model_card(served: ServedModel) -> dict[str, Any]:
     """The model in the form of `/v1/models`."""
     return {
         "id": served.name,
@@ -163,8 +171,8 @@ def model_card(served: Served) -> dict[str, Any]:
 
 
 def make_job(
-    request: Generate,
-    served: Served,
+    request: GenerationRequest,
+    served: ServedModel,
     prompts: list[ParsedPrompt],
     params: SamplingParams,
     make_writer: Callable[[list[Generation]], Writer],
@@ -179,14 +187,17 @@ def make_job(
     job = Job(
         prompts=prompts,
         params=params,
-        streamed=bool(request.stream),
+        is_streamed=bool(request.stream),
         includes_usage=request.includes_usage,
         make_writer=make_writer,
         repeats_prompt=echo or bool(request.return_token_ids),
-        num_scores=_num_scores(num_echo_top_logprobs) + _num_scores(request.prompt_logprobs),
+        logprobs_per_prompt_token=_num_logprobs(num_echo_top_logprobs)
+        + _num_logprobs(request.prompt_logprobs),
     )
-    asked = f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
-    check("alternatives", job.num_alternatives, asked, "logprobs")
+    requested_size = (
+        f"{job.num_outputs} outputs of {params.max_tokens} tokens with {params.logprobs} others"
+    )
+    check_bound("alternatives", job.max_output_logprobs, requested_size, "logprobs")
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream: true", "stream_options")
     if request.stream and request.prompt_logprobs is not None:
@@ -198,7 +209,7 @@ def make_job(
     return job
 
 
-def _num_scores(num_top: int | None) -> int:
+def _num_logprobs(num_top: int | None) -> int:
     """Log probabilities of a token with `num_top` alternatives; None for none at all."""
     return 0 if num_top is None else 1 + num_top
 

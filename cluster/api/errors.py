@@ -18,13 +18,13 @@ from scheduler.errors import (
 )
 
 RETRY_AFTER_S = 1
-MAX_MESSAGE = 2000  # characters; a message may repeat names from the request
-MAX_PARAMETER = 200  # characters of the name of a field, which may be from the request too
+MAX_MESSAGE_LENGTH = 2000  # characters; a message may repeat names from the request
+MAX_PARAMETER_LENGTH = 200  # characters of the name of a field, which may be from the request too
 
 logger = logging.getLogger("eagleray.api")
 
 # The first class that fits decides about the status, OpenAI's `type`, and `code`.
-TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
+ERROR_TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (PromptTooLongError, 400, "invalid_request_error", "context_length_exceeded"),
     (ClientError, 400, "invalid_request_error", None),
     (OverloadedError, 503, "overloaded_error", "overloaded"),
@@ -33,7 +33,7 @@ TABLE: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (BaseException, 500, "server_error", "internal_error"),
 )
 # Anthropic's types, by status; others are by whose fault it is.
-MESSAGES_KINDS = {
+ANTHROPIC_ERROR_TYPES = {
     401: "authentication_error",
     404: "not_found_error",
     413: "request_too_large",
@@ -49,15 +49,20 @@ class HttpError(EaglerayError):
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        error_type: str = "invalid_request_error",
         parameter: str | None = None,
         code: str | None = None,
         details: dict[str, str] | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`kind`: OpenAI's `type`. `details`: what clients read besides the message."""
+        """`error_type`: OpenAI's `type`. `details`: what clients read besides the message."""
         super().__init__(message)
-        self.status, self.kind, self.parameter, self.code = status, kind, parameter, code
+        self.status, self.error_type, self.parameter, self.code = (
+            status,
+            error_type,
+            parameter,
+            code,
+        )
         self.details = {"details": details} if details else {}
         self.headers = headers or {}
 
@@ -66,36 +71,40 @@ def http_error(error: BaseException) -> HttpError:
     """How an error is answered. The message of an unforeseen one is only logged."""
     if isinstance(error, HttpError):
         return error
-    cause, status, kind, code = next(row for row in TABLE if isinstance(error, row[0]))
+    error_class, status, error_type, code = next(
+        row for row in ERROR_TABLE if isinstance(error, row[0])
+    )
     message = str(error)
-    if cause is BaseException:
+    if error_class is BaseException:
         logger.error("a request failed unexpectedly", exc_info=error)
         message = "an internal error; the server's log has the cause"
     parameter = error.parameter if isinstance(error, RequestError) else None
     headers = {"retry-after": str(RETRY_AFTER_S)} if status == 503 else {}
-    return HttpError(status, message, kind=kind, parameter=parameter, code=code, headers=headers)
+    return HttpError(
+        status, message, error_type=error_type, parameter=parameter, code=code, headers=headers
+    )
 
 
-def body_of(error: BaseException) -> dict[str, Any]:
+def openai_error_body(error: BaseException) -> dict[str, Any]:
     """OpenAI's error body."""
     error = http_error(error)
     body = {
-        "message": _shortened(str(error), MAX_MESSAGE),
-        "type": error.kind,
-        "param": error.parameter and _shortened(error.parameter, MAX_PARAMETER),
+        "message": _shortened(str(error), MAX_MESSAGE_LENGTH),
+        "type": error.error_type,
+        "param": error.parameter and _shortened(error.parameter, MAX_PARAMETER_LENGTH),
         "code": error.code,
     }
     return {"error": body | error.details}
 
 
-def messages_body_of(error: BaseException) -> dict[str, Any]:
+def anthropic_error_body(error: BaseException) -> dict[str, Any]:
     """Anthropic's error body."""
     error = http_error(error)
-    by_fault = "api_error" if error.status >= 500 else "invalid_request_error"
-    kind = MESSAGES_KINDS.get(error.status, by_fault)
-    message = _shortened(str(error), MAX_MESSAGE)
-    return {"type": "error", "error": {"type": kind, "message": message} | error.details}
+    default_type = "api_error" if error.status >= 500 else "invalid_request_error"
+    error_type = ANTHROPIC_ERROR_TYPES.get(error.status, default_type)
+    message = _shortened(str(error), MAX_MESSAGE_LENGTH)
+    return {"type": "error", "error": {"type": error_type, "message": message} | error.details}
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else text[:most] + "..."
+def _shortened(text: str, max_length: int) -> str:
+    return text if len(text) <= max_length else text[:max_length] + "..."

@@ -1,5 +1,5 @@
-"""One request and its answer. A client that leaves ends both with `Gone`; one that stops reading is
-made to leave by `connections.py`.
+"""One request and its answer. A client that leaves ends both with `ClientDisconnected`; one that
+stops reading is made to leave by `connections.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
 ]
 # In an ASGI scope: what writes a part of the body of an answer at once, or says that it cannot.
-WRITE_NOW = "eagleray.write_now"
+WRITE_NOW_KEY = "eagleray.write_now"
 _STREAM_START = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
 
 
@@ -37,14 +37,14 @@ class JsonResponse(JSONResponse):
 
 
 async def json_response(
-    make: Callable[[], object], threads: ThreadQueue, *, at_once: bool = False
+    make: Callable[[], object], threads: ThreadQueue, *, inline: bool = False
 ) -> Response:
     """An answer with what `make` returns, made and written as `ThreadQueue.run` does it."""
-    data = await threads.run(lambda: b"".join(json_pieces(make())), at_once=at_once)
+    data = await threads.run(lambda: b"".join(json_pieces(make())), inline=inline)
     return Response(data, media_type="application/json")
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has left."""
 
 
@@ -53,18 +53,18 @@ class Exchange:
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
     the answer, whatever that becomes. upload: set where a body is wanted. status: None until the
-    answer has begun. writer: that of a stream. written_s: when something was last written.
+    answer has begun. writer: that of a stream. last_write_s: when something was last written.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
         # Of a server that can, see `connections.py`. What it belongs to has the scope, so the scope
         # must not keep it.
-        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW, _cannot_write)
+        self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW_KEY, _cannot_write)
         self.method: str = scope["method"]
         self.path: str = scope["path"].removeprefix(scope.get("root_path", "").rstrip("/"))
         # With "app", Starlette's routes raise what they refuse.
-        routed = {"path": self.path, "root_path": "", "app": None, "exchange": self}
-        self.scope: Scope = {**scope, **routed}
+        scope_changes = {"path": self.path, "root_path": "", "app": None, "exchange": self}
+        self.scope: Scope = {**scope, **scope_changes}
         self.headers = {
             name.decode("latin-1"): value.decode("latin-1").strip()
             for name, value in scope["headers"]
@@ -76,30 +76,31 @@ class Exchange:
         self.upload: Upload
         self.status: int | None = None
         self.writer: Writer | None = None
-        self.written_s = 0.0
-        self._commented = False  # whether a comment was last written
+        self.last_write_s = 0.0
+        self._was_comment_last = False  # whether a comment was last written
         self._timer: asyncio.TimerHandle | None = None
-        self._commenting: asyncio.Task[None] | None = None
+        self._comment_task: asyncio.Task[None] | None = None
         self.receive, self._send = receive, send
 
     async def body(self) -> bytes:
         """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
-        long, 408 for one that takes too long, `OverloadedError` for one too many, and `Gone`.
+        long, 408 for one that takes too long, `OverloadedError` for one too many, and
+        `ClientDisconnected`.
         """
         upload = self.upload
         upload.check_length(int(self.headers.get("content-length", 0)))
-        parts, more = [], True
-        while more:
+        parts, has_more = [], True
+        while has_more:
             try:
                 async with asyncio.timeout_at(upload.deadline_s):
                     message = await self.receive()
             except TimeoutError:
-                raise HttpError(408, upload.reason()) from None
+                raise HttpError(408, upload.timeout_message()) from None
             if message["type"] == "http.disconnect":
-                raise Gone
+                raise ClientDisconnected
             parts.append(message.get("body", b""))
             upload.add(len(parts[-1]))
-            more = message.get("more_body", False)
+            has_more = message.get("more_body", False)
         return b"".join(parts)
 
     async def answer(self, response: Response) -> None:
@@ -116,22 +117,22 @@ class Exchange:
             message["body"] = b""
         await self._send(message)
 
-    async def event(self, data: bytes, *, more: bool = True) -> None:
+    async def send_events(self, data: bytes, *, has_more: bool = True) -> None:
         """Send events of a stream, and begin the stream with the first ones."""
-        self.written_s = time.monotonic()
+        self.last_write_s = time.monotonic()
         if self.status is None:
             await self.send(_STREAM_START)
         data = self._after_comment(data)
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        await self._send({"type": "http.response.body", "body": data, "more_body": has_more})
 
     @property
     def can_write_now(self) -> bool:
-        """Whether `send_event_nowait` may be called: a stream has begun, and nothing waits."""
+        """Whether `send_events_nowait` may be called: a stream has begun, and nothing waits."""
         return self.status is not None and self._write_now(b"")
 
-    def send_event_nowait(self, data: bytes) -> None:
-        """As `event`, without waiting, where `can_write_now`."""
-        self.written_s = time.monotonic()
+    def send_events_nowait(self, data: bytes) -> None:
+        """As `send_events`, without waiting, where `can_write_now`."""
+        self.last_write_s = time.monotonic()
         self._write_now(self._after_comment(data))
 
     def _after_comment(self, data: bytes) -> bytes:
@@ -139,9 +140,9 @@ class Exchange:
         take what follows for a part of it. So what follows begins with another comment, which ends
         the first.
         """
-        if not self._commented:
+        if not self._was_comment_last:
             return data
-        self._commented = False
+        self._was_comment_last = False
         return b":\n\n" + data
 
     def keep_alive(self, pause_s: float) -> None:
@@ -150,40 +151,40 @@ class Exchange:
         coroutine that sleeps takes five times the memory.
         """
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(pause_s, self._comment_if_silent, self.written_s, pause_s)
+        self._timer = loop.call_later(pause_s, self._comment_if_silent, self.last_write_s, pause_s)
 
-    def _comment_if_silent(self, seen_s: float, pause_s: float) -> None:
-        if self.written_s == seen_s:
-            self._commenting = asyncio.create_task(self._comment())
+    def _comment_if_silent(self, earlier_write_s: float, pause_s: float) -> None:
+        if self.last_write_s == earlier_write_s:
+            self._comment_task = asyncio.create_task(self._send_comment())
         self.keep_alive(pause_s)
 
-    async def _comment(self) -> None:
-        await self.event(b": waiting\n\n")
-        self._commented = True
+    async def _send_comment(self) -> None:
+        await self.send_events(b": waiting\n\n")
+        self._was_comment_last = True
 
     def end_keep_alive(self) -> None:
-        for pending in (self._timer, self._commenting):
+        for pending in (self._timer, self._comment_task):
             if pending is not None:
                 pending.cancel()
 
-    async def unless_left(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`; if the client leaves meanwhile, cancel it and raise `Gone`. The body must
-        have been read.
+    async def run_until_client_leaves(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run `work`; if the client leaves meanwhile, cancel it and raise `ClientDisconnected`. The
+        body must have been read.
         """
         task = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(self._left())
-        leaving.add_done_callback(partial(_cancel, task))
+        leave_task = asyncio.ensure_future(self._wait_for_disconnect())
+        leave_task.add_done_callback(partial(_cancel, task))
         try:
             await task
         except asyncio.CancelledError:
-            if leaving.done():
-                raise Gone from None
+            if leave_task.done():
+                raise ClientDisconnected from None
             raise
         finally:
-            leaving.cancel()
+            leave_task.cancel()
             del task  # its error, whose traceback has this frame, would keep it, and so itself
 
-    async def _left(self) -> None:
+    async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
             pass
 

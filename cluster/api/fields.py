@@ -11,31 +11,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Asks = Callable[[Any], bool]
+ValuePredicate = Callable[[Any], bool]
 
 
-def _anything(_: Any) -> bool:
+def _accept_any(_: Any) -> bool:
     return True
 
 
 # Fields of OpenAI's that change nothing here, with the values for which that is true. Clients send
 # them unasked.
-WITHOUT_EFFECT: dict[str, tuple[Asks, str]] = {
-    "user": (_anything, ""),
-    "metadata": (_anything, ""),
-    "service_tier": (_anything, ""),
-    "safety_identifier": (_anything, ""),
-    "verbosity": (_anything, ""),
-    "prompt_cache_key": (_anything, ""),
-    "prompt_cache_options": (_anything, ""),
-    "prompt_cache_retention": (_anything, ""),
+FIELDS_WITHOUT_EFFECT: dict[str, tuple[ValuePredicate, str]] = {
+    "user": (_accept_any, ""),
+    "metadata": (_accept_any, ""),
+    "service_tier": (_accept_any, ""),
+    "safety_identifier": (_accept_any, ""),
+    "verbosity": (_accept_any, ""),
+    "prompt_cache_key": (_accept_any, ""),
+    "prompt_cache_options": (_accept_any, ""),
+    "prompt_cache_retention": (_accept_any, ""),
     "store": (lambda value: value is False, "nothing is stored; only false is possible"),
     "modalities": (lambda value: value == ["text"], 'only ["text"] is possible'),
     "best_of": (lambda value: value == 1, "only 1 is possible; ask for several outputs with n"),
     "suffix": (lambda value: value == "", "insertion is not supported"),
 }
 # Fields of OpenAI's that are refused, each with its own reason.
-REFUSED: dict[str, str] = {
+REFUSED_FIELDS: dict[str, str] = {
     "audio": "audio is not supported",
     "function_call": "deprecated; use tool_choice",
     "functions": "deprecated; use tools",
@@ -55,7 +55,7 @@ _NO_TEMPLATES = "the chat template is the checkpoint's; send token ids to /v1/co
 _USE_SYSTEM_MESSAGE = "send a message of role system as the first one"
 # Fields of other servers that change the answer in a way that cannot be honored, in every API that
 # has no field of the name. One that is null, false, or an empty text or list asks for nothing.
-REFUSED_EVERYWHERE: dict[str, str] = {
+FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "guided_json": _CONSTRAINT_NOT_KEPT,
     "guided_regex": _CONSTRAINT_NOT_KEPT,
     "guided_choice": _CONSTRAINT_NOT_KEPT,
@@ -95,17 +95,17 @@ REFUSED_EVERYWHERE: dict[str, str] = {
     "conversation": _NO_STATE,
     "thread": _NO_STATE,
     "session_params": _NO_STATE,
-    "audio": REFUSED["audio"],
-    "functions": REFUSED["functions"],
-    "function_call": REFUSED["function_call"],
-    "prediction": REFUSED["prediction"],
+    "audio": REFUSED_FIELDS["audio"],
+    "functions": REFUSED_FIELDS["functions"],
+    "function_call": REFUSED_FIELDS["function_call"],
+    "prediction": REFUSED_FIELDS["prediction"],
     "image_data": "images are not supported",
     "mcp_servers": "the server runs no tools",
     "container": "the server runs no tools",
     "data_sources": "the server reads no data of its own",
     "search_parameters": _NO_WEB_SEARCH,
     "web_search_options": _NO_WEB_SEARCH,
-    "moderation": REFUSED["moderation"],
+    "moderation": REFUSED_FIELDS["moderation"],
     "enable_search": _NO_WEB_SEARCH,
     "logprob_token_ids": "log probabilities of chosen tokens are not part of answers",
     "return_hidden_states": "hidden states are not part of answers",
@@ -122,7 +122,7 @@ def _names_no_format(value: Any) -> bool:
 
 # Fields that other paths honor and without which the answer would be another, with the values that
 # ask for nothing. They are refused where they are not honored.
-OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
+FIELDS_OF_OTHER_PATHS: dict[str, tuple[ValuePredicate, str]] = {
     **dict.fromkeys(
         ("response_format", "structured_outputs", "output_format"),
         (_is_empty, "this path does not constrain the answer by it; /v1/chat/completions does"),
@@ -135,7 +135,7 @@ OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
     "tool_choice": (lambda value: value in ("auto", "none"), "this path has no tools"),
     "parallel_tool_calls": (lambda value: value is not False, "this path does not honor it"),
     "n": (lambda value: value == 1, "this path makes one output"),
-    "modalities": WITHOUT_EFFECT["modalities"],
+    "modalities": FIELDS_WITHOUT_EFFECT["modalities"],
     "echo": (_is_empty, "only /v1/completions repeats the prompt"),
     # 0 asks for those of the prompt's own tokens.
     "prompt_logprobs": (
@@ -156,11 +156,11 @@ OF_OTHER_PATHS: dict[str, tuple[Asks, str]] = {
     ),
 }
 # What clients look for in `error.details.error_code`: after it, they send the whole conversation.
-ERROR_CODES = {"thread": "thread_unsupported_request"}
+ERROR_CODE_BY_FIELD = {"thread": "thread_unsupported_request"}
 
 # Names that other servers have for fields that are honored here. One is ignored beside the field
 # that it stands for, and refused alone.
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
+FIELD_SYNONYMS: dict[str, tuple[str, ...]] = {
     "max_tokens": ("max_output_tokens",),
     "max_completion_tokens": ("max_tokens", "max_output_tokens"),
     "max_output_tokens": ("max_tokens",),
@@ -191,7 +191,7 @@ _WEBUI = "text-generation-webui, SillyTavern"
 _UNSUPPORTED_SAMPLERS = "samplers that are not offered"
 # Fields that clients send to any server, with the server whose they are. They are ignored, however
 # near they are to a field of ours.
-IGNORED: dict[str, str] = {
+IGNORED_FIELDS: dict[str, str] = {
     **dict.fromkeys(
         ("skip_special_tokens", "spaces_between_special_tokens", "add_special_tokens"), _VLLM
     ),

@@ -1,7 +1,7 @@
 """The counters of an API process, in the format of Prometheus.
 
 The numbers of several processes and engines are added up by name and labels (`merge`), so that one
-answer covers all of them; of those in `MERGED_BY_MAX` it has the largest.
+answer covers all of them; of those in `METRICS_MERGED_BY_MAX` it has the largest.
 """
 
 from __future__ import annotations
@@ -22,8 +22,23 @@ from prometheus_client.utils import floatToGoString
 from scheduler.messages import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BUCKETS_S = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # Metric of the engine, its help, and the field of `EngineStats`; names that end in _total count up.
 ENGINE_METRICS = {
     "eagleray_num_requests_running": ("Sequences in the batch.", "num_running"),
@@ -49,7 +64,7 @@ ENGINE_METRICS = {
     ),
 }
 # Of several engines, the largest: a sum of these says nothing about any of them.
-MERGED_BY_MAX = frozenset({"eagleray_step_age_seconds"})
+METRICS_MERGED_BY_MAX = frozenset({"eagleray_step_age_seconds"})
 PART_HELP = "Time of steps by part, on rank 0."
 RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
@@ -76,14 +91,14 @@ class ApiMetrics:
             ["path", "status"],
             registry=self._registry,
         )
-        self.requests_of = functools.cache(self.requests.labels)  # which takes its time
+        self.request_counter = functools.cache(self.requests.labels)  # which takes its time
         self.ignored_fields = Counter(
             "eagleray_api_ignored_fields",
             "Unknown fields of requests that were ignored; other: those that no table lists.",
             ["field"],
             registry=self._registry,
         )
-        self.open = Gauge(
+        self.open_outputs = Gauge(
             "eagleray_http_outputs_open",
             "Outputs of requests that have not been answered yet.",
             registry=self._registry,
@@ -91,7 +106,7 @@ class ApiMetrics:
         self.ttft = Histogram(
             "eagleray_time_to_first_token_seconds",
             "From a request's arrival to its first token.",
-            buckets=SECONDS,
+            buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
         self.tokens = _TokenCounts()
@@ -99,7 +114,7 @@ class ApiMetrics:
         self.duration = Histogram(
             "eagleray_request_seconds",
             "From a request's arrival to the end of its answer.",
-            buckets=SECONDS,
+            buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
 
@@ -117,18 +132,19 @@ def engine_families(stats: EngineStats) -> list[Family]:
         base_name = name.removesuffix("_total")
         families.append(Family(name=base_name, kind=kind, help=help, samples=samples))
     name, help = "eagleray_queue_seconds", "From a request's arrival to its first step."
-    queue: list[Sample] = [
+    queue_samples: list[Sample] = [
         (f"{name}_sum", (), stats.queue_s),
         (f"{name}_count", (), float(stats.num_admitted)),
     ]
-    families.append(Family(name=name, kind="summary", help=help, samples=queue))
+    families.append(Family(name=name, kind="summary", help=help, samples=queue_samples))
     seconds_by_rank = {str(rank): seconds for rank, seconds in enumerate(stats.rank_seconds)}
-    for name, label, help, seconds_of in (
+    for name, label, help, seconds_by_label in (
         ("eagleray_step_part_seconds", "part", PART_HELP, stats.step_seconds),
         ("eagleray_rank_step_seconds", "rank", RANK_HELP, seconds_by_rank),
     ):
         samples = [
-            (f"{name}_total", ((label, value),), seconds) for value, seconds in seconds_of.items()
+            (f"{name}_total", ((label, value),), seconds)
+            for value, seconds in seconds_by_label.items()
         ]
         families.append(Family(name=name, kind="counter", help=help, samples=samples))
     return families
@@ -139,78 +155,78 @@ class _TokenCounts(Collector):
 
     def __init__(self) -> None:
         self._num_tokens = 0
-        self._num_gaps = [0] * (len(TOKEN_SECONDS) + 1)  # by bucket
-        self._gaps_s = 0.0
+        self._bucket_counts = [0] * (len(TOKEN_BUCKETS_S) + 1)  # by bucket
+        self._interval_sum_s = 0.0
 
     def add(self, count: int) -> None:
         """Count output tokens."""
         self._num_tokens += count
 
-    def observe(self, gap_s: float, count: int) -> None:
+    def observe(self, interval_s: float, count: int) -> None:
         """Count gaps of this length between tokens."""
-        self._num_gaps[bisect_left(TOKEN_SECONDS, gap_s)] += count
-        self._gaps_s += gap_s * count
+        self._bucket_counts[bisect_left(TOKEN_BUCKETS_S, interval_s)] += count
+        self._interval_sum_s += interval_s * count
 
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily("eagleray_output_tokens", "Tokens generated.", self._num_tokens)
-        bounds = [*(floatToGoString(bound_s) for bound_s in TOKEN_SECONDS), "+Inf"]
+        bounds = [*(floatToGoString(bound_s) for bound_s in TOKEN_BUCKETS_S), "+Inf"]
         yield HistogramMetricFamily(
             "eagleray_inter_token_seconds",
             "Between the tokens of an output that streams.",
-            list(zip(bounds, accumulate(self._num_gaps), strict=True)),
-            self._gaps_s,
+            list(zip(bounds, accumulate(self._bucket_counts), strict=True)),
+            self._interval_sum_s,
         )
 
 
-class Timing:
+class RequestTimer:
     """Measures the times of one request for the metrics."""
 
     def __init__(self, metrics: ApiMetrics) -> None:
         self._metrics = metrics
         self._began_s = time.perf_counter()
-        self._last_s: dict[int, float] = {}
+        self._last_token_s: dict[int, float] = {}
 
-    def tokens(self, choice: int, count: int) -> None:
+    def add_tokens(self, choice_index: int, count: int) -> None:
         """New tokens of an output."""
         if not count:
             return
         now_s = time.perf_counter()
-        last_s = self._last_s.get(choice)
+        last_s = self._last_token_s.get(choice_index)
         if last_s is not None:
             self._metrics.tokens.observe((now_s - last_s) / count, count)
-        elif not self._last_s:
+        elif not self._last_token_s:
             self._metrics.ttft.observe(now_s - self._began_s)
-        self._last_s[choice] = now_s
+        self._last_token_s[choice_index] = now_s
         self._metrics.tokens.add(count)
 
-    def has_begun(self, choice: int) -> bool:
+    def has_begun(self, choice_index: int) -> bool:
         """Whether an output has tokens."""
-        return choice in self._last_s
+        return choice_index in self._last_token_s
 
     def end(self) -> None:
         """The answer is complete."""
         self._metrics.duration.observe(time.perf_counter() - self._began_s)
 
 
-def merge(by_process: Iterable[list[Family]]) -> list[Family]:
+def merge(families_by_process: Iterable[list[Family]]) -> list[Family]:
     """The families of several processes, added up by name and labels, or the largest value."""
-    kinds: dict[str, Family] = {}
-    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for families in by_process:
+    family_by_name: dict[str, Family] = {}
+    values_by_family: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for families in families_by_process:
         for family in families:
-            kinds.setdefault(family.name, family)
-            combine = max if family.name in MERGED_BY_MAX else operator.add
-            of_family = values.setdefault(family.name, {})
+            family_by_name.setdefault(family.name, family)
+            combine = max if family.name in METRICS_MERGED_BY_MAX else operator.add
+            family_values = values_by_family.setdefault(family.name, {})
             for name, labels, value in family.samples:
-                of_family[name, labels] = combine(of_family.get((name, labels), 0.0), value)
+                family_values[name, labels] = combine(family_values.get((name, labels), 0.0), value)
     return [
         Family(
             name=name,
             kind=family.kind,
             help=family.help,
-            samples=[(sample, labels, v) for (sample, labels), v in values[name].items()],
+            samples=[(sample, labels, v) for (sample, labels), v in values_by_family[name].items()],
         )
-        for name, family in kinds.items()
+        for name, family in family_by_name.items()
     ]
 
 

@@ -23,21 +23,21 @@ class Offsets:
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, start: int = 0, *, shows_special: bool = False
+        self, vocabulary: Vocabulary, start: int = 0, *, shows_special_tokens: bool = False
     ) -> None:
-        """`start`: the offset of the first token. `shows_special`: special tokens are a part of the
-        text, by their names.
+        """`start`: the offset of the first token. `shows_special_tokens`: special tokens are a part
+        of the text, by their names.
         """
         self._vocabulary = vocabulary
         self._decoder = _UTF8(errors="replace")
         self._num_chars = start  # that are complete
-        self._shows_special = shows_special
+        self._shows_special_tokens = shows_special_tokens
 
     def next(self, token_id: int) -> int:
         """The offset of the next token: of the character that its first byte belongs to. Special
         tokens that are no part of the text have the offset of what follows.
         """
-        if not self._shows_special and not self._vocabulary.decode([token_id]):
+        if not self._shows_special_tokens and not self._vocabulary.decode([token_id]):
             return self._num_chars
         data = self._vocabulary.token_bytes(token_id)
         self._num_chars += len(self._decoder.decode(data[:1]))

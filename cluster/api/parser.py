@@ -25,7 +25,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, LINE_ENDS, THINK, State
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, LINE_ENDS, THINK, AnswerState
 
 MAX_DEPTH = 100  # of objects and arrays in a call, with the call's own object
 
@@ -52,7 +52,7 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class Parts:
+class AnswerParts:
     """New parts of an answer."""
 
     reasoning: str = ""
@@ -70,101 +70,105 @@ class AnswerParser:
     space before the first text, line ends that may be next to a marker, or the beginning of a call.
     """
 
-    def __init__(self, state: State, *, looks_for_calls: bool) -> None:
+    def __init__(self, state: AnswerState, *, looks_for_calls: bool) -> None:
         """Without `looks_for_calls`, calls are left in the content."""
         self._state = state
         self._looks_for_calls = looks_for_calls
         self._text, self._offset = "", 0
         self._withheld_pieces: list[str] = []
-        self._opening = ""  # the last marker, with the line ends before it
+        self._last_marker_text = ""  # the last marker, with the line ends before it
         self._is_in_string = False  # whether what is held of a call ends in a JSON string
         self._skips_line_ends = True  # line ends after a marker belong to it
 
     @property
-    def state(self) -> State:
+    def state(self) -> AnswerState:
         """The part of the answer that the next text belongs to."""
         return self._state
 
-    def push(self, text: str) -> Parts:
+    def push(self, text: str) -> AnswerParts:
         """Parse the next text. Returns what it adds to the answer."""
-        if (plain := self._plain(text)) is not None:
-            return plain
+        if (plain_parts := self._plain_parts(text)) is not None:
+            return plain_parts
         pieces = list(self.pieces(text))
-        return Parts(
+        return AnswerParts(
             reasoning="".join(piece.reasoning for piece in pieces),
             content="".join(piece.content for piece in pieces),
             calls=[call for piece in pieces for call in piece.calls],
         )
 
-    def pieces(self, text: str) -> Iterator[Parts]:
+    def pieces(self, text: str) -> Iterator[AnswerParts]:
         """As `push`, in the order of the text: each piece is reasoning, content or a call."""
-        if (plain := self._plain(text)) is not None:
-            yield plain
+        if (plain_parts := self._plain_parts(text)) is not None:
+            yield plain_parts
             return
         self._text, self._offset = self._text[self._offset :] + text, 0
-        goes_on = True
-        while goes_on:
-            parts = Parts()
-            goes_on = self._advance(parts)
+        is_marker_passed = True
+        while is_marker_passed:
+            parts = AnswerParts()
+            is_marker_passed = self._advance(parts)
             if parts:
                 yield parts
 
-    def _plain(self, text: str) -> Parts | None:
+    def _plain_parts(self, text: str) -> AnswerParts | None:
         """What a text adds that can be next to no marker, as most. None for any other."""
-        is_waiting = self._withheld_pieces or self._offset < len(self._text)
-        if not text or is_waiting or self._skips_line_ends:
+        has_unreported_text = self._withheld_pieces or self._offset < len(self._text)
+        if not text or has_unreported_text or self._skips_line_ends:
             return None
-        if self._state is State.CONTENT and not self._looks_for_calls:
-            return Parts(content=text)
+        if self._state is AnswerState.CONTENT and not self._looks_for_calls:
+            return AnswerParts(content=text)
         if "<" in text or text[-1] in LINE_ENDS:
             return None
-        if self._state is State.CONTENT:
-            return Parts(content=text)
-        return Parts(reasoning=text) if self._state is State.REASONING else None
+        if self._state is AnswerState.CONTENT:
+            return AnswerParts(content=text)
+        return AnswerParts(reasoning=text) if self._state is AnswerState.REASONING else None
 
-    def finish(self, *, is_cut_off: bool = False) -> Parts:
+    def finish(self, *, is_cut_off: bool = False) -> AnswerParts:
         """What is left at the end of the answer, which a limit or a stop string may cut off."""
         rest = self._take_withheld(len(self._text))
-        if self._state is State.REASONING:
-            return Parts(reasoning=rest)
-        if self._state is State.CALL and is_cut_off and (rest.lstrip() or "{")[0] == "{":
+        if self._state is AnswerState.REASONING:
+            return AnswerParts(reasoning=rest)
+        if self._state is AnswerState.CALL and is_cut_off and (rest.lstrip() or "{")[0] == "{":
             call = _partial_call(rest)
-            return Parts(calls=[] if call is None else [call])
-        return Parts(content=self._opening + rest if self._state is State.CALL else rest)
+            return AnswerParts(calls=[] if call is None else [call])
+        return AnswerParts(
+            content=self._last_marker_text + rest if self._state is AnswerState.CALL else rest
+        )
 
-    def _advance(self, parts: Parts) -> bool:
+    def _advance(self, parts: AnswerParts) -> bool:
         """Report what is certain. True if a marker was passed, so that more may be certain now."""
-        if self._state is State.UNDECIDED:
+        if self._state is AnswerState.UNDECIDED:
             return self._decide()
-        if self._state is State.CALL:
+        if self._state is AnswerState.CALL:
             return self._take_call(parts)
         if self._skips_line_ends:
             self._offset = _end_of(_LEADING_LINE_ENDS, self._text, self._offset)
             self._skips_line_ends = self._offset == len(self._text)
-        if self._state is State.REASONING:
-            parts.reasoning, is_passed = self._take_until_marker(END_THINK, State.CONTENT)
-            return is_passed
+        if self._state is AnswerState.REASONING:
+            parts.reasoning, is_marker_passed = self._take_until_marker(
+                END_THINK, AnswerState.CONTENT
+            )
+            return is_marker_passed
         if not self._looks_for_calls:
             parts.content = self._take_withheld(len(self._text))
             return False
-        parts.content, is_passed = self._take_until_marker(CALL, State.CALL)
-        return is_passed
+        parts.content, is_marker_passed = self._take_until_marker(CALL, AnswerState.CALL)
+        return is_marker_passed
 
     def _decide(self) -> bool:
         start = _end_of(_LEADING_SPACE, self._text, self._offset)
         beginning = self._text[start : start + len(THINK)]
         if beginning == THINK:
             self._withheld_pieces.clear()
-            self._offset, self._state = start + len(THINK), State.REASONING
+            self._offset, self._state = start + len(THINK), AnswerState.REASONING
             return True
         if THINK.startswith(beginning):
             self._withhold(start)
             return False
         self._text, self._offset = self._take_withheld(len(self._text)), 0
-        self._state, self._skips_line_ends = State.CONTENT, False
+        self._state, self._skips_line_ends = AnswerState.CONTENT, False
         return True
 
-    def _take_until_marker(self, marker: str, next_state: State) -> tuple[str, bool]:
+    def _take_until_marker(self, marker: str, next_state: AnswerState) -> tuple[str, bool]:
         """(text before a marker, without the line ends next to it, or the text that is certain if
         there is no marker yet; whether there is one).
         """
@@ -175,7 +179,7 @@ class AnswerParser:
             self._withhold(end)
             return certain_text, False
         certain_text = self._take_text(marker_start)
-        self._opening = self._take_withheld(marker_start) + marker
+        self._last_marker_text = self._take_withheld(marker_start) + marker
         self._offset = marker_start + len(marker)
         self._state, self._skips_line_ends = next_state, True
         return certain_text, True
@@ -198,19 +202,19 @@ class AnswerParser:
             self._withheld_pieces.append(self._text[self._offset : end])
             self._offset = end
 
-    def _take_call(self, parts: Parts) -> bool:
+    def _take_call(self, parts: AnswerParts) -> bool:
         end, is_complete = self._scan_call()
         if not is_complete:
             self._withhold(end)
             return False
         body = self._take_withheld(end)
         self._offset += len(END_CALL)
-        self._state, self._skips_line_ends = State.CONTENT, True
+        self._state, self._skips_line_ends = AnswerState.CONTENT, True
         call = _read_call(body)
         if call is not None:
             parts.calls.append(call)
         else:
-            parts.content = self._opening + body + END_CALL
+            parts.content = self._last_marker_text + body + END_CALL
             self._skips_line_ends = False
         return True
 
@@ -261,16 +265,16 @@ def _read_call(body: str) -> ToolCall | None:
     name = value.get("name")
     if not isinstance(name, str) or not name or _SURROGATE.search(name):
         return None
-    return ToolCall(name=name, arguments=_source_of("arguments", body) or "{}")
+    return ToolCall(name=name, arguments=_raw_value("arguments", body) or "{}")
 
 
 def _partial_call(body: str) -> ToolCall | None:
     """The call that a text begins, None if it has no name yet. Everything from the arguments on
     belongs to them, or is what may end them.
     """
-    complete = _read_call(body[: len(body) - _partial_marker_length(body, END_CALL, 0)])
-    if complete is not None:
-        return complete
+    complete_call = _read_call(body[: len(body) - _partial_marker_length(body, END_CALL, 0)])
+    if complete_call is not None:
+        return complete_call
     match = _PARTIAL_CALL.match(body)
     if match is None:
         return None
@@ -300,7 +304,7 @@ def _is_too_deep(text: str) -> bool:
     return False
 
 
-def _finite(number: str) -> float:
+def _parse_finite_float(number: str) -> float:
     """Raises `ValueError` for a number that is too large for a float."""
     value = float(number)
     if math.isinf(value):
@@ -308,14 +312,14 @@ def _finite(number: str) -> float:
     return value
 
 
-def _refuse(constant: str) -> None:
+def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(parse_float=_parse_finite_float, parse_constant=_refuse_constant)
 
 
-def _source_of(key: str, text: str) -> str | None:
+def _raw_value(key: str, text: str) -> str | None:
     """The value of a key exactly as it is written in a JSON object, which must be valid."""
     source = None
     offset = text.index("{") + 1

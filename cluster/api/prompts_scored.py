@@ -13,7 +13,7 @@ from cluster.client.tokenizer import Tokenizer
 from scheduler.messages import TokenLogprobs
 
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
-Entries = Seq[TokenLogprobs | None]
+LogprobEntries = Seq[TokenLogprobs | None]
 
 
 def clamped_logprob(logprob: float) -> float:
@@ -27,13 +27,13 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer | None, token_ids: list[int], entries: Entries, num_top: int
+    tokenizer: Tokenizer | None, token_ids: list[int], entries: LogprobEntries, num_top: int
 ) -> Iterator[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each token the token itself, then the `num_top` best ones, by
     id; null for the first. Without a tokenizer there are no texts.
     """
 
-    def described(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+    def describe_token(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         text = None if tokenizer is None else token_text(tokenizer, token_id)
         return {"logprob": clamped_logprob(logprob), "rank": rank, "decoded_token": text}
 
@@ -41,20 +41,20 @@ def prompt_logprobs(
         if entry is None:
             yield None
             continue
-        by_id = {str(token_id): described(token_id, entry.logprob, entry.rank)}
-        best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-        for rank, (other, logprob) in enumerate(best, 1):
-            by_id[str(other)] = described(other, logprob, rank)
-        yield by_id
+        entry_by_token_id = {str(token_id): describe_token(token_id, entry.logprob, entry.rank)}
+        best_tokens = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        for rank, (top_token_id, logprob) in enumerate(best_tokens, 1):
+            entry_by_token_id[str(top_token_id)] = describe_token(top_token_id, logprob, rank)
+        yield entry_by_token_id
 
 
-def scores_of(
-    tokenizer: Tokenizer | None, generation: Generation, output: int, num_top: int | None
+def prompt_logprobs_field(
+    tokenizer: Tokenizer | None, generation: Generation, output_index: int, num_top: int | None
 ) -> dict[str, Any]:
     """vLLM's field for the prompt of an output; empty if that is not wanted."""
     if num_top is None:
         return {}
-    entries = generation.outputs[output].prompt_logprobs
+    entries = generation.outputs[output_index].prompt_logprobs
     if entries is None:
         return {}
     token_ids = generation.prompt_token_ids
@@ -74,19 +74,19 @@ class Echo:
         """
         self._tokenizer, self._text, self._num_top = tokenizer, text, num_top
         self._token_ids = iter(token_ids)
-        offsets = Offsets(tokenizer, shows_special=is_text)
+        offsets = Offsets(tokenizer, shows_special_tokens=is_text)
         self._offsets = (min(offsets.next(token), len(text)) for token in token_ids)
         self._next_offset = next(self._offsets, len(text))
-        self._sent = 0  # characters
+        self._num_sent_chars = 0  # characters
 
-    def take(self, entries: Entries) -> tuple[str, dict[str, Any]]:
+    def take(self, entries: LogprobEntries) -> tuple[str, dict[str, Any]]:
         """The text and the log probabilities of the next tokens, to which these entries belong."""
         token_ids = list(islice(self._token_ids, len(entries)))
         offsets = [self._next_offset, *islice(self._offsets, len(entries))]
         is_last = len(offsets) == len(entries)
         self._next_offset = len(self._text) if is_last else offsets.pop()
-        text = self._text[self._sent : self._next_offset]
-        self._sent = self._next_offset
+        text = self._text[self._num_sent_chars : self._next_offset]
+        self._num_sent_chars = self._next_offset
         return text, {
             "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": [
@@ -107,7 +107,7 @@ def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dic
     the best one counts.
     """
     tops: dict[str, float] = {}
-    best = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
-    for token_id, logprob in best:
+    best_tokens = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    for token_id, logprob in best_tokens:
         tops.setdefault(token_text(tokenizer, token_id), clamped_logprob(logprob))
     return tops

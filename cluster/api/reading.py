@@ -15,17 +15,17 @@ from typing import Any, TypeVar
 import pydantic
 from pydantic_core import from_json
 
-from cluster.api.schema import Model
-from cluster.api.unknown import Unknown
-from scheduler.bounds import JSON_BOUNDS, check, check_schema, most, shown
+from cluster.api.schema import RequestModel
+from cluster.api.unknown import UnknownFields
+from scheduler.bounds import JSON_BOUNDS, check_bound, check_schema_bounds, field_limit, short_repr
 from scheduler.errors import RequestError
 
-Request = TypeVar("Request", bound=Model)
+Request = TypeVar("Request", bound=RequestModel)
 
-SLICE = 65_536  # bytes that are counted at a time; other threads may run in between
+SLICE_BYTES = 65_536  # bytes that are counted at a time; other threads may run in between
 _BACKSLASH = b"\\"
 # Top-level fields that are lists or objects, with their bounds.
-_COUNTED = {
+_COLLECTION_BOUND_NAMES = {
     "tools": "tools",
     "stop": "stop",
     "stop_sequences": "stop",
@@ -34,7 +34,7 @@ _COUNTED = {
     "metadata": "metadata",
     "chat_template_kwargs": "chat_template_kwargs",
 }
-_LENGTHS = {
+_STRING_BOUND_NAMES = {
     "model": "model",
     "cache_salt": "cache_salt",
     "user": "user",
@@ -43,11 +43,11 @@ _LENGTHS = {
 }
 
 
-def read(
+def read_request(
     model: type[Request],
     body: bytes,
     max_messages: int | None = None,
-    unknown: Unknown | None = None,
+    unknown: UnknownFields | None = None,
 ) -> Request:
     """A request from the bytes of its JSON. `unknown` gets the names of the fields that are
     ignored. Raises `RequestError` naming the field at fault, and `HttpError`.
@@ -55,18 +55,18 @@ def read(
     values = parse(body)
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object")
-    check_bounds(values, most("messages") if max_messages is None else max_messages)
-    unknown = Unknown() if unknown is None else unknown
+    check_bounds(values, field_limit("messages") if max_messages is None else max_messages)
+    unknown = UnknownFields() if unknown is None else unknown
     unknown.remove_unknown(
         values,
-        model.names(),
-        without_effect=model.without_effect(),
-        refused=model.refused(),
+        model.field_names(),
+        fields_without_effect=model.fields_without_effect(),
+        refused_fields=model.refused_fields(),
     )
     try:
         return model.model_validate(values, context=unknown)
     except pydantic.ValidationError as error:
-        raise _refused(error) from None
+        raise _request_error(error) from None
 
 
 def parse(body: bytes) -> Any:
@@ -78,7 +78,7 @@ def parse(body: bytes) -> Any:
     except ValueError as error:
         if "recursion limit" in str(error):  # the parser's own, above ours
             raise RequestError(
-                f"the body has more than {JSON_BOUNDS['depth'].most} levels of lists and objects"
+                f"the body has more than {JSON_BOUNDS['depth'].maximum} levels of lists and objects"
             ) from None
         raise RequestError(f"the body is not JSON: {error}") from None
 
@@ -87,29 +87,29 @@ def count_json(text: bytes) -> dict[str, int]:
     """How much a JSON text holds, by the names of the bounds; too much rather than too little. Text
     that is not JSON is counted up to where a parser would notice.
     """
-    commas, quotes, containers, pairs, bare = 0, 0, 0, 0, 0
-    is_in_text, carried = False, b""
-    for start in range(0, len(text), SLICE):
-        part = carried + text[start : start + SLICE]
+    num_commas, num_quotes, num_containers, num_pairs, num_bytes_outside = 0, 0, 0, 0, 0
+    is_in_string, trailing_backslash = False, b""
+    for start in range(0, len(text), SLICE_BYTES):
+        part = trailing_backslash + text[start : start + SLICE_BYTES]
         if _BACKSLASH in part:
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         # A backslash at the end escapes the first byte of the next slice.
-        carried = _BACKSLASH if part.endswith(_BACKSLASH) else b""
-        between_quotes = part.removesuffix(carried).split(b'"')
-        outside = b"".join(between_quotes[is_in_text::2])
-        is_in_text ^= len(between_quotes) % 2 == 0
-        quotes += len(between_quotes) - 1
-        bare += len(outside)
-        commas += outside.count(b",")
-        containers += outside.count(b"[") + outside.count(b"{")
-        pairs += outside.count(b":")
+        trailing_backslash = _BACKSLASH if part.endswith(_BACKSLASH) else b""
+        between_quotes = part.removesuffix(trailing_backslash).split(b'"')
+        outside_strings = b"".join(between_quotes[is_in_string::2])
+        is_in_string ^= len(between_quotes) % 2 == 0
+        num_quotes += len(between_quotes) - 1
+        num_bytes_outside += len(outside_strings)
+        num_commas += outside_strings.count(b",")
+        num_containers += outside_strings.count(b"[") + outside_strings.count(b"{")
+        num_pairs += outside_strings.count(b":")
     # A value is the first one of its container, or follows a comma.
     return {
-        "values": 1 + commas + containers,
-        "texts": quotes // 2,
-        "containers": containers,
-        "pairs": pairs,
-        "bare": bare,
+        "values": 1 + num_commas + num_containers,
+        "texts": num_quotes // 2,
+        "containers": num_containers,
+        "pairs": num_pairs,
+        "bare": num_bytes_outside,
     }
 
 
@@ -117,33 +117,33 @@ def check_counts(counts: Mapping[str, int], path: str = "the body") -> None:
     """Raise `RequestError` for more than the bounds allow."""
     for name, count in counts.items():
         bound = JSON_BOUNDS[name]
-        if count > bound.most:
+        if count > bound.maximum:
             raise RequestError(
-                f"{path}: {count} {bound.unit} are too many; at most {bound.most} are possible"
+                f"{path}: {count} {bound.unit} are too many; at most {bound.maximum} are possible"
             )
 
 
 def check_bounds(values: dict[str, Any], max_messages: int) -> None:
     """Raise `RequestError` for a body in which something is too long, too many or too deep."""
-    for name, bound in _COUNTED.items():
+    for name, bound_name in _COLLECTION_BOUND_NAMES.items():
         if isinstance(field := values.get(name), list | dict):
-            check(bound, len(field), name)
-    for name, bound in _LENGTHS.items():
+            check_bound(bound_name, len(field), name)
+    for name, bound_name in _STRING_BOUND_NAMES.items():
         if isinstance(text := values.get(name), str):
-            check(bound, len(text), name)
+            check_bound(bound_name, len(text), name)
     prompt = values.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-        check("prompt", len(prompt), "prompt")
+        check_bound("prompt", len(prompt), "prompt")
     _check_metadata(values.get("metadata"))
     if isinstance(tools := values.get("tools"), list):
         for index, tool in enumerate(tools):
             _check_tool(tool, f"tools.{index}")
     for name, limit in (
         ("messages", max_messages),
-        ("input", max(most("input"), 4 * max_messages)),
+        ("input", max(field_limit("input"), 4 * max_messages)),
     ):
         if isinstance(turns := values.get(name), list):
-            check(name, len(turns), name, most=limit)
+            check_bound(name, len(turns), name, configured_maximum=limit)
             for index, turn in enumerate(turns):
                 _check_turn(turn, f"{name}.{index}", name)
     _check_nesting(values)
@@ -153,20 +153,22 @@ def _check_metadata(metadata: object) -> None:
     for item in metadata.items() if isinstance(metadata, dict) else ():
         for text in item:
             if isinstance(text, str):
-                check("metadata text", len(text), "metadata")
+                check_bound("metadata text", len(text), "metadata")
 
 
 def _check_tool(tool: object, path: str) -> None:
     """Check the schema of a tool in the form of any of the APIs, and those of a namespace."""
-    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    function = tool.get("function", tool) if isinstance(tool, dict) else None
     for name in ("parameters", "input_schema"):
-        if isinstance(inner, dict) and inner.get(name) is not None:
-            check_schema(inner[name], f"{path}.{name}", "tools")
+        if isinstance(function, dict) and function.get(name) is not None:
+            check_schema_bounds(function[name], f"{path}.{name}", "tools")
     if isinstance(tool, dict) and isinstance(tools := tool.get("tools"), list):
-        check("tools", len(tools), f"{path}.tools", "tools")
+        check_bound("tools", len(tools), f"{path}.tools", "tools")
         for number, member in enumerate(tools):
             if isinstance(member, dict) and member.get("parameters") is not None:
-                check_schema(member["parameters"], f"{path}.tools.{number}.parameters", "tools")
+                check_schema_bounds(
+                    member["parameters"], f"{path}.tools.{number}.parameters", "tools"
+                )
 
 
 def _check_turn(turn: object, path: str, field: str) -> None:
@@ -175,48 +177,48 @@ def _check_turn(turn: object, path: str, field: str) -> None:
         return
     for name in ("content", "output", "summary"):
         if isinstance(parts := turn.get(name), list):
-            check("parts", len(parts), f"{path}.{name}", field)
+            check_bound("parts", len(parts), f"{path}.{name}", field)
             for part in parts:
-                inner = part.get("content") if isinstance(part, dict) else None
-                if isinstance(inner, list):
-                    check("parts", len(inner), f"{path}.{name}", field)
+                inner_parts = part.get("content") if isinstance(part, dict) else None
+                if isinstance(inner_parts, list):
+                    check_bound("parts", len(inner_parts), f"{path}.{name}", field)
     if isinstance(calls := turn.get("tool_calls"), list):
-        check("tool_calls", len(calls), f"{path}.tool_calls", field)
+        check_bound("tool_calls", len(calls), f"{path}.tool_calls", field)
 
 
 def _check_nesting(values: dict[str, Any]) -> None:
     """Check depth, the keys of each object, and all arguments of calls, which are JSON in a text,
     together.
     """
-    total: Counter[str] = Counter()
+    argument_counts: Counter[str] = Counter()
     level: list[Any] = [values]
     depth = 0
     while level:
         depth += 1
-        check("depth", depth, "the body", "")
-        deeper: list[Any] = []
+        check_bound("depth", depth, "the body", "")
+        next_level: list[Any] = []
         for container in level:
             if isinstance(container, list):
-                deeper += [item for item in container if type(item) in (list, dict)]
+                next_level += [item for item in container if type(item) in (list, dict)]
                 continue
-            check("keys", len(container), "an object in the body", "")
-            deeper += [item for item in container.values() if type(item) in (list, dict)]
+            check_bound("keys", len(container), "an object in the body", "")
+            next_level += [item for item in container.values() if type(item) in (list, dict)]
             if isinstance(arguments := container.get("arguments"), str):
-                total.update(count_json(arguments.encode()))
-        level = deeper
-    check_counts(total, "the arguments of all calls in the body")
+                argument_counts.update(count_json(arguments.encode()))
+        level = next_level
+    check_counts(argument_counts, "the arguments of all calls in the body")
 
 
-def _refused(error: pydantic.ValidationError) -> RequestError:
+def _request_error(error: pydantic.ValidationError) -> RequestError:
     """The error of a body that pydantic refuses."""
     errors = error.errors(include_url=False, include_context=False)
     field = errors[0]["loc"][:1]
     # For a union, pydantic lists the errors of every alternative. The one that was meant is most
     # likely the one whose error lies deepest.
-    deepest = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
+    deepest_error = max((e for e in errors if e["loc"][:1] == field), key=lambda e: len(e["loc"]))
     # Names of kinds, "str" or "list[...]", are no part of the path.
-    path = [str(part) for part in deepest["loc"] if part != "str" and "[" not in str(part)]
+    path = [str(part) for part in deepest_error["loc"] if part != "str" and "[" not in str(part)]
     return RequestError(
-        f"{'.'.join(path)[:500]}: {deepest['msg']}; got {shown(deepest['input'])}",
+        f"{'.'.join(path)[:500]}: {deepest_error['msg']}; got {short_repr(deepest_error['input'])}",
         path[0] if path else None,
     )

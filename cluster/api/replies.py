@@ -15,27 +15,27 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Protocol
 
-from cluster.api.errors import body_of
-from cluster.api.parser import AnswerParser, Parts, ToolCall
+from cluster.api.errors import openai_error_body
+from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
 from cluster.api.prompts_scored import (
-    Entries,
+    LogprobEntries,
     clamped_logprob,
-    scores_of,
+    prompt_logprobs_field,
 )
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 from scheduler.messages import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
-_UNSAFE = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
+_UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 # Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
 _MAX_DEPTH = 5
-_AT_A_TIME = 64  # items of deeper lists, and of iterators, that are encoded together
-_FLAT_AT_A_TIME = 4096  # items of lists of numbers or texts
+_ITEMS_PER_PIECE = 64  # items of deeper lists, and of iterators, that are encoded together
+_FLAT_ITEMS_PER_PIECE = 4096  # items of lists of numbers or texts
 
 
 def encode_json(value: object) -> str:
@@ -44,7 +44,7 @@ def encode_json(value: object) -> str:
         text = _ENCODER.encode(value)
     except ValueError:
         text = _ENCODER.encode(_without_nan(value))
-    return text if text.isascii() else _UNSAFE.sub(_escaped, text)
+    return text if text.isascii() else _UNSAFE_CHARACTERS.sub(_escaped, text)
 
 
 def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
@@ -60,10 +60,10 @@ def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
             yield from json_pieces(item, depth + 1)
         yield b"]"
     elif isinstance(value, list | Iterator):
-        num_at_a_time = _AT_A_TIME if isinstance(value, Iterator) else _FLAT_AT_A_TIME
+        items_per_piece = _ITEMS_PER_PIECE if isinstance(value, Iterator) else _FLAT_ITEMS_PER_PIECE
         yield b"["
         items, is_first = iter(value), True
-        while part := list(islice(items, num_at_a_time)):
+        while part := list(islice(items, items_per_piece)):
             yield b"," * (not is_first)
             yield encode_json(part)[1:-1].encode()
             is_first = False
@@ -92,20 +92,22 @@ def _escaped(unsafe: re.Match[str]) -> str:
     return f"\\u{ord(unsafe[0]):04x}"
 
 
-class TextEvent:
+class TextEventTemplate:
     """An event of which only a text changes from one to the next, so that the rest of it is encoded
     once.
     """
 
-    _MARK = uuid.uuid4().hex  # in the place of the text
+    _PLACEHOLDER = uuid.uuid4().hex  # in the place of the text
 
     def __init__(self, make: Callable[[str], bytes]) -> None:
         """`make`: the event for a text."""
-        self._around_text = make(self._MARK).split(encode_json(self._MARK).encode())
+        self._bytes_around_text = make(self._PLACEHOLDER).split(
+            encode_json(self._PLACEHOLDER).encode()
+        )
 
     def __call__(self, text: str) -> bytes:
         """What `make` would return."""
-        return encode_json(text).encode().join(self._around_text)
+        return encode_json(text).encode().join(self._bytes_around_text)
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -121,13 +123,15 @@ def named_event(name: str, body: dict[str, Any]) -> bytes:
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
     """Token counts of a request, summed over its prompts and outputs."""
     num_prompt_tokens = sum(generation.requests[0].num_prompt_tokens for generation in generations)
-    num_output_tokens = sum(len(done.token_ids) for g in generations for done in g.completions)
-    cached = sum(generation.num_cached_tokens for generation in generations)
+    num_output_tokens = sum(
+        len(completion.token_ids) for g in generations for completion in g.completions
+    )
+    num_cached_tokens = sum(generation.num_cached_tokens for generation in generations)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
@@ -147,14 +151,14 @@ class Writer(Protocol):
         """The events that end a stream that failed."""
 
 
-class Envelope:
+class OpenAIWriter:
     """The fields that all events and bodies of one request share."""
 
-    CHUNK: str
+    CHUNK_OBJECT: str
 
     def __init__(
         self,
-        prefix: str,
+        id_prefix: str,
         kind: str,
         model: str,
         generations: list[Generation],
@@ -163,40 +167,43 @@ class Envelope:
     ) -> None:
         """`token_ids`: whether the answer includes the token ids of prompts and outputs."""
         self._generations = generations
-        self._with_ids = token_ids
+        self._includes_token_ids = token_ids
         self._kind = kind
         self._fields: dict[str, Any] = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": model,
         }
 
     def _events(
-        self, kind: str, choices: list[dict[str, Any]], more: dict[str, Any] | None = None
+        self, kind: str, choices: list[dict[str, Any]], more_fields: dict[str, Any] | None = None
     ) -> bytes:
-        common = encode_json(self._fields | {"object": kind} | (more or {}))[:-1]
+        common_json = encode_json(self._fields | {"object": kind} | (more_fields or {}))[:-1]
         return "".join(
-            f'data: {common},"choices":[{encode_json(choice)}]}}\n\n' for choice in choices
+            f'data: {common_json},"choices":[{encode_json(choice)}]}}\n\n' for choice in choices
         ).encode()
 
     def end(self, *, includes_usage: bool) -> bytes:
         if not includes_usage:
             return DONE
         usage = usage_of(self._generations)
-        return event(self._fields | {"object": self.CHUNK, "choices": [], "usage": usage}) + DONE
+        return (
+            event(self._fields | {"object": self.CHUNK_OBJECT, "choices": [], "usage": usage})
+            + DONE
+        )
 
     def error(self, error: BaseException) -> bytes:
-        return event(body_of(error)) + DONE
+        return event(openai_error_body(error)) + DONE
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = usage_of(self._generations)
         return self._fields | {"object": self._kind, "choices": choices, "usage": usage}
 
 
-class ChatWriter(Envelope):
+class ChatWriter(OpenAIWriter):
     """Answers a chat."""
 
-    CHUNK = "chat.completion.chunk"
+    CHUNK_OBJECT = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -204,7 +211,7 @@ class ChatWriter(Envelope):
         generations: list[Generation],
         tokenizer: Tokenizer,
         *,
-        state: State,
+        state: AnswerState,
         has_tools: bool,
         token_ids: bool = False,
         num_prompt_top_logprobs: int | None = None,
@@ -217,38 +224,38 @@ class ChatWriter(Envelope):
         self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
-        self._is_bare = not token_ids  # as long as no chunk has log probabilities
+        self._is_text_only = not token_ids  # as long as no chunk has log probabilities
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         choice = self._choices.get(chunk.index)
         start = b""
         if choice is None:
             choice = self._choices[chunk.index] = self._new_choice(chunk.index)
-            role = _delta(chunk.index, {"role": "assistant", "content": ""})
-            start = self._events(self.CHUNK, [role], self._prompt_ids())
+            role_delta = _delta(chunk.index, {"role": "assistant", "content": ""})
+            start = self._events(self.CHUNK_OBJECT, [role_delta], self._prompt_ids())
         parts = choice.parser.push(chunk.text)
-        self._is_bare = self._is_bare and chunk.logprobs is None
-        if self._is_bare and not (start or chunk.finish_reason or parts.calls):
+        self._is_text_only = self._is_text_only and chunk.logprobs is None
+        if self._is_text_only and not (start or chunk.finish_reason or parts.calls):
             return self._text_events(choice, parts)
-        new = choice.deltas(parts)
+        deltas = choice.deltas(parts)
         if chunk.finish_reason:
             is_cut_off = self._generations[0].completions[chunk.index].is_cut_off
-            new += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
-        choice.waiting += self._logprobs(chunk.token_ids, chunk.logprobs)
+            deltas += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
+        choice.withheld_logprobs += self._logprobs(chunk.token_ids, chunk.logprobs)
         choice.token_ids += chunk.token_ids
-        events = [_delta(chunk.index, delta) for delta in new]
-        if new:
+        events = [_delta(chunk.index, delta) for delta in deltas]
+        if deltas:
             events[0]["logprobs"] = choice.take_logprobs()
         if chunk.finish_reason:
-            end = _delta(chunk.index, {})
-            end["logprobs"] = choice.take_logprobs()
-            end["finish_reason"] = _finish_reason(chunk.finish_reason, choice.calls)
-            events.append(end)
-        if events and self._with_ids:
+            end_delta = _delta(chunk.index, {})
+            end_delta["logprobs"] = choice.take_logprobs()
+            end_delta["finish_reason"] = _finish_reason(chunk.finish_reason, choice.calls)
+            events.append(end_delta)
+        if events and self._includes_token_ids:
             events[0]["token_ids"], choice.token_ids = choice.token_ids, []
-        return start + self._events(self.CHUNK, events)
+        return start + self._events(self.CHUNK_OBJECT, events)
 
-    def _text_events(self, choice: _ChatChoice, parts: Parts) -> bytes:
+    def _text_events(self, choice: _ChatChoice, parts: AnswerParts) -> bytes:
         """The events for parts without calls, where nothing else is due."""
         events = b""
         for text, part_event in (
@@ -261,22 +268,28 @@ class ChatWriter(Envelope):
 
     def _new_choice(self, index: int) -> _ChatChoice:
         def reasoning(text: str) -> bytes:
-            return self._events(self.CHUNK, [_delta(index, _reasoning(text))])
+            return self._events(self.CHUNK_OBJECT, [_delta(index, _reasoning(text))])
 
         def content(text: str) -> bytes:
-            return self._events(self.CHUNK, [_delta(index, {"content": text})])
+            return self._events(self.CHUNK_OBJECT, [_delta(index, {"content": text})])
 
         parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
-        return _ChatChoice(parser, TextEvent(reasoning), TextEvent(content))
+        return _ChatChoice(parser, TextEventTemplate(reasoning), TextEventTemplate(content))
 
     def body(self) -> dict[str, Any]:
         [generation] = self._generations
         choices = [self._choice(completion) for completion in generation.completions]
-        scores = scores_of(self._tokenizer, generation, 0, self._num_prompt_top_logprobs)
-        return self._body(choices) | self._prompt_ids() | scores
+        prompt_logprobs = prompt_logprobs_field(
+            self._tokenizer, generation, 0, self._num_prompt_top_logprobs
+        )
+        return self._body(choices) | self._prompt_ids() | prompt_logprobs
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self._generations[0].prompt_token_ids} if self._with_ids else {}
+        return (
+            {"prompt_token_ids": self._generations[0].prompt_token_ids}
+            if self._includes_token_ids
+            else {}
+        )
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
@@ -301,9 +314,11 @@ class ChatWriter(Envelope):
             "message": message,
             "logprobs": {"content": entries, "refusal": None} if has_entries else None,
             "finish_reason": _finish_reason(completion.finish_reason, calls),
-        } | ({"token_ids": completion.token_ids} if self._with_ids else {})
+        } | ({"token_ids": completion.token_ids} if self._includes_token_ids else {})
 
-    def _logprobs(self, token_ids: list[int], logprobs: Entries | None) -> Iterator[dict[str, Any]]:
+    def _logprobs(
+        self, token_ids: list[int], logprobs: LogprobEntries | None
+    ) -> Iterator[dict[str, Any]]:
         for token_id, entry in zip(token_ids, logprobs or [], strict=False):
             if entry is not None:
                 yield token_entry(self._tokenizer, token_id, entry)
@@ -313,7 +328,7 @@ def token_entry(tokenizer: Tokenizer, token_id: int, entry: TokenLogprobs) -> di
     """A token with its log probability and its alternatives, in OpenAI's form."""
     top = zip(entry.top_token_ids, entry.top_logprobs, strict=True)
     return _token(tokenizer, token_id, entry.logprob) | {
-        "top_logprobs": [_token(tokenizer, other, value) for other, value in top]
+        "top_logprobs": [_token(tokenizer, top_token_id, value) for top_token_id, value in top]
     }
 
 
@@ -330,15 +345,19 @@ class _ChatChoice:
     """One output of a chat while it streams."""
 
     def __init__(
-        self, parser: AnswerParser, reasoning_event: TextEvent, content_event: TextEvent
+        self,
+        parser: AnswerParser,
+        reasoning_event: TextEventTemplate,
+        content_event: TextEventTemplate,
     ) -> None:
         self.parser = parser
         self.reasoning_event, self.content_event = reasoning_event, content_event
         self.calls: list[ToolCall] = []
-        self.waiting: list[dict[str, Any]] = []  # logprobs of tokens whose text is held back
+        # Logprobs of tokens whose text is held back.
+        self.withheld_logprobs: list[dict[str, Any]] = []
         self.token_ids: list[int] = []  # not sent yet
 
-    def deltas(self, parts: Parts) -> list[dict[str, Any]]:
+    def deltas(self, parts: AnswerParts) -> list[dict[str, Any]]:
         """What is new, in the order of the answer: reasoning, content, calls."""
         deltas: list[dict[str, Any]] = []
         if parts.reasoning:
@@ -353,8 +372,8 @@ class _ChatChoice:
 
     def take_logprobs(self) -> dict[str, Any] | None:
         """The logprobs of the text that is released now."""
-        taken, self.waiting = self.waiting, []
-        return {"content": taken, "refusal": None} if taken else None
+        released_logprobs, self.withheld_logprobs = self.withheld_logprobs, []
+        return {"content": released_logprobs, "refusal": None} if released_logprobs else None
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -375,5 +394,5 @@ def _call(name: str, arguments: str) -> dict[str, Any]:
 
 def _finish_reason(reason: str | None, calls: list[ToolCall]) -> str | None:
     """A call that a stop string has cut off is not to be carried out."""
-    is_to_call = bool(calls) and all(call.is_complete for call in calls)
-    return "tool_calls" if is_to_call and reason == "stop" else reason
+    has_complete_calls = bool(calls) and all(call.is_complete for call in calls)
+    return "tool_calls" if has_complete_calls and reason == "stop" else reason

@@ -17,17 +17,17 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
 from cluster.api.admission import Admission, ApiLimits, Upload
-from cluster.api.document import COMPUTED, JOBS, POST
+from cluster.api.document import COMPUTE_ENDPOINTS, JOB_ENDPOINTS, POST_ENDPOINTS
 from cluster.api.encoding import decode, encoding_of
-from cluster.api.endpoints import Job, Served
+from cluster.api.endpoints import Job, ServedModel
 from cluster.api.exchange import Exchange, json_response
-from cluster.api.metrics import ApiMetrics, Timing
-from cluster.api.reading import read
+from cluster.api.metrics import ApiMetrics, RequestTimer
+from cluster.api.reading import read_request
 from cluster.api.replies import Writer
-from cluster.api.schema import Model
+from cluster.api.schema import RequestModel
 from cluster.api.structure import loosened_headers
 from cluster.api.threads import ThreadQueue
-from cluster.api.unknown import HEADER, IgnoredFields, Unknown, header_of
+from cluster.api.unknown import IGNORED_HEADER, IgnoredFields, UnknownFields, header_of
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.streams import Item
@@ -39,9 +39,9 @@ READ_INLINE_BYTES = 16_384
 # An answer of more tokens, alternatives and repeated prompt tokens is written in a thread. So many
 # take about 5 ms.
 WRITE_INLINE_TOKENS = 1024
-TOKENIZERS = 1  # threads of `/tokenize` and its like
-MAX_TOKENIZING = 16  # requests that may wait for them
-MAX_NOW = 64  # tokens and chunks that a stream takes without a turn of its task
+NUM_TOKENIZE_THREADS = 1  # threads of `/tokenize` and its like
+MAX_WAITING_TOKENIZATIONS = 16  # requests that may wait for them
+MAX_IMMEDIATE_TOKENS = 64  # tokens and chunks that a stream takes without a turn of its task
 STREAM_TURN_S = 0.005  # how long a stream makes events before others get a turn
 # Requests of one session go to the same engine. The last two are those of Codex and Claude Code.
 SESSION_HEADERS = ("x-session-id", "session-id", "x-claude-code-session-id")
@@ -51,12 +51,14 @@ class Runner:
     """Answers POST requests of one API process. Used from one event loop only."""
 
     def __init__(
-        self, client: Client, served: Served, limits: ApiLimits, metrics: ApiMetrics
+        self, client: Client, served: ServedModel, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
-        self.tokenizing = ThreadQueue("tokenizing", TOKENIZERS, MAX_TOKENIZING)
-        self._reading = ThreadQueue("reading", 2)
-        self._writing = ThreadQueue("writing", 2)
+        self.tokenize_threads = ThreadQueue(
+            "tokenizing", NUM_TOKENIZE_THREADS, MAX_WAITING_TOKENIZATIONS
+        )
+        self._read_threads = ThreadQueue("reading", 2)
+        self._write_threads = ThreadQueue("writing", 2)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
@@ -68,7 +70,7 @@ class Runner:
         exchange: Exchange = scope["exchange"]
         check_content_type(exchange.headers)
         with closing(Upload(self.admission)) as exchange.upload:
-            await (self._generate if exchange.path in JOBS else self._compute)(exchange)
+            await (self._generate if exchange.path in JOB_ENDPOINTS else self._compute)(exchange)
 
     async def _generate(self, exchange: Exchange) -> None:
         """Run the job of the request in the body."""
@@ -76,24 +78,26 @@ class Runner:
         headers = exchange.headers
         session = next((headers[name] for name in SESSION_HEADERS if name in headers), "")[:200]
         if session:
-            job = job.of_session(session)
+            job = job.with_session(session)
 
         async def run() -> None:
             # Nothing is awaited between the last write and the end of the admission: a client may
             # send its next request as soon as it has its answer.
             with self.admission.admit(job.num_outputs):
-                await (self._stream if job.streamed else self._answer_whole)(exchange, job)
+                await (self._stream if job.is_streamed else self._answer_whole)(exchange, job)
 
         try:
-            await exchange.unless_left(run())
+            await exchange.run_until_client_leaves(run())
         except PromptTooLongError as error:  # what was built of the field has no such name
-            raise PromptTooLongError(str(error), JOBS[exchange.path].prompt_field) from None
+            raise PromptTooLongError(
+                str(error), JOB_ENDPOINTS[exchange.path].prompt_field
+            ) from None
 
     async def _compute(self, exchange: Exchange) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread."""
-        request: Model = await self._read(exchange, self.tokenizing.check_room)
-        convert = partial(COMPUTED[exchange.path].convert, request, self._served)
-        await exchange.answer(await json_response(convert, self.tokenizing))
+        request: RequestModel = await self._read(exchange, self.tokenize_threads.check_room)
+        convert = partial(COMPUTE_ENDPOINTS[exchange.path].convert, request, self._served)
+        await exchange.answer(await json_response(convert, self.tokenize_threads))
 
     async def _read(self, exchange: Exchange, check_room: Callable[[], None]) -> Any:
         """The job that the request in the body asks for, or the request to compute something. A
@@ -103,31 +107,33 @@ class Runner:
         Where `check_room` raises `OverloadedError`, no body is parsed: a refusal must take as
         little as possible from the requests that run.
         """
-        unknown = Unknown(refuse=self._served.refuse_unknown)
+        unknown = UnknownFields(refuse=self._served.refuse_unknown)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body()
         check_room()
         if encoding:
-            num_sent, most = len(body), self._limits.max_body_bytes
-            body = await self._reading.run(partial(decode, body, encoding, most))
-            exchange.upload.add(len(body) - num_sent)
+            num_encoded_bytes, most = len(body), self._limits.max_body_bytes
+            body = await self._read_threads.run(partial(decode, body, encoding, most))
+            exchange.upload.add(len(body) - num_encoded_bytes)
 
-        def make() -> Model | Job:
-            request = read(POST[exchange.path].model, body, self._served.max_messages, unknown)
-            if exchange.path in COMPUTED:
+        def make() -> RequestModel | Job:
+            request = read_request(
+                POST_ENDPOINTS[exchange.path].model, body, self._served.max_messages, unknown
+            )
+            if exchange.path in COMPUTE_ENDPOINTS:
                 return request
-            job = JOBS[exchange.path].convert(request, self._served)
+            job = JOB_ENDPOINTS[exchange.path].convert(request, self._served)
             unknown.names |= dict.fromkeys(job.ignored)
             return job
 
         try:
-            return await self._reading.run(make, at_once=len(body) <= READ_INLINE_BYTES)
+            return await self._read_threads.run(make, inline=len(body) <= READ_INLINE_BYTES)
         finally:
             if unknown.names:
-                exchange.answer_headers[HEADER] = header_of(unknown.names)
+                exchange.answer_headers[IGNORED_HEADER] = header_of(unknown.names)
                 self._ignored_fields.note(unknown.names)
 
-    def _writer(self, exchange: Exchange, job: Job, generations: list[Generation]) -> Writer:
+    def _make_writer(self, exchange: Exchange, job: Job, generations: list[Generation]) -> Writer:
         """What writes the answer, now that the prompts are token ids. Raises as `Job.check`."""
         exchange.upload.close()
         job.check(generations)
@@ -135,10 +141,10 @@ class Runner:
         return job.make_writer(generations)
 
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
-        timing = Timing(self._metrics)
+        timing = RequestTimer(self._metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
-            writer = self._writer(exchange, job, generations)
+            writer = self._make_writer(exchange, job, generations)
         except BaseException:
             self._client.abort(generations)
             raise
@@ -146,21 +152,25 @@ class Runner:
         for output in outputs:
             if output.error is not None:
                 raise output.error
-            num_tokens = sum(len(done.token_ids) for done in output.outputs)
+            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
             self._metrics.tokens.add(num_tokens)
         timing.end()
-        is_short = job.num_written(generations) <= WRITE_INLINE_TOKENS
-        await exchange.answer(await json_response(writer.body, self._writing, at_once=is_short))
+        is_short = job.num_answer_tokens(generations) <= WRITE_INLINE_TOKENS
+        await exchange.answer(
+            await json_response(writer.body, self._write_threads, inline=is_short)
+        )
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
-        timing = Timing(self._metrics)
+        timing = RequestTimer(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
-            exchange.writer = writer = self._writer(exchange, job, generations)
+            exchange.writer = writer = self._make_writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
 
             def note_tokens(items: list[Item]) -> None:
                 for prompt_index, chunk in items:
-                    timing.tokens(prompt_index * num_outputs + chunk.index, len(chunk.token_ids))
+                    timing.add_tokens(
+                        prompt_index * num_outputs + chunk.index, len(chunk.token_ids)
+                    )
 
             def begins_output(prompt_index: int, chunk: Chunk) -> bool:
                 return not timing.has_begun(prompt_index * num_outputs + chunk.index)
@@ -170,7 +180,7 @@ class Runner:
                 begin: each may repeat a long prompt, and the scores of its tokens.
                 """
                 num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
-                if num_tokens > MAX_NOW or not exchange.can_write_now:
+                if num_tokens > MAX_IMMEDIATE_TOKENS or not exchange.can_write_now:
                     return False
                 if any(begins_output(prompt_index, chunk) for prompt_index, chunk in items):
                     return False
@@ -178,27 +188,31 @@ class Runner:
                 if data := b"".join(
                     writer.events(prompt_index, chunk) for prompt_index, chunk in items
                 ):
-                    exchange.send_event_nowait(data)
+                    exchange.send_events_nowait(data)
                 return True
 
             exchange.keep_alive(self._limits.keep_alive_s)
             try:
                 while items := await chunks.next(take_now):
                     note_tokens(items)
-                    data = await _in_turns(writer, items)
+                    data = await _events_in_turns(writer, items)
                     if data:
-                        await exchange.event(data)
+                        await exchange.send_events(data)
             finally:
                 exchange.end_keep_alive()
             timing.end()
-            await exchange.event(writer.end(includes_usage=job.includes_usage), more=False)
+            await exchange.send_events(
+                writer.end(includes_usage=job.includes_usage), has_more=False
+            )
 
 
-async def _in_turns(writer: Writer, items: list[Item]) -> bytes:
+async def _events_in_turns(writer: Writer, items: list[Item]) -> bytes:
     """The events of these chunks. Others get a turn while many are made."""
     events, began_s = [], time.monotonic()
     for prompt_index, piece in (
-        (prompt_index, piece) for prompt_index, chunk in items for piece in chunk.pieces()
+        (prompt_index, piece)
+        for prompt_index, chunk in items
+        for piece in chunk.split_prompt_logprobs()
     ):
         events.append(writer.events(prompt_index, piece))
         if time.monotonic() - began_s > STREAM_TURN_S:

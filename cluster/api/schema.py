@@ -1,8 +1,8 @@
 """The requests of the API: what each field may be.
 
-The fields of a model here are honored; those of `WITHOUT_EFFECT` are accepted as far as they ask
-for nothing; those of `REFUSED` are refused; `unknown.py` says what becomes of others. A model of
-another API may have lists of its own. The values of sampling parameters are checked by
+The fields of a model here are honored; those of `FIELDS_WITHOUT_EFFECT` are accepted as far as they
+ask for nothing; those of `REFUSED_FIELDS` are refused; `unknown.py` says what becomes of others. A
+model of another API may have lists of its own. The values of sampling parameters are checked by
 `SamplingParams`, which knows their limits; `reading.py` makes requests of bodies.
 """
 
@@ -23,26 +23,26 @@ from pydantic import (
 from pydantic_core import from_json
 
 from cluster.api.fields import (
-    OF_OTHER_PATHS,
-    REFUSED,
-    REFUSED_EVERYWHERE,
-    WITHOUT_EFFECT,
-    Asks,
+    FIELDS_OF_OTHER_PATHS,
+    FIELDS_REFUSED_EVERYWHERE,
+    FIELDS_WITHOUT_EFFECT,
+    REFUSED_FIELDS,
+    ValuePredicate,
 )
-from cluster.api.unknown import Unknown
-from scheduler.bounds import most
+from cluster.api.unknown import UnknownFields
+from scheduler.bounds import field_limit
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-ToolName = Annotated[str, Field(min_length=1, max_length=most("name"))]  # of a tool
+ToolName = Annotated[str, Field(min_length=1, max_length=field_limit("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
 ListOf = Annotated[list[T], Field(fail_fast=True)]
 
 
-def kind_among(*kinds: str, default: str | None = None) -> Discriminator:
+def type_discriminator(*kinds: str, default: str | None = None) -> Discriminator:
     """Chooses the model of a value by its type; all other types are one kind, "other"."""
 
     def kind_of(value: Any) -> str:
@@ -53,18 +53,18 @@ def kind_among(*kinds: str, default: str | None = None) -> Discriminator:
     return Discriminator(kind_of)
 
 
-class Model(BaseModel):
+class RequestModel(BaseModel):
     """Base of all requests and of what is in them: exact types. Unknown fields of messages, parts
     and calls are ignored: clients send back what any server gave them.
     """
 
     model_config = ConfigDict(extra="ignore", strict=True)
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT
-    REFUSED: ClassVar[dict[str, str]] = REFUSED
+    FIELDS_WITHOUT_EFFECT: ClassVar[dict[str, tuple[ValuePredicate, str]]] = FIELDS_WITHOUT_EFFECT
+    REFUSED_FIELDS: ClassVar[dict[str, str]] = REFUSED_FIELDS
 
     @model_validator(mode="wrap")
     @classmethod
-    def _let_others_run(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+    def _let_threads_switch(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         """Checks as usual, but through Python code, where the interpreter may switch threads: a
         body has up to 32,768 objects, and pydantic alone would not let go between two of them.
         """
@@ -72,41 +72,51 @@ class Model(BaseModel):
 
     @classmethod
     @functools.cache
-    def names(cls) -> frozenset[str]:
+    def field_names(cls) -> frozenset[str]:
         """The names of the fields in JSON."""
         return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
     @classmethod
     @functools.cache
-    def without_effect(cls) -> dict[str, tuple[Asks, str]]:
+    def fields_without_effect(cls) -> dict[str, tuple[ValuePredicate, str]]:
         """Fields that are accepted as far as they ask for nothing, and what is possible."""
-        unlisted = OF_OTHER_PATHS.keys() - cls.names() - cls.REFUSED.keys()
-        return {name: OF_OTHER_PATHS[name] for name in sorted(unlisted)} | cls.WITHOUT_EFFECT
+        unlisted_names = (
+            FIELDS_OF_OTHER_PATHS.keys() - cls.field_names() - cls.REFUSED_FIELDS.keys()
+        )
+        return {
+            name: FIELDS_OF_OTHER_PATHS[name] for name in sorted(unlisted_names)
+        } | cls.FIELDS_WITHOUT_EFFECT
 
     @classmethod
     @functools.cache
-    def refused(cls) -> dict[str, str]:
+    def refused_fields(cls) -> dict[str, str]:
         """Fields that are refused, and why."""
-        unlisted = REFUSED_EVERYWHERE.keys() - cls.names() - cls.WITHOUT_EFFECT.keys()
-        return {name: REFUSED_EVERYWHERE[name] for name in sorted(unlisted)} | cls.REFUSED
+        unlisted_names = (
+            FIELDS_REFUSED_EVERYWHERE.keys() - cls.field_names() - cls.FIELDS_WITHOUT_EFFECT.keys()
+        )
+        return {
+            name: FIELDS_REFUSED_EVERYWHERE[name] for name in sorted(unlisted_names)
+        } | cls.REFUSED_FIELDS
 
 
-class Options(Model):
+class Options(RequestModel):
     """Base of what says how to answer. Its unknown fields are treated as those of the request, if
-    an `Unknown` is the context of the validation. `PATH`: where it is in the request.
-    `MISPLACED`: fields that are refused because they have another place, with that.
+    an `UnknownFields` is the context of the validation. `PATH`: where it is in the request.
+    `MISPLACED_FIELDS`: fields that are refused because they have another place, with that.
     """
 
     PATH: ClassVar[str]
-    MISPLACED: ClassVar[dict[str, str]] = {}
+    MISPLACED_FIELDS: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _check_unknown_fields(cls, values: Any, info: ValidationInfo) -> Any:
-        if not (isinstance(values, dict) and isinstance(info.context, Unknown)):
+        if not (isinstance(values, dict) and isinstance(info.context, UnknownFields)):
             return values
         values = dict(values)
-        info.context.remove_unknown(values, cls.names(), path=cls.PATH, refused=cls.MISPLACED)
+        info.context.remove_unknown(
+            values, cls.field_names(), path=cls.PATH, refused_fields=cls.MISPLACED_FIELDS
+        )
         return values
 
 
@@ -116,7 +126,7 @@ class StreamOptions(Options):
     include_obfuscation: bool | None = None  # padding, of which there is none
 
 
-class Generate(Model):
+class GenerationRequest(RequestModel):
     """What chats and completions have in common; see `SamplingParams`."""
 
     model: str | None = None
@@ -143,7 +153,7 @@ class Generate(Model):
     stream_interval: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    def sampling(
+    def sampling_params(
         self,
         *,
         max_tokens: int,
@@ -154,9 +164,9 @@ class Generate(Model):
         """The sampling parameters. `prompt_logprobs`: in place of the field, if the answer needs
         more. Raises `RequestError` for a value that is not possible.
         """
-        names = SamplingParams.__dataclass_fields__.keys() & Generate.model_fields.keys()
+        names = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
-        num_alternatives = [
+        alternative_counts = [
             num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None
         ]
         return SamplingParams.from_dict(
@@ -166,7 +176,7 @@ class Generate(Model):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
-                "prompt_logprobs": max(num_alternatives) if num_alternatives else None,
+                "prompt_logprobs": max(alternative_counts) if alternative_counts else None,
             }
         )
 
@@ -181,38 +191,38 @@ class Generate(Model):
         return bool(self.stream_options and self.stream_options.include_usage)
 
 
-class CompletionRequest(Generate):
+class CompletionRequest(GenerationRequest):
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
 
-class TextPart(Model):
+class TextPart(RequestModel):
     """Text; the other two types are those of responses, which some clients send here too."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str
 
 
-class RefusalPart(Model):
+class RefusalPart(RequestModel):
     """What an assistant said instead of an answer."""
 
     type: Literal["refusal"]
     refusal: str
 
 
-class FunctionCall(Model):
+class FunctionCall(RequestModel):
     name: str
     arguments: str
 
 
-class MessageCall(Model):
+class MessageCall(RequestModel):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class ChatMessage(Model):
+class ChatMessage(RequestModel):
     """A message of a conversation. Clients send answers back as they got them, from any server.
     `refusal`: what the assistant said instead of `content`.
     """
@@ -237,16 +247,19 @@ class ChatMessage(Model):
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
-        optional = {
+        optional_fields = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
             "reasoning_content": reasoning,
         }
-        message |= {name: value for name, value in optional.items() if value is not None}
+        message |= {name: value for name, value in optional_fields.items() if value is not None}
         if self.tool_calls:
             message["tool_calls"] = [
                 template_call(
-                    call.id, call.function.name, call.function.arguments, as_text=arguments_as_text
+                    call.id,
+                    call.function.name,
+                    call.function.arguments,
+                    arguments_as_text=arguments_as_text,
                 )
                 for call in self.tool_calls
             ]
@@ -274,7 +287,9 @@ class Function(Options):
 
 class Tool(Options):
     PATH: ClassVar[str] = "tools"
-    MISPLACED: ClassVar[dict[str, str]] = {"strict": "it has its place in the tool's function"}
+    MISPLACED_FIELDS: ClassVar[dict[str, str]] = {
+        "strict": "it has its place in the tool's function"
+    }
     type: Literal["function"]
     function: Function
 
@@ -295,7 +310,7 @@ class NamedTool(Options):
 class AllowedNames(Options):
     PATH: ClassVar[str] = "tool_choice.allowed_tools"
     mode: Literal["auto", "required"]
-    tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=field_limit("tools"))]
 
 
 class AllowedTools(Options):
@@ -321,7 +336,7 @@ class JsonObjectFormat(Options):
 
 class JsonSchema(Options):
     PATH: ClassVar[str] = "response_format.json_schema"
-    name: Annotated[str, Field(max_length=most("name"))]
+    name: Annotated[str, Field(max_length=field_limit("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
     strict: bool | None = None
@@ -338,7 +353,7 @@ ResponseFormat = Annotated[
 ]
 
 
-class ChatRequest(Generate):
+class ChatRequest(GenerationRequest):
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -358,20 +373,24 @@ class ChatRequest(Generate):
     continue_final_message: bool | None = None
 
     def structure(self) -> StructuredOutputs | None:
-        """As `Generate.structure`, or from the response format."""
-        wanted = super().structure()
-        form = self.response_format
-        if form is None or isinstance(form, TextFormat):
-            return wanted
-        if wanted is not None:
+        """As `GenerationRequest.structure`, or from the response format."""
+        given_structure = super().structure()
+        response_format = self.response_format
+        if response_format is None or isinstance(response_format, TextFormat):
+            return given_structure
+        if given_structure is not None:
             raise RequestError(
                 "give either response_format or structured_outputs", "response_format"
             )
-        schema = form.schema_ if isinstance(form, JsonObjectFormat) else form.json_schema.schema_
-        return matching(schema)
+        schema = (
+            response_format.schema_
+            if isinstance(response_format, JsonObjectFormat)
+            else response_format.json_schema.schema_
+        )
+        return schema_structure(schema)
 
 
-class TokenizeRequest(Model):
+class TokenizeRequest(RequestModel):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[ListOf[ChatMessage], Field(min_length=1)] | None = None
@@ -383,21 +402,26 @@ class TokenizeRequest(Model):
     continue_final_message: bool | None = None
 
 
-class DetokenizeRequest(Model):
+class DetokenizeRequest(RequestModel):
     model: str | None = None
     tokens: ListOf[int]
 
 
-def matching(schema: Any) -> StructuredOutputs:
+def schema_structure(schema: Any) -> StructuredOutputs:
     """An answer that matches a JSON schema; any object if that is None. Raises `RequestError`."""
     return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
 
 
 def template_call(
-    call_id: str | None, name: str, arguments: str, *, as_text: bool
+    call_id: str | None, name: str, arguments: str, *, arguments_as_text: bool
 ) -> dict[str, Any]:
-    """A call as chat templates expect it; `as_text`: see `ChatTemplate`. Raises `RequestError`."""
-    function = {"name": name, "arguments": arguments if as_text else _arguments_object(arguments)}
+    """A call as chat templates expect it; `arguments_as_text`: see `ChatTemplate`. Raises
+    `RequestError`.
+    """
+    function = {
+        "name": name,
+        "arguments": arguments if arguments_as_text else _arguments_object(arguments),
+    }
     return {"id": call_id, "type": "function", "function": function}
 
 

@@ -20,13 +20,13 @@ def loosened_headers(generations: list[Generation]) -> dict[str, str]:
     """The header that names the tools whose arguments need not match their schemas although calls
     follow a grammar; none if there are none. Names are escaped as in addresses.
     """
-    names = [quote(name) for name in generations[0].loosened]
+    names = [quote(name) for name in generations[0].loosened_tools]
     num_named, num_bytes = 0, 0
     while num_named < len(names) and num_bytes + len(names[num_named]) + 2 <= MAX_NAMES_BYTES:
         num_bytes += len(names[num_named]) + 2
         num_named += 1
-    count_of_others = [f"and {len(names) - num_named} more"] if num_named < len(names) else []
-    return {LOOSENED_HEADER: ", ".join(names[:num_named] + count_of_others)} if names else {}
+    others_note = [f"and {len(names) - num_named} more"] if num_named < len(names) else []
+    return {LOOSENED_HEADER: ", ".join(names[:num_named] + others_note)} if names else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class CallRules:
     tools: Sequence[Function] = ()
     is_required: bool = False
     named_tool: str | None = None
-    only_one: bool = False
+    ends_after_one_call: bool = False
 
 
 def call_rules(
@@ -53,9 +53,9 @@ def call_rules(
     """
     if allowed is not None:
         names = [tool.name for tool in tools]
-        if missing := sorted(set(allowed).difference(names)):
+        if missing_names := sorted(set(allowed).difference(names)):
             raise RequestError(
-                f"tool_choice allows {missing[0]!r}, which is not among the tools"
+                f"tool_choice allows {missing_names[0]!r}, which is not among the tools"
                 f" {', '.join(names)}",
                 "tool_choice",
             )
@@ -64,19 +64,21 @@ def call_rules(
         tools=() if choice == "none" else tools,
         is_required=choice == "required" or named_tool is not None,
         named_tool=named_tool,
-        only_one=parallel is False,
+        ends_after_one_call=parallel is False,
     )
 
 
-def structure_of(rules: CallRules, wanted: StructuredOutputs | None) -> StructuredOutputs | None:
-    """`wanted`: what an answer without calls must match. Raises `RequestError` for what cannot be
-    met.
+def structure_of(
+    rules: CallRules, answer_structure: StructuredOutputs | None
+) -> StructuredOutputs | None:
+    """`answer_structure`: what an answer without calls must match. Raises `RequestError` for what
+    cannot be met.
     """
     tools, name = rules.tools, rules.named_tool
     if not tools:
         if rules.is_required:
             raise RequestError("tool_choice asks for a call, but there are no tools", "tool_choice")
-        return wanted
+        return answer_structure
     if name is not None:
         tools = [tool for tool in tools if tool.name == name][:1]
         if not tools:
@@ -84,15 +86,17 @@ def structure_of(rules: CallRules, wanted: StructuredOutputs | None) -> Structur
             raise RequestError(
                 f"tool_choice names {name!r}, which is not among the tools {names}", "tool_choice"
             )
-    is_free = not (rules.is_required or rules.only_one or any(tool.strict for tool in tools))
-    if wanted is None and is_free:
+    is_unconstrained = not (
+        rules.is_required or rules.ends_after_one_call or any(tool.strict for tool in tools)
+    )
+    if answer_structure is None and is_unconstrained:
         return None
     return CallStructure(
         tools=tuple(
             CallableTool(name=tool.name, parameters=tool.parameters, is_strict=bool(tool.strict))
             for tool in tools
         ),
-        is_required=rules.is_required or wanted is not None,
-        only_one=rules.only_one or name is not None,
-        otherwise=None if rules.is_required else wanted,
+        is_required=rules.is_required or answer_structure is not None,
+        ends_after_one_call=rules.ends_after_one_call or name is not None,
+        no_call_structure=None if rules.is_required else answer_structure,
     )

@@ -32,12 +32,12 @@ class ThreadQueue:
                 " are possible; try again later"
             )
 
-    async def run(self, work: Callable[[], Result], *, at_once: bool = False) -> Result:
+    async def run(self, work: Callable[[], Result], *, inline: bool = False) -> Result:
         """What `work` returns. Raises `OverloadedError` instead of waiting in a full queue. If this
         is canceled, the work leaves the queue; once it runs, it counts until it has ended.
-        `at_once`: without a thread, as it is little.
+        `inline`: without a thread, as it is little.
         """
-        if at_once:
+        if inline:
             return work()
         self.check_room()
         # In a variable, the future would be kept by its own error, whose traceback has this frame,

@@ -18,14 +18,14 @@ from typing import Any
 from prometheus_client import Counter
 
 from cluster.api.errors import HttpError
-from cluster.api.fields import ERROR_CODES, IGNORED, OTHER_NAMES, Asks
-from scheduler.bounds import check
+from cluster.api.fields import ERROR_CODE_BY_FIELD, FIELD_SYNONYMS, IGNORED_FIELDS, ValuePredicate
+from scheduler.bounds import check_bound
 from scheduler.errors import RequestError
 
-HEADER = "x-eagleray-ignored"
-MAX_NAME = 64  # characters of a name in the header, and in the log
-MAX_HEADER = 1024  # characters
-MAX_LOGGED = 256  # names that are logged in the life of a process
+IGNORED_HEADER = "x-eagleray-ignored"
+MAX_NAME_LENGTH = 64  # characters of a name in the header, and in the log
+MAX_HEADER_LENGTH = 1024  # characters
+MAX_LOGGED_NAMES = 256  # names that are logged in the life of a process
 # Names of so many letters may have one wrong, missing or superfluous; longer ones two.
 MIN_LENGTH_ONE_FAULT = 6
 MIN_LENGTH_TWO_FAULTS = 10
@@ -33,7 +33,7 @@ MIN_LENGTH_TWO_FAULTS = 10
 logger = logging.getLogger("eagleray.api")
 
 
-class Unknown:
+class UnknownFields:
     """The unknown fields of one request. `names`: those that are ignored, each once, in the order
     of the body; a field of an object within the request has the path of that object before it.
     """
@@ -42,7 +42,8 @@ class Unknown:
         """`refuse`: no unknown field is ignored."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
-        self._ignored: set[tuple[str, str]] = set()  # paths and names, of which many tools have one
+        # Paths and names, of which many tools have one.
+        self._ignored_paths: set[tuple[str, str]] = set()
 
     def remove_unknown(
         self,
@@ -50,20 +51,20 @@ class Unknown:
         field_names: frozenset[str],
         *,
         path: str = "",
-        without_effect: Mapping[str, tuple[Asks, str]] = MappingProxyType({}),
-        refused: Mapping[str, str] = MappingProxyType({}),
+        fields_without_effect: Mapping[str, tuple[ValuePredicate, str]] = MappingProxyType({}),
+        refused_fields: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Remove from an object at `path` what is not in `field_names`. Raises `RequestError` for
         what cannot be ignored, and `HttpError`.
         """
         for name in [name for name in values if name not in field_names]:
             value = values.pop(name)
-            if (path, name) in self._ignored:
+            if (path, name) in self._ignored_paths:
                 continue
-            if name in without_effect:
-                _check_effect(name, value, *without_effect[name])
-            elif name in refused:
-                _check_refused(name, value, refused[name])
+            if name in fields_without_effect:
+                _check_effect(name, value, *fields_without_effect[name])
+            elif name in refused_fields:
+                _check_refused(name, value, refused_fields[name])
             else:
                 self._remove_one(name, value, values, field_names, path)
 
@@ -71,24 +72,33 @@ class Unknown:
         self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], path: str
     ) -> None:
         full_name = f"{path}.{name}" if path else name
-        parameter = (path.split(".")[0] or name)[:MAX_NAME]
+        parameter = (path.split(".")[0] or name)[:MAX_NAME_LENGTH]
         if self._refuse:
-            listed = ", ".join(sorted(field_names))
-            raise RequestError(f"unknown field {full_name[:100]!r}; known are {listed}", parameter)
+            known_names = ", ".join(sorted(field_names))
+            raise RequestError(
+                f"unknown field {full_name[:100]!r}; known are {known_names}", parameter
+            )
         if value is None:
             return
-        count = len(self._ignored) + 1
-        check("unknown fields", count, path or "the body", path.split(".")[0])
-        meant = [field for field in OTHER_NAMES.get(name, ()) if field in field_names and not path]
-        if meant:
-            if all(values.get(field) is None for field in meant):
-                raise RequestError(f"unknown field {name!r}; did you mean {meant[0]!r}?", parameter)
-        elif full_name not in IGNORED and (field := lookalike(name, field_names)) is not None:
+        count = len(self._ignored_paths) + 1
+        check_bound("unknown fields", count, path or "the body", path.split(".")[0])
+        meant_fields = [
+            field for field in FIELD_SYNONYMS.get(name, ()) if field in field_names and not path
+        ]
+        if meant_fields:
+            if all(values.get(field) is None for field in meant_fields):
+                raise RequestError(
+                    f"unknown field {name!r}; did you mean {meant_fields[0]!r}?", parameter
+                )
+        elif (
+            full_name not in IGNORED_FIELDS
+            and (field := misspelled_field(name, field_names)) is not None
+        ):
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
             )
-        self._ignored.add((path, name))
-        self.names[full_name[:MAX_NAME]] = None
+        self._ignored_paths.add((path, name))
+        self.names[full_name[:MAX_NAME_LENGTH]] = None
 
 
 class IgnoredFields:
@@ -97,15 +107,15 @@ class IgnoredFields:
     def __init__(self, counter: Counter) -> None:
         """`counter`: has the label `field`."""
         self._counter = counter
-        self._logged: set[str] = set()
+        self._logged_names: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
         """Fields of one request were ignored."""
         for name in names:
-            self._counter.labels(name if name in IGNORED else "other").inc()
-            if name not in self._logged and len(self._logged) < MAX_LOGGED:
-                self._logged.add(name)
-                is_last = len(self._logged) == MAX_LOGGED
+            self._counter.labels(name if name in IGNORED_FIELDS else "other").inc()
+            if name not in self._logged_names and len(self._logged_names) < MAX_LOGGED_NAMES:
+                self._logged_names.add(name)
+                is_last = len(self._logged_names) == MAX_LOGGED_NAMES
                 rest = "; further names are not logged" if is_last else ""
                 logger.warning("requests have the field %s, which is ignored%s", ascii(name), rest)
 
@@ -114,28 +124,31 @@ def header_of(names: Iterable[str]) -> str:
     """The value of the header: names separated by commas, in letters that headers may have. What
     does not fit is left out, and `...` stands for it.
     """
-    shown: list[str] = []
+    shown_names: list[str] = []
     length = 0
     for name in names:
-        safe = re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:MAX_NAME]
-        length += len(safe) + 2
-        if length > MAX_HEADER - 5:
-            shown.append("...")
+        safe_name = re.sub(r"[^A-Za-z0-9_.-]", "?", name)[:MAX_NAME_LENGTH]
+        length += len(safe_name) + 2
+        if length > MAX_HEADER_LENGTH - 5:
+            shown_names.append("...")
             break
-        shown.append(safe)
-    return ", ".join(shown)
+        shown_names.append(safe_name)
+    return ", ".join(shown_names)
 
 
-def lookalike(name: str, field_names: frozenset[str]) -> str | None:
+def misspelled_field(name: str, field_names: frozenset[str]) -> str | None:
     """The known field of which a name looks like a misspelling, if there is one."""
-    if len(name) > MAX_NAME:
+    if len(name) > MAX_NAME_LENGTH:
         return None
-    forms = _misspellings(field_names)
-    plain = _plain(name)
-    candidates = [plain]
-    if len(plain) >= MIN_LENGTH_ONE_FAULT:
-        candidates += [plain[:index] + plain[index + 1 :] for index in range(len(plain))]
-    return next((forms[form] for form in candidates if form in forms), None)
+    field_by_form = _misspellings(field_names)
+    normalized_name = _normalized_name(name)
+    candidates = [normalized_name]
+    if len(normalized_name) >= MIN_LENGTH_ONE_FAULT:
+        candidates += [
+            normalized_name[:index] + normalized_name[index + 1 :]
+            for index in range(len(normalized_name))
+        ]
+    return next((field_by_form[form] for form in candidates if form in field_by_form), None)
 
 
 @functools.lru_cache(64)
@@ -145,22 +158,22 @@ def _misspellings(field_names: frozenset[str]) -> dict[str, str]:
     Two names of which one has a wrong letter, or a superfluous one, or two exchanged, have a common
     form with one letter fewer (Garbe's symmetric deletion).
     """
-    forms: dict[str, str] = {}
-    for num_missing, least in ((0, 0), (1, MIN_LENGTH_ONE_FAULT), (2, MIN_LENGTH_TWO_FAULTS)):
+    field_by_form: dict[str, str] = {}
+    for num_missing, min_length in ((0, 0), (1, MIN_LENGTH_ONE_FAULT), (2, MIN_LENGTH_TWO_FAULTS)):
         for field in sorted(field_names):
-            plain = _plain(field)
-            if len(plain) >= least:
-                for letters in combinations(plain, len(plain) - num_missing):
-                    forms.setdefault("".join(letters), field)
-    return forms
+            normalized_name = _normalized_name(field)
+            if len(normalized_name) >= min_length:
+                for letters in combinations(normalized_name, len(normalized_name) - num_missing):
+                    field_by_form.setdefault("".join(letters), field)
+    return field_by_form
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     """A name without what differs between styles: `maxTokens`, `max-tokens`, `max_token`."""
     return re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("s")
 
 
-def _check_effect(name: str, value: Any, is_possible: Asks, advice: str) -> None:
+def _check_effect(name: str, value: Any, is_possible: ValuePredicate, advice: str) -> None:
     if value is not None and not is_possible(value):
         raise RequestError(f"{name}: {advice}", name)
 
@@ -169,7 +182,7 @@ def _check_refused(name: str, value: Any, reason: str) -> None:
     """Raise unless a field asks for nothing."""
     if value is None or value is False or value in ("", []):
         return
-    if name in ERROR_CODES:
-        details = {"error_code": ERROR_CODES[name]}
+    if name in ERROR_CODE_BY_FIELD:
+        details = {"error_code": ERROR_CODE_BY_FIELD[name]}
         raise HttpError(400, f"{name}: {reason}", parameter=name, details=details)
     raise RequestError(f"{name}: {reason}", name)

@@ -6,24 +6,24 @@ from __future__ import annotations
 
 import ctypes
 
-LARGE_BYTES = 2**20
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
+LARGE_BLOCK_BYTES = 2**20
+_M_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
-def return_large_blocks() -> None:
+def return_large_allocations() -> None:
     """From now on, have every block of a MiB or more returned once it is freed.
 
     glibc does so at first, but after the first such block that is freed, it keeps all that are no
     larger, up to 32 MiB, in one heap per thread. There they leave holes between small blocks: after
     270 large bodies, one at a time, a process had 74 MiB more than before, and with this 14.
     """
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is not None:
-        set_option(_MMAP_THRESHOLD, LARGE_BYTES)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
 
 
 def return_freed_memory() -> None:
     """Return the pages that hold only small blocks that have been freed."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -35,15 +35,15 @@ class ChatTemplate:
         continues its last message. Raises whatever the template, a program, raises.
         """
         return self._template.render(
-            messages=[_for_template(message) for message in conversation.messages],
+            messages=[_template_message(message) for message in conversation.messages],
             tools=conversation.tools,
             documents=None,
-            add_generation_prompt=not conversation.continues_last,
+            add_generation_prompt=not conversation.continues_last_message,
             **self._special_tokens | conversation.template_variables,
         )
 
 
-def _for_template(message: Message) -> Message:
+def _template_message(message: Message) -> Message:
     """A message without null fields, and with its reasoning under each name that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in ("reasoning_content", "thinking", "reasoning"):

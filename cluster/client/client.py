@@ -17,7 +17,7 @@ from cluster.client.outputs import Generation, RequestOutput, Sink
 from cluster.client.prompts import Prompt, as_list, one_per_prompt
 from cluster.client.requests import RequestBuilder
 from cluster.client.streams import ChunkStream, Relay
-from cluster.grammar.compiler import MAX_SLOW
+from cluster.grammar.compiler import MAX_SLOW_COMPILES
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
@@ -42,7 +42,7 @@ class EngineLink(Protocol):
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`."""
 
-    def after_news(self, callback: Callable[[], None]) -> None:
+    def add_news_callback(self, callback: Callable[[], None]) -> None:
         """Register `callback`, to be called after each batch of news, on any thread."""
 
 
@@ -63,9 +63,9 @@ class Client:
         self._send_async = send
         self._send_executor = ThreadPoolExecutor(NUM_SENDERS, "eagleray-send")
         # More threads than grammars that are slow to compile may be under way.
-        self._compile_executor = ThreadPoolExecutor(2 * MAX_SLOW, "grammars")
+        self._compile_executor = ThreadPoolExecutor(2 * MAX_SLOW_COMPILES, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
-        link.after_news(self._wake_relays)
+        link.add_news_callback(self._wake_relays)
 
     def submit(
         self,
@@ -86,7 +86,7 @@ class Client:
         """
         try:
             for generation in generations:
-                generation.done.exception()
+                generation.done_future.exception()
         except BaseException:
             self.abort(generations)
             raise
@@ -105,23 +105,25 @@ class Client:
         build = functools.partial(submit, prompts, params, sinks)
         # Other requests must not wait while grammars are compiled.
         has_grammar = any(
-            isinstance(of_prompt, SamplingParams) and of_prompt.structured_outputs
-            for of_prompt in (params if isinstance(params, list | tuple) else [params])
+            isinstance(prompt_params, SamplingParams) and prompt_params.structured_outputs
+            for prompt_params in (params if isinstance(params, list | tuple) else [params])
         )
         executor = self._compile_executor if has_grammar else self._send_executor
         job = executor.submit(build)
-        submitting = asyncio.wrap_future(job)
+        submit_future = asyncio.wrap_future(job)
         if self._send_async is not None:
-            sending = self._send_built(submitting)
-            submitting = asyncio.get_running_loop().create_task(sending, context=Context())
+            send_coroutine = self._send_built(submit_future)
+            submit_future = asyncio.get_running_loop().create_task(
+                send_coroutine, context=Context()
+            )
         try:
-            return await asyncio.shield(submitting)
+            return await asyncio.shield(submit_future)
         except asyncio.CancelledError:
             if not job.cancel():  # it is no longer in line for a thread
-                submitting.add_done_callback(self._abort_submitted)
+                submit_future.add_done_callback(self._abort_submitted)
             raise
         finally:
-            del job, submitting  # their error, whose traceback has this frame, would keep them
+            del job, submit_future  # their error, whose traceback has this frame, would keep them
 
     def _build(
         self,
@@ -134,15 +136,15 @@ class Client:
         sinks = sinks or [None] * len(prompts)
         return list(map(self.builder.build, prompts, params_per_prompt, sinks))
 
-    async def _send_built(self, building: asyncio.Future[list[Generation]]) -> list[Generation]:
+    async def _send_built(self, build_future: asyncio.Future[list[Generation]]) -> list[Generation]:
         assert self._send_async is not None
-        generations = await building
+        generations = await build_future
         await self._send_async(generations)
         return generations
 
     async def wait_async(self, generations: list[Generation]) -> list[RequestOutput]:
         """`wait` for an event loop; canceling it aborts the requests."""
-        futures = (asyncio.wrap_future(generation.done) for generation in generations)
+        futures = (asyncio.wrap_future(generation.done_future) for generation in generations)
         try:
             await asyncio.gather(*futures, return_exceptions=True)
         finally:
@@ -200,9 +202,9 @@ class Client:
         for relay in self._relays.values():
             relay.wake()
 
-    def _abort_submitted(self, submitted: asyncio.Future[list[Generation]]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
-            self.abort(submitted.result())
+    def _abort_submitted(self, submit_future: asyncio.Future[list[Generation]]) -> None:
+        if not submit_future.cancelled() and submit_future.exception() is None:
+            self.abort(submit_future.result())
 
 
 def _outputs(generations: list[Generation]) -> list[RequestOutput]:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # An unfinished character has at most three bytes, each of which may decode to one replacement
 # character.
-_MAX_UNFINISHED = 3
+_MAX_UNFINISHED_CHARS = 3
 # Tokens that are decoded together with new ones. The context must hold at least one whole
 # character.
-CONTEXT = 10
+NUM_CONTEXT_TOKENS = 10
 
 
 class Decoder(Protocol):
@@ -39,45 +39,50 @@ class Detokenizer(Protocol):
         """The rest of the text: no more tokens follow."""
 
 
-def detokenizer(tokenizer: Decoder) -> Detokenizer:
+def make_detokenizer(tokenizer: Decoder) -> Detokenizer:
     """One for the tokens of one output."""
     text_bytes = tokenizer.text_bytes
-    return _OfContext(tokenizer) if text_bytes is None else _OfBytes(text_bytes)
+    return _ContextDetokenizer(tokenizer) if text_bytes is None else _BytesDetokenizer(text_bytes)
 
 
-class _OfBytes:
+class _BytesDetokenizer:
     """For tokens that stand for bytes, as those of Qwen3."""
 
     def __init__(self, text_bytes: Callable[[int], bytes]) -> None:
         self._text_bytes = text_bytes
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._utf8_decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_ids: Seq[int]) -> str:
-        return self._utf8.decode(b"".join(map(self._text_bytes, token_ids)))
+        return self._utf8_decoder.decode(b"".join(map(self._text_bytes, token_ids)))
 
     def finish(self) -> str:
-        return self._utf8.decode(b"", True)
+        return self._utf8_decoder.decode(b"", True)
 
 
-class _OfContext:
+class _ContextDetokenizer:
     """For tokens whose text depends on those before them: the last ones are decoded again."""
 
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
-        self._recent: list[int] = []
-        self._num_certain = 0  # characters of the text of `_recent` that were returned
+        self._recent_token_ids: list[int] = []
+        self._num_certain = 0  # characters of the text of `_recent_token_ids` that were returned
 
     def push(self, token_ids: Seq[int]) -> str:
-        self._recent += token_ids
-        text = self._tokenizer.decode(self._recent)
-        num_certain = max(len(text.rstrip(_UNFINISHED)), len(text) - _MAX_UNFINISHED)
-        num_dropped = 0  # characters that `_recent` no longer yields
-        if len(self._recent) > 2 * CONTEXT:
-            del self._recent[:-CONTEXT]
-            num_dropped = len(text) - len(self._tokenizer.decode(self._recent))
+        self._recent_token_ids += token_ids
+        text = self._tokenizer.decode(self._recent_token_ids)
+        num_certain = max(
+            len(text.rstrip(_REPLACEMENT_CHARACTER)), len(text) - _MAX_UNFINISHED_CHARS
+        )
+        num_dropped = 0  # characters that `_recent_token_ids` no longer yields
+        if len(self._recent_token_ids) > 2 * NUM_CONTEXT_TOKENS:
+            del self._recent_token_ids[:-NUM_CONTEXT_TOKENS]
+            num_dropped = len(text) - len(self._tokenizer.decode(self._recent_token_ids))
         num_certain = max(num_certain, num_dropped, self._num_certain)
-        new, self._num_certain = text[self._num_certain : num_certain], num_certain - num_dropped
-        return new
+        new_text, self._num_certain = (
+            text[self._num_certain : num_certain],
+            num_certain - num_dropped,
+        )
+        return new_text
 
     def finish(self) -> str:
-        return self._tokenizer.decode(self._recent)[self._num_certain :]
+        return self._tokenizer.decode(self._recent_token_ids)[self._num_certain :]

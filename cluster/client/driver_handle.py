@@ -22,8 +22,8 @@ from cluster.ray_errors import (
     LostCallError,
     NoAnswerError,
     NoRoomError,
-    call,
     cause_of,
+    result_of,
     start_call,
     was_lost,
 )
@@ -33,9 +33,9 @@ from scheduler.messages import Deltas, Request
 
 LOST_CALL_PAUSE_S = 0.2
 # A driver that answers after this time has served, although there was no news from it.
-SERVED_S = 10.0
+SERVED_AFTER_S = 10.0
 
-Replace = Callable[[Any, EaglerayError, bool], Any]
+ReplaceDriver = Callable[[Any, EaglerayError, bool], Any]
 
 
 def cannot_replace(actor: Any, error: EaglerayError, has_served: bool) -> Any:
@@ -49,18 +49,18 @@ class DriverHandle:
     """Calls one engine's driver. Any thread may call.
 
     actor: the present driver. has_served: whether there was any news from it. dead_actor: a driver
-    that has died, until the polling thread has dealt with that. death: why there is no driver, if
-    none could be started.
+    that has died, until the polling thread has dealt with that. death_error: why there is no
+    driver, if none could be started.
     """
 
     def __init__(
         self,
         actor: Any,
         outstanding: OutstandingRequests,
-        changed: threading.Condition,
+        change_condition: threading.Condition,
         *,
-        is_reachable: Callable[[], bool],
-        replace: Replace,
+        is_ray_connected: Callable[[], bool],
+        replace: ReplaceDriver,
         answer_limit_s: float,
         is_shared: bool,
         recovery_waits_for: Callable[[], str],
@@ -69,11 +69,11 @@ class DriverHandle:
         self.actor = actor
         self.has_served = False
         self.dead_actor: Any = None
-        self.death: EngineDeadError | None = None
+        self.death_error: EngineDeadError | None = None
         self.is_closed = False
-        self._outstanding = outstanding
-        self._changed = changed
-        self._is_reachable = is_reachable
+        self._outstanding_requests = outstanding
+        self._change_condition = change_condition
+        self._is_ray_connected = is_ray_connected
         self._replace = replace
         self._answer_limit_s = answer_limit_s
         self._is_shared = is_shared
@@ -82,24 +82,24 @@ class DriverHandle:
         # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
         # replica, even the message that a request was canceled. A call from a thread of its own
         # belongs to no other call.
-        self._sender = ThreadPoolExecutor(1, "eagleray-finish")
-        self._replacing = threading.Lock()
+        self._send_executor = ThreadPoolExecutor(1, "eagleray-finish")
+        self._replace_lock = threading.Lock()
         self._started_s = time.monotonic()
         self._no_room_since_s: float | None = None  # for answers to polls
 
     def close(self) -> None:
         """Make no more calls, except to end requests at an engine that outlives the frontend."""
-        with self._changed:
+        with self._change_condition:
             self.is_closed = True
-            self._changed.notify_all()
+            self._change_condition.notify_all()
         if not self._is_shared:
-            self._sender.shutdown(wait=False)
+            self._send_executor.shutdown(wait=False)
 
-    def check_reachable(self) -> None:
+    def check_not_shut_down(self) -> None:
         """Called before each call to an actor: after Ray was shut down, a call would start a new
         Ray. Raises `EngineDeadError`.
         """
-        if self.is_closed or not self._is_reachable():
+        if self.is_closed or not self._is_ray_connected():
             raise EngineDeadError("the engine was shut down; start a new one")
 
     # -- calls -------------------------------------------------------------------------------------
@@ -115,21 +115,23 @@ class DriverHandle:
                 if self._accept(actor, requests):
                     return
             except (DriverDiedError, NoAnswerError) as error:
-                self.revive(actor, error)
+                self.replace_driver(actor, error)
                 refs.clear()
-            self.check_reachable()
+            self.check_not_shut_down()
 
-    def poll(self, actor: Any, acknowledged: int) -> Deltas | None:
+    def poll(self, actor: Any, acknowledged_number: int) -> Deltas | None:
         """What is new. None if the answer was lost: the next one brings its content again. Raises
         `NoRoomError` if there was no room for answers for `answer_limit_s`.
         """
-        self.check_reachable()
+        self.check_not_shut_down()
         if actor is self.dead_actor:
             raise DriverDiedError("the driver has died")
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
-            ref = start_call(actor.poll, action, self._frontend_id, acknowledged, POLL_WAIT_S)
-            deltas: Deltas = pickle.loads(call(ref, action, limit_s))
+            ref = start_call(
+                actor.poll, action, self._frontend_id, acknowledged_number, POLL_WAIT_S
+            )
+            deltas: Deltas = pickle.loads(result_of(ref, action, limit_s))
         except LostCallError:
             time.sleep(LOST_CALL_PAUSE_S)
             return None
@@ -149,30 +151,30 @@ class DriverHandle:
         has died is replaced. Raises `OverloadedError` meanwhile, `EngineDeadError`,
         `NoAnswerError`.
         """
-        self.check_reachable()
+        self.check_not_shut_down()
         try:
             ask = getattr(self.actor, method)
             return self._answer(ask, action, *arguments, limit_s=CALL_TIMEOUT_S)
         except DriverDiedError:
-            if self.death is not None or self._replace is cannot_replace:
+            if self.death_error is not None or self._replace is cannot_replace:
                 raise
             raise OverloadedError(
                 "the driver has died and is being replaced; requests are kept and will continue."
                 f" {self._recovery_waits_for()}".rstrip(". ")
             ) from None
 
-    def finish(self, request_ids: list[str], reason: str, after: Iterable[Any] = ()) -> None:
+    def finish(self, request_ids: list[str], reason: str, submit_refs: Iterable[Any] = ()) -> None:
         """Tell the driver that these requests are no longer needed, once the calls `after` have
         ended. Does not wait.
         """
         if request_ids:
-            self._on_sender(self._send_finish, self.actor, request_ids, reason, *after)
+            self._run_on_sender(self._send_finish, self.actor, request_ids, reason, *submit_refs)
 
     def _accept(self, actor: Any, requests: list[Request]) -> bool:
         """Note that this driver has the requests. False if it has been replaced since."""
-        with self._changed:
+        with self._change_condition:
             if actor is self.actor:
-                self._outstanding.accept(requests)
+                self._outstanding_requests.accept(requests)
             return actor is self.actor
 
     def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> None:
@@ -188,119 +190,123 @@ class DriverHandle:
         refs: list[Any] | None = None,
     ) -> Any:
         """The answer of a method of the driver. The ref of each call is added to `refs`."""
-        until = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         while True:
             try:
                 ref = start_call(method, action, *arguments)
                 if refs is not None:
                     refs.append(ref)
-                return call(ref, action, limit_s)
+                return result_of(ref, action, limit_s)
             except (LostCallError, NoRoomError):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline_s:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
 
-    def _on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
+    def _run_on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
         """Make a call to the driver on the sender's thread."""
         with contextlib.suppress(RuntimeError):  # it was closed just now
-            self._sender.submit(make_call, *arguments)
+            self._send_executor.submit(make_call, *arguments)
 
-    def _send_finish(self, actor: Any, request_ids: list[str], reason: str, *after: Any) -> None:
+    def _send_finish(
+        self, actor: Any, request_ids: list[str], reason: str, *submit_refs: Any
+    ) -> None:
         has_ended = self.is_closed and not self._is_shared
-        if has_ended or not self._is_reachable():
+        if has_ended or not self._is_ray_connected():
             return
 
-        def make_again_if_lost(answer: Future[None]) -> None:
+        def retry_if_lost(answer: Future[None]) -> None:
             if was_lost(answer) and actor is self.actor:
-                self._on_sender(self._send_finish, actor, request_ids, reason, *after)
+                self._run_on_sender(self._send_finish, actor, request_ids, reason, *submit_refs)
 
-        answer = actor.finish.remote(request_ids, reason, self._frontend_id, *after).future()
-        answer.add_done_callback(make_again_if_lost)
+        answer = actor.finish.remote(request_ids, reason, self._frontend_id, *submit_refs).future()
+        answer.add_done_callback(retry_if_lost)
 
     # -- the end of a driver, and the next one -----------------------------------------------------
 
-    def follow(self) -> None:
+    def watch_end(self) -> None:
         """From now on, notice the death of the driver, or the end of its engine, even when there
         are no requests.
         """
-        self._follow(self.actor)
+        self._watch_end(self.actor)
 
-    def settled(self) -> Any:
+    def current_actor(self) -> Any:
         """The present driver; waits while it is being replaced."""
-        with self._replacing:
+        with self._replace_lock:
             return self.actor
 
-    def live(self) -> Any:
-        """As `settled`. Raises `EngineDeadError`, also where the driver's process answers but its
-        engine has stopped.
+    def live_actor(self) -> Any:
+        """As `current_actor`. Raises `EngineDeadError`, also where the driver's process answers but
+        its engine has stopped.
         """
-        actor = self.settled()
-        self.check_reachable()
-        if self.death is not None:
-            raise self.death
+        actor = self.current_actor()
+        self.check_not_shut_down()
+        if self.death_error is not None:
+            raise self.death_error
         return actor
 
     def check(self) -> None:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
-        if self.death is not None:
-            raise self.death
+        if self.death_error is not None:
+            raise self.death_error
         actor = self.actor
         try:
             self._answer(actor.stats, "read the counters", limit_s=self._answer_limit_s)
         except (DriverDiedError, NoAnswerError) as error:
-            self.revive(actor, error)
+            self.replace_driver(actor, error)
         else:
-            self.has_served |= time.monotonic() - self._started_s > SERVED_S
+            self.has_served |= time.monotonic() - self._started_s > SERVED_AFTER_S
 
-    def revive(self, actor: Any, error: EaglerayError) -> None:
+    def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
         accepted request again. Raises `EngineDeadError` if there is no new driver.
         """
-        with self._replacing:
+        with self._replace_lock:
             while self.actor is actor:
-                self.check_reachable()
+                self.check_not_shut_down()
                 successor = self._successor(actor, error)
-                with self._changed:
-                    self.check_reachable()
+                with self._change_condition:
+                    self.check_not_shut_down()
                     self.actor = successor
-                    requests = self._outstanding.accepted()
+                    requests = self._outstanding_requests.accepted_requests()
                 try:
-                    self.follow()
+                    self.watch_end()
                     if requests:
                         self._submit_to(successor, requests, None)
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
                 else:
                     request_ids = (request.request_id for request in requests)
-                    self.finish([i for i in request_ids if i not in self._outstanding], "abort")
+                    self.finish(
+                        [i for i in request_ids if i not in self._outstanding_requests], "abort"
+                    )
 
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""
         try:
             successor = self._replace(actor, error, self.has_served)
         except EngineDeadError as death:
-            self.death = death
+            self.death_error = death
             raise
-        self.death, self.has_served = None, False
+        self.death_error, self.has_served = None, False
         self._started_s = time.monotonic()
         return successor
 
-    def _follow(self, actor: Any) -> None:
-        if actor is self.actor and not self.is_closed and self._is_reachable():
+    def _watch_end(self, actor: Any) -> None:
+        if actor is self.actor and not self.is_closed and self._is_ray_connected():
             end = actor.wait_for_end.remote().future()
             end.add_done_callback(lambda end: self._note_end(actor, end))
 
     def _note_end(self, actor: Any, end: Future[None]) -> None:
         if was_lost(end):
-            self._on_sender(self._follow, actor)
+            self._run_on_sender(self._watch_end, actor)
             return
         error = end.exception()
         cause = cause_of(error) if isinstance(error, Exception) else None
-        with self._changed:
+        with self._change_condition:
             if actor is not self.actor:
                 return  # it has been replaced meanwhile
             if isinstance(cause, EngineDeadError) and not isinstance(cause, DriverDiedError):
-                self.death = cause  # its process answers every call with that
+                self.death_error = cause  # its process answers every call with that
             else:
                 self.dead_actor = actor
-                self._changed.notify_all()
+                self._change_condition.notify_all()

@@ -2,8 +2,8 @@
 ended when nobody needs them any more.
 
 One background thread polls while the driver has requests. News goes to the outputs of the
-generation it belongs to, whose sinks run on that thread. `Generation.done` completes once, with or
-without an error. When a driver has died and its owner has a new one (`DriverHandle`), every
+generation it belongs to, whose sinks run on that thread. `Generation.done_future` completes once,
+with or without an error. When a driver has died and its owner has a new one (`DriverHandle`), every
 unfinished request is sent again, in order of arrival and with the tokens received so far, and the
 streams continue.
 """
@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cluster.client.driver_handle import DriverHandle, Replace, cannot_replace
+from cluster.client.driver_handle import DriverHandle, ReplaceDriver, cannot_replace
 from cluster.client.news import unpack
 from cluster.client.outputs import Generation
 from cluster.client.outstanding import OutstandingRequests
@@ -42,36 +42,36 @@ class Frontend:
     def __init__(
         self,
         driver: Any,
-        is_reachable: Callable[[], bool] = lambda: True,
-        replace: Replace = cannot_replace,
+        is_ray_connected: Callable[[], bool] = lambda: True,
+        replace: ReplaceDriver = cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
         recovery_waits_for: Callable[[], str] = lambda: "",
     ) -> None:
-        """`driver`: the actor. `is_reachable`: whether this process is still part of the driver's
-        cluster. `replace` takes a driver that has died or does not answer, the reason, and whether
-        there was any news from it; it returns a new driver, or raises. `answer_limit_s`: how long
-        the driver may take beyond what it was asked to wait. `on_dead` gets the requests that the
-        driver had, and the reason, if there will be no other driver; without it they fail. It runs
-        on the polling thread. With it, the engine is somebody else's and outlives this frontend, so
-        it is told of every request that it no longer needs to run, even after `close`.
+        """`driver`: the actor. `is_ray_connected`: whether this process is still part of the
+        driver's cluster. `replace` takes a driver that has died or does not answer, the reason, and
+        whether there was any news from it; it returns a new driver, or raises. `answer_limit_s`:
+        how long the driver may take beyond what it was asked to wait. `on_dead` gets the requests
+        that the driver had, and the reason, if there will be no other driver; without it they fail.
+        It runs on the polling thread. With it, the engine is somebody else's and outlives this
+        frontend, so it is told of every request that it no longer needs to run, even after `close`.
         `recovery_waits_for`: what the replacement of a driver waits for, in one line.
         """
         self._on_dead = on_dead
-        self._after_news: list[Callable[[], None]] = []
-        self._changed = threading.Condition()
-        self._outstanding = OutstandingRequests(self._changed)
+        self._news_callbacks: list[Callable[[], None]] = []
+        self._change_condition = threading.Condition()
+        self._outstanding_requests = OutstandingRequests(self._change_condition)
         self.driver = DriverHandle(
             driver,
-            self._outstanding,
-            self._changed,
-            is_reachable=is_reachable,
+            self._outstanding_requests,
+            self._change_condition,
+            is_ray_connected=is_ray_connected,
             replace=replace,
             answer_limit_s=answer_limit_s,
             is_shared=on_dead is not None,
             recovery_waits_for=recovery_waits_for,
         )
-        self._acknowledged: tuple[Any, int] = (driver, 0)  # a driver, and its last reply
+        self._last_reply: tuple[Any, int] = (driver, 0)  # a driver, and its last reply
         self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
@@ -79,46 +79,48 @@ class Frontend:
         """Send the requests of these generations, all or none, with the tokens they have. Raises
         `RequestError`, `EngineDeadError`, `OverloadedError`.
         """
-        requests = [output.continued() for g in generations for output in g.unfinished]
-        with self._changed:
-            self.driver.check_reachable()
-            self._outstanding.add(generations)
+        requests = [
+            output.continued_request() for g in generations for output in g.unfinished_outputs
+        ]
+        with self._change_condition:
+            self.driver.check_not_shut_down()
+            self._outstanding_requests.add(generations)
         refs: list[Any] = []
         try:
             self.driver.submit(requests, refs)
         except BaseException as error:
-            self._outstanding.forget(generations)
+            self._outstanding_requests.forget(generations)
             has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
             was_closed = self.driver.is_closed and self._on_dead is not None
             if not has_refused or was_closed:  # the driver may have them, or receive them later
                 request_ids = [request.request_id for request in requests]
                 self.driver.finish(request_ids, "abort")  # Ray drops the next if a call was lost
-                self.driver.finish(request_ids, "abort", after=refs)
+                self.driver.finish(request_ids, "abort", submit_refs=refs)
             raise
 
     def abort(self, generations: list[Generation]) -> None:
         """End generations; they keep what they have, with `finish_reason` "abort". Does not wait
         for the engine.
         """
-        with self._changed:
-            outputs = [output for g in generations for output in g.unfinished]
+        with self._change_condition:
+            outputs = [output for g in generations for output in g.unfinished_outputs]
             for output in outputs:
                 output.abort()
             for generation in generations:
                 generation.end()
-            self._outstanding.forget(generations)
-        self._news_handled()
+            self._outstanding_requests.forget(generations)
+        self._run_news_callbacks()
         self.driver.finish([output.request.request_id for output in outputs], "abort")
 
     def finish(self, generations: list[Generation]) -> None:
         """Tell the driver that nobody needs these generations. Does not wait."""
         self.driver.finish([i for g in generations for i in g.request_ids], "abort")
 
-    def after_news(self, callback: Callable[[], None]) -> None:
+    def add_news_callback(self, callback: Callable[[], None]) -> None:
         """Register `callback`, to be called after each batch of news, on the thread that handled
         it.
         """
-        self._after_news.append(callback)
+        self._news_callbacks.append(callback)
 
     def stats(self) -> EngineStats:
         """The driver's counters. Raises `OverloadedError` while the driver is replaced,
@@ -153,94 +155,96 @@ class Frontend:
     def _wait_for_work(self) -> bool:
         """Wait until there is a reason to poll. False after `close`."""
         driver = self.driver
-        with self._changed:
+        with self._change_condition:
             while not (
-                self._outstanding.has_accepted
+                self._outstanding_requests.has_accepted
                 or driver.actor is driver.dead_actor
                 or driver.is_closed
             ):
-                self._changed.wait()
+                self._change_condition.wait()
             return not driver.is_closed
 
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
-        actor = self.driver.settled()  # what is outstanding has been sent to this driver
-        polled, acknowledged = self._acknowledged
+        actor = self.driver.current_actor()  # what is outstanding has been sent to this driver
+        polled_driver, acknowledged_number = self._last_reply
         try:
-            deltas = self.driver.poll(actor, acknowledged if polled is actor else 0)
+            deltas = self.driver.poll(actor, acknowledged_number if polled_driver is actor else 0)
             if deltas is None or actor is not self.driver.actor:
                 return  # lost, or its requests were sent to the next driver
-            self._acknowledged = (actor, deltas.up_to)
+            self._last_reply = (actor, deltas.reply_number)
             self.driver.has_served |= bool(deltas.request_ids)
             self._take(deltas)
             loss = _loss_in(deltas)
             if loss is not None and self._on_dead is not None:
-                self._on_dead(self._outstanding.take(only_accepted=True), loss)
+                self._on_dead(self._outstanding_requests.take(only_accepted=True), loss)
         except (DriverDiedError, NoAnswerError) as error:
-            self._revive_or_fail(actor, error)
+            self._replace_or_fail(actor, error)
         except EaglerayError as error:
             self._fail_all(error)
         except Exception as error:  # a bug here must not leave callers waiting
             logger.exception("the polling thread failed")
-            self._fail_all(_frontend_failed(error))
+            self._fail_all(_frontend_error(error))
 
-    def _revive_or_fail(self, actor: Any, error: EaglerayError) -> None:
+    def _replace_or_fail(self, actor: Any, error: EaglerayError) -> None:
         try:
-            self.driver.revive(actor, error)
-        except Exception as raised:
-            failure = raised
+            self.driver.replace_driver(actor, error)
+        except Exception as caught_error:
+            failure = caught_error
             if not isinstance(failure, EaglerayError):  # a bug must not leave callers waiting
                 logger.exception("the driver could not be replaced")
-                failure = _frontend_failed(raised)
-            with self._changed:
+                failure = _frontend_error(caught_error)
+            with self._change_condition:
                 self.driver.dead_actor = None  # no other will come; a new request tries again
             if self._on_dead is None:
                 self._fail_all(failure)
             else:
-                generations = self._outstanding.take(only_accepted=True)
+                generations = self._outstanding_requests.take(only_accepted=True)
                 if not isinstance(error, DriverDiedError):  # it may still run them
                     self.finish(generations)
                 self._on_dead(generations, failure)
 
     def _take(self, deltas: Deltas) -> None:
         """Pass news on to the outputs."""
-        stopped: list[str] = []
-        failed: list[str] = []
+        stopped_request_ids: list[str] = []
+        failed_request_ids: list[str] = []
         may_move = self._on_dead is not None and _loss_in(deltas) is not None
         for request_id, news in unpack(deltas):
             if may_move and isinstance(news.error, EngineLostError):
                 news.error = news.finish_reason = None  # it goes on with the tokens it has
-            with self._changed:
-                outstanding = self._outstanding.get(request_id)
+            with self._change_condition:
+                outstanding = self._outstanding_requests.get(request_id)
                 if outstanding is None:
                     continue  # repeated, or aborted in the meantime
                 generation, output = outstanding.generation, outstanding.output
                 try:
                     if generation.take(output, news):
-                        stopped.append(request_id)
+                        stopped_request_ids.append(request_id)
                 except Exception as error:  # from a sink or a tokenizer; other requests go on
                     logger.exception("request %s failed in the frontend", request_id)
-                    generation.fail(_frontend_failed(error))
-                    failed.append(request_id)
+                    generation.fail(_frontend_error(error))
+                    failed_request_ids.append(request_id)
                 if output.has_ended:
-                    self._outstanding.pop(request_id, None)
+                    self._outstanding_requests.pop(request_id, None)
                 if generation.has_failed:  # with it, all its outputs
-                    failed += (i for i in generation.request_ids if i in self._outstanding)
-                    self._outstanding.forget([generation])
-        self._news_handled()
-        self.driver.finish(stopped, "stop")
-        self.driver.finish(failed, "abort")
+                    failed_request_ids += (
+                        i for i in generation.request_ids if i in self._outstanding_requests
+                    )
+                    self._outstanding_requests.forget([generation])
+        self._run_news_callbacks()
+        self.driver.finish(stopped_request_ids, "stop")
+        self.driver.finish(failed_request_ids, "abort")
 
     def _fail_all(self, error: EaglerayError) -> None:
         """Fail what is outstanding; where requests can go elsewhere, only what the driver has."""
-        generations = self._outstanding.take(only_accepted=self._on_dead is not None)
+        generations = self._outstanding_requests.take(only_accepted=self._on_dead is not None)
         for generation in generations:
             generation.fail(error)
-        self._news_handled()
+        self._run_news_callbacks()
         self.finish(generations)  # the driver may be alive
 
-    def _news_handled(self) -> None:
-        for callback in self._after_news:
+    def _run_news_callbacks(self) -> None:
+        for callback in self._news_callbacks:
             callback()
 
 
@@ -250,5 +254,5 @@ def _loss_in(deltas: Deltas) -> EngineLostError | None:
     return next(losses, None)
 
 
-def _frontend_failed(error: Exception) -> EngineError:
+def _frontend_error(error: Exception) -> EngineError:
     return EngineError(f"the frontend failed: {reason_of(error)}")

@@ -12,7 +12,7 @@ from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
 from workers.models.local import MODEL_PATTERNS, TOKENIZER_PATTERNS, download
 
-HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
+HUB_ID_PATTERN = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
 def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
@@ -21,14 +21,14 @@ def find_model(model: str, revision: str | None = None, *, option: str = "model"
     """
     try:
         path = Path(model).expanduser()
-        is_dir, exists = bool(model) and path.is_dir(), bool(model) and path.exists()
+        is_dir, path_exists = bool(model) and path.is_dir(), bool(model) and path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, a NUL
         raise ConfigError(f"{option} {model!r} is not a usable path: {error}") from None
     if is_dir:
         return path.resolve()
-    if exists:
+    if path_exists:
         raise ConfigError(f"{option} {model!r} is a file; give the directory that holds it")
-    if not HUB_ID.match(model):
+    if not HUB_ID_PATTERN.match(model):
         raise ConfigError(
             f"{option} {model!r} is neither an existing directory nor a hub id such as"
             " Qwen/Qwen3-0.6B"

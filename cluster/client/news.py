@@ -26,44 +26,49 @@ class News:
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: PromptLogprobs | None = None
 
-    def append(self, later: News) -> None:
+    def append(self, later_news: News) -> None:
         """Add later news, whose tokens follow these."""
-        if later.token_ids:
-            assert later.first_index == self.first_index + len(self.token_ids), (self, later)
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later.logprobs
+        if later_news.token_ids:
+            assert later_news.first_index == self.first_index + len(self.token_ids), (
+                self,
+                later_news,
+            )
+        if later_news.logprobs is not None:
+            self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later_news.logprobs
         elif self.logprobs is not None:
-            self.logprobs += [None] * len(later.token_ids)
-        self.token_ids += later.token_ids
+            self.logprobs += [None] * len(later_news.token_ids)
+        self.token_ids += later_news.token_ids
         if self.prompt_logprobs is None:
-            self.prompt_logprobs = later.prompt_logprobs
-        elif later.prompt_logprobs is not None:
-            self.prompt_logprobs = self.prompt_logprobs.followed_by(later.prompt_logprobs)
-        self.num_cached_tokens = later.num_cached_tokens
-        self.finish_reason = later.finish_reason or self.finish_reason
-        self.error = later.error or self.error
+            self.prompt_logprobs = later_news.prompt_logprobs
+        elif later_news.prompt_logprobs is not None:
+            self.prompt_logprobs = self.prompt_logprobs.followed_by(later_news.prompt_logprobs)
+        self.num_cached_tokens = later_news.num_cached_tokens
+        self.finish_reason = later_news.finish_reason or self.finish_reason
+        self.error = later_news.error or self.error
 
 
-def pack(number: int, news: dict[str, News]) -> Deltas:
-    """Reply `number` of a driver to one frontend."""
+def pack(reply_number: int, news: dict[str, News]) -> Deltas:
+    """Reply `reply_number` of a driver to one frontend."""
     values = list(news.values())
     # Most news is a token and no more, so what is rare is looked for once.
-    rare = [
+    rare_news = [
         (request_id, n)
         for request_id, n in news.items()
         if n.finish_reason or n.error or n.logprobs is not None or n.prompt_logprobs is not None
     ]
     return Deltas(
-        up_to=number,
+        reply_number=reply_number,
         request_ids=tuple(news),
         first_indices=array("i", [n.first_index for n in values]),
         num_tokens=array("i", [len(n.token_ids) for n in values]),
         num_cached_tokens=array("i", [n.num_cached_tokens for n in values]),
         token_ids=array("i", [token for n in values for token in n.token_ids]),
-        finish_reasons={k: n.finish_reason for k, n in rare if n.finish_reason},
-        errors={k: n.error for k, n in rare if n.error},
-        logprobs={k: n.logprobs for k, n in rare if n.logprobs is not None},
-        prompt_logprobs={k: n.prompt_logprobs for k, n in rare if n.prompt_logprobs is not None},
+        finish_reasons={k: n.finish_reason for k, n in rare_news if n.finish_reason},
+        errors={k: n.error for k, n in rare_news if n.error},
+        logprobs={k: n.logprobs for k, n in rare_news if n.logprobs is not None},
+        prompt_logprobs={
+            k: n.prompt_logprobs for k, n in rare_news if n.prompt_logprobs is not None
+        },
     )
 
 

@@ -19,7 +19,7 @@ from scheduler.errors import EaglerayError, EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
 
 # Tokens of a prompt whose log probabilities are written together: a few ms of work.
-ENTRIES_AT_A_TIME = 64
+ENTRIES_PER_CHUNK = 64
 # Pieces of an output's text that are kept apart: to add each to the text would copy all of it.
 _MAX_PIECES = 64
 
@@ -39,14 +39,14 @@ class Chunk:
     num_cached_tokens: int = 0
     prompt_logprobs: Seq[TokenLogprobs | None] | None = None
 
-    def pieces(self) -> Iterator[Chunk]:
+    def split_prompt_logprobs(self) -> Iterator[Chunk]:
         """The same in chunks with a part of the prompt each, and one without it."""
         entries = self.prompt_logprobs
         if entries is None:
             yield self
             return
-        for start in range(0, len(entries), ENTRIES_AT_A_TIME):
-            some_entries = entries[start : start + ENTRIES_AT_A_TIME]
+        for start in range(0, len(entries), ENTRIES_PER_CHUNK):
+            some_entries = entries[start : start + ENTRIES_PER_CHUNK]
             yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=some_entries)
         yield replace(self, prompt_logprobs=None)
 
@@ -111,25 +111,25 @@ class OutputFollower:
         stream: TextStream | None,
         sink: Sink | None,
         *,
-        only_prompt: bool = False,
+        is_prompt_only: bool = False,
     ) -> None:
-        """`only_prompt`: the engine's only token is dropped, since no output was asked for."""
+        """`is_prompt_only`: the engine's only token is dropped, since no output was asked for."""
         self.request = request
         self.completion = CompletionOutput(index)
         self._stream = stream
         self._pieces: list[str] = []  # of the text so far
         self._sink = sink
-        self._only_prompt = only_prompt
+        self._is_prompt_only = is_prompt_only
         num_top = request.sampling.prompt_logprobs
-        self._prompt = PromptLogprobs.none(num_top) if num_top >= 0 else None
-        self._has_sent_prompt = False
+        self._prompt_logprobs = PromptLogprobs.empty(num_top) if num_top >= 0 else None
+        self._has_sent_prompt_logprobs = False
 
     @property
     def prompt_logprobs(self) -> PromptEntries | None:
         """Those of the prompt as far as they have arrived; they are complete before the first
         token comes.
         """
-        return None if self._prompt is None else PromptEntries(self._prompt)
+        return None if self._prompt_logprobs is None else PromptEntries(self._prompt_logprobs)
 
     @property
     def has_ended(self) -> bool:
@@ -150,9 +150,9 @@ class OutputFollower:
         completion = self.completion
         if completion.finish_reason is not None:
             return False
-        if self._prompt is not None and news.prompt_logprobs is not None:
-            self._prompt = self._prompt.followed_by(news.prompt_logprobs)
-        if self._only_prompt:
+        if self._prompt_logprobs is not None and news.prompt_logprobs is not None:
+            self._prompt_logprobs = self._prompt_logprobs.followed_by(news.prompt_logprobs)
+        if self._is_prompt_only:
             reason = "length" if news.token_ids else news.finish_reason
             self._add([], None, reason, news.num_cached_tokens)
             return False
@@ -163,17 +163,17 @@ class OutputFollower:
                 f" {self.request.request_id} are missing"
             )
         tokens = news.token_ids[overlap:] if overlap > 0 else news.token_ids
-        text, stopped_after = "", None
+        text, num_tokens_to_stop = "", None
         if self._stream is not None:
-            text, stopped_after = self._stream.push(tokens), self._stream.stopped_after
-        if stopped_after is not None:
-            tokens = tokens[:stopped_after]
+            text, num_tokens_to_stop = self._stream.push(tokens), self._stream.num_tokens_to_stop
+        if num_tokens_to_stop is not None:
+            tokens = tokens[:num_tokens_to_stop]
         logprobs = news.logprobs[overlap:][: len(tokens)] if news.logprobs is not None else None
-        reason = "stop" if stopped_after is not None else news.finish_reason
+        reason = "stop" if num_tokens_to_stop is not None else news.finish_reason
         self._add(tokens, logprobs, reason, news.num_cached_tokens, text)
-        return stopped_after is not None and news.finish_reason is None
+        return num_tokens_to_stop is not None and news.finish_reason is None
 
-    def continued(self) -> Request:
+    def continued_request(self) -> Request:
         """The request with the tokens that have been received."""
         request, received_ids = self.request, self.completion.token_ids
         if not received_ids:
@@ -201,7 +201,7 @@ class OutputFollower:
         completion.token_ids += tokens
         if finish_reason is not None and self._stream is not None:
             text += self._stream.finish()
-            completion.stop_string = self._stream.stopped_by
+            completion.stop_string = self._stream.stop_string
         self._pieces.append(text)
         if finish_reason is not None:
             self._end(finish_reason)
@@ -210,8 +210,8 @@ class OutputFollower:
         if logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + logprobs
         if self._sink is not None and (tokens or finish_reason):
-            prompt_logprobs = None if self._has_sent_prompt else self.prompt_logprobs
-            self._has_sent_prompt = True
+            prompt_logprobs = None if self._has_sent_prompt_logprobs else self.prompt_logprobs
+            self._has_sent_prompt_logprobs = True
             self._sink(
                 Chunk(
                     index=completion.index,
@@ -236,17 +236,17 @@ class Generation:
         prompt: str | None,
         outputs: list[OutputFollower],
         session_id: str | None = None,
-        loosened: tuple[str, ...] = (),
+        loosened_tools: tuple[str, ...] = (),
     ) -> None:
-        """`loosened`: the tools whose calls may have arguments that do not match their schemas,
-        although calls follow a grammar.
+        """`loosened_tools`: the tools whose calls may have arguments that do not match their
+        schemas, although calls follow a grammar.
         """
         self.prompt = prompt
-        self.loosened = loosened
+        self.loosened_tools = loosened_tools
         self.session_id = session_id
         self.outputs = outputs
         self.num_cached_tokens = 0
-        self.done: Future[None] = Future()
+        self.done_future: Future[None] = Future()
         self.has_failed = False  # it has ended with an error
 
     @property
@@ -259,7 +259,7 @@ class Generation:
         return [output.request.request_id for output in self.outputs]
 
     @property
-    def unfinished(self) -> list[OutputFollower]:
+    def unfinished_outputs(self) -> list[OutputFollower]:
         return [output for output in self.outputs if not output.has_ended]
 
     def rename(self, suffix: str) -> None:
@@ -291,18 +291,18 @@ class Generation:
         stopped = output.take(news)
         if news.error is not None:
             self.fail(news.error)
-        elif output.has_ended and not self.unfinished:
+        elif output.has_ended and not self.unfinished_outputs:
             self.end()
         return stopped
 
     def result(self) -> RequestOutput:
         """Wait for the finished request. Raises the error that it failed with."""
-        self.done.result()
+        self.done_future.result()
         return self.output()
 
     def output(self) -> RequestOutput:
         """The request with what has arrived so far."""
-        error = self.done.exception() if self.done.done() else None
+        error = self.done_future.exception() if self.done_future.done() else None
         assert error is None or isinstance(error, EaglerayError)
         return RequestOutput(
             prompt=self.prompt,
@@ -316,12 +316,12 @@ class Generation:
     def end(self) -> None:
         """Complete the future; does nothing if it is complete."""
         with contextlib.suppress(InvalidStateError):
-            self.done.set_result(None)
+            self.done_future.set_result(None)
 
     def fail(self, error: EaglerayError) -> None:
         """Complete the future with an error; does nothing if it is complete."""
-        for output in self.unfinished:
+        for output in self.unfinished_outputs:
             output.fail()
         with contextlib.suppress(InvalidStateError):
-            self.done.set_exception(error)
+            self.done_future.set_exception(error)
             self.has_failed = True

@@ -23,7 +23,7 @@ class ProgressBar:
         )
 
         self._lock = threading.Lock()
-        self._began = time.perf_counter()
+        self._began_s = time.perf_counter()
         self._num_prefilled = self._num_decoded = 0
         speed_format = (
             "prefill {task.fields[prefill]:.0f} tokens/s, decode {task.fields[decode]:.0f} tokens/s"
@@ -44,11 +44,11 @@ class ProgressBar:
 
     def sink(self) -> Sink:
         """Takes the chunks of one request."""
-        seen: set[int] = set()
+        seen_indices: set[int] = set()
 
         def take(chunk: Chunk) -> None:
-            self._count(chunk, is_first=chunk.index not in seen)
-            seen.add(chunk.index)
+            self._count(chunk, is_first=chunk.index not in seen_indices)
+            seen_indices.add(chunk.index)
 
         return take
 
@@ -57,7 +57,7 @@ class ProgressBar:
             if is_first:
                 self._num_prefilled += chunk.num_prompt_tokens - chunk.num_cached_tokens
             self._num_decoded += len(chunk.token_ids)
-            seconds = time.perf_counter() - self._began
+            seconds = time.perf_counter() - self._began_s
             self._progress.update(
                 self._task,
                 advance=int(chunk.finish_reason is not None),

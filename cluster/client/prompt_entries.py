@@ -18,7 +18,7 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
         self._logprobs = logprobs
 
     def __len__(self) -> int:
-        return self._logprobs.end
+        return self._logprobs.end_position
 
     @overload
     def __getitem__(self, index: int) -> TokenLogprobs | None: ...
@@ -35,12 +35,12 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
         logprobs = self._logprobs
         if index == 0:
             return None
-        row = index - logprobs.first
+        row = index - logprobs.first_position
         start = row * logprobs.num_top
         end = start + logprobs.num_top
         return TokenLogprobs(
             logprob=logprobs.logprobs[row],
             top_token_ids=tuple(logprobs.top_token_ids[start:end]),
             top_logprobs=tuple(logprobs.top_logprobs[start:end]),
-            rank=logprobs.ranks[row],
+            rank=logprobs.token_ranks[row],
         )

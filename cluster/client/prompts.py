@@ -9,11 +9,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from scheduler.bounds import check, shown
+from scheduler.bounds import check_bound, short_repr
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, is_token_id
 
-FORMS = {
+PROMPT_FORMS = {
     "prompt": (str, "text"),
     "prompt_token_ids": (list | tuple, "a list of token ids"),
     "messages": (list | tuple, "a list of {role, content}"),
@@ -21,8 +21,8 @@ FORMS = {
 Message = dict[str, Any]
 
 # What a mapping may have beside its prompt; the last three go with messages.
-_OF_MESSAGES = ("tools", "chat_template_kwargs", "continue_final_message")
-EXTRAS = ("cache_salt", "session_id", *_OF_MESSAGES)
+_CONVERSATION_KEYS = ("tools", "chat_template_kwargs", "continue_final_message")
+EXTRA_KEYS = ("cache_salt", "session_id", *_CONVERSATION_KEYS)
 # Variables of templates that have another place in a prompt, or in this server.
 _RESERVED_VARIABLES = (
     "messages",
@@ -39,26 +39,26 @@ class Conversation:
     """Messages and everything else that the chat template gets: tools (JSON schemas of functions,
     as in OpenAI's API) and variables of the template, such as `enable_thinking`.
 
-    continues_last: the last message is the beginning of the answer, which continues it. Raises
-    `RequestError` for variables that have another place, and for a last message that cannot be
-    continued.
+    continues_last_message: the last message is the beginning of the answer, which continues it.
+    Raises `RequestError` for variables that have another place, and for a last message that cannot
+    be continued.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
     template_variables: dict[str, Any] = field(default_factory=dict)
-    continues_last: bool = False
+    continues_last_message: bool = False
 
     def __post_init__(self) -> None:
         if any(name in self.template_variables for name in _RESERVED_VARIABLES):
-            raise _wrong_variables(self.template_variables)
-        if self.continues_last:
-            last = self.messages[-1]
-            text = last["content"] if last["role"] == "assistant" else None
+            raise _variables_error(self.template_variables)
+        if self.continues_last_message:
+            last_message = self.messages[-1]
+            text = last_message["content"] if last_message["role"] == "assistant" else None
             if not (isinstance(text, str) and text.strip()):
                 raise RequestError(
                     "continue_final_message needs a last message of role assistant with text, got"
-                    f" {shown(last)}",
+                    f" {short_repr(last_message)}",
                     "continue_final_message",
                 )
 
@@ -89,43 +89,43 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
         return ParsedPrompt(token_ids=_token_ids(prompt))
     form = form_of(prompt)
     value: Any = prompt[form]
-    expected_type, description = FORMS[form]
+    expected_type, description = PROMPT_FORMS[form]
     if not isinstance(value, expected_type):
         raise RequestError(f"{form} must be {description}, got {type(value).__name__}", form)
     salt = prompt.get("cache_salt", "")
     if not isinstance(salt, str):
         raise RequestError(f"cache_salt must be text, got {type(salt).__name__}", "cache_salt")
-    check("cache_salt", len(salt), "cache_salt")
+    check_bound("cache_salt", len(salt), "cache_salt")
     session = prompt.get("session_id")
     if not isinstance(session, str | None):
         raise RequestError(f"session_id must be text, got {type(session).__name__}", "session_id")
     options: dict[str, Any] = {"cache_salt": salt, "session_id": session}
     if form == "messages":
         return ParsedPrompt(conversation=_conversation(prompt), **options)
-    for description in _OF_MESSAGES:
-        if description in prompt:
-            raise RequestError(
-                f"{description} needs messages, and this prompt gives {form}", description
-            )
+    for key in _CONVERSATION_KEYS:
+        if key in prompt:
+            raise RequestError(f"{key} needs messages, and this prompt gives {form}", key)
     if isinstance(value, str):
         return ParsedPrompt(text=value, **options)
     return ParsedPrompt(token_ids=_token_ids(value), **options)
 
 
-def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRAS) -> str:
+def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRA_KEYS) -> str:
     """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
     keys.
     """
-    possible_keys = (*FORMS, *other_keys)
+    possible_keys = (*PROMPT_FORMS, *other_keys)
     unknown_keys = [key for key in prompt if key not in possible_keys]
     if unknown_keys:
         raise RequestError(
-            f"unknown key {shown(unknown_keys[0])}; known are {', '.join(possible_keys)}", "prompt"
+            f"unknown key {short_repr(unknown_keys[0])}; known are {', '.join(possible_keys)}",
+            "prompt",
         )
-    forms = [form for form in FORMS if form in prompt]
+    forms = [form for form in PROMPT_FORMS if form in prompt]
     if len(forms) != 1:
         raise RequestError(
-            f"a prompt needs exactly one of {', '.join(FORMS)}; has {', '.join(forms) or 'none'}",
+            f"a prompt needs exactly one of {', '.join(PROMPT_FORMS)}; has"
+            f" {', '.join(forms) or 'none'}",
             "prompt",
         )
     return forms[0]
@@ -152,19 +152,21 @@ def one_per_prompt(
     """Parameters per prompt: the same for all, or a list as long as the prompts. Raises
     `RequestError`.
     """
-    as_listed: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-    wrong_types = [type(p).__name__ for p in as_listed if not isinstance(p, SamplingParams | None)]
+    params_list: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
+    wrong_types = [
+        type(p).__name__ for p in params_list if not isinstance(p, SamplingParams | None)
+    ]
     if wrong_types:
         raise RequestError(
             "sampling_params must be a SamplingParams or a list with one per prompt, got"
             f" {wrong_types[0]}; use SamplingParams.from_dict to make one from a dict",
             "sampling_params",
         )
-    if len(as_listed) != count:
+    if len(params_list) != count:
         raise RequestError(
-            f"got {len(as_listed)} sampling_params for {count} prompts", "sampling_params"
+            f"got {len(params_list)} sampling_params for {count} prompts", "sampling_params"
         )
-    return as_listed
+    return params_list
 
 
 def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
@@ -184,27 +186,32 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     tools, variables = prompt.get("tools"), prompt.get("chat_template_kwargs") or {}
     is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
     if tools is not None and not is_list:
-        raise RequestError(f"tools must be a list of JSON objects, got {shown(tools)}", "tools")
-    if not isinstance(variables, Mapping):
-        raise _wrong_variables(variables)
-    messages, continues = check_messages(prompt["messages"]), prompt.get("continue_final_message")
-    if not isinstance(continues, bool | None):
         raise RequestError(
-            f"continue_final_message must be true or false, got {shown(continues)}",
+            f"tools must be a list of JSON objects, got {short_repr(tools)}", "tools"
+        )
+    if not isinstance(variables, Mapping):
+        raise _variables_error(variables)
+    messages, continues_flag = (
+        check_messages(prompt["messages"]),
+        prompt.get("continue_final_message"),
+    )
+    if not isinstance(continues_flag, bool | None):
+        raise RequestError(
+            f"continue_final_message must be true or false, got {short_repr(continues_flag)}",
             "continue_final_message",
         )
     return Conversation(
         messages=messages,
         tools=list(tools) if tools else None,
         template_variables=dict(variables),
-        continues_last=bool(continues),
+        continues_last_message=bool(continues_flag),
     )
 
 
-def _wrong_variables(variables: object) -> RequestError:
+def _variables_error(variables: object) -> RequestError:
     return RequestError(
         f"chat_template_kwargs must be an object without {', '.join(_RESERVED_VARIABLES)};"
-        f" got {shown(variables)}",
+        f" got {short_repr(variables)}",
         "chat_template_kwargs",
     )
 
@@ -217,7 +224,7 @@ def check_messages(messages: object) -> list[Message]:
         is_message = isinstance(message, dict) and isinstance(message.get("role"), str)
         if not is_message or "content" not in message:
             raise RequestError(
-                f"each message needs a role and content, got {shown(message)}", "messages"
+                f"each message needs a role and content, got {short_repr(message)}", "messages"
             )
     return list(messages)
 
@@ -230,7 +237,8 @@ def _token_ids(value: object) -> list[int]:
     for token in value:
         if type(token) is not int:
             raise RequestError(
-                f"a prompt is text or a list of token ids, got a list that holds {shown(token)}",
+                "a prompt is text or a list of token ids, got a list that holds"
+                f" {short_repr(token)}",
                 "prompt",
             )
     return list(value)
@@ -240,4 +248,4 @@ def check_token_ids(token_ids: Seq[object], key: str) -> None:
     """Raise `RequestError` naming `key` for a value that cannot be a token id of any vocabulary."""
     wrong_ids = [value for value in token_ids if not is_token_id(value)]
     if wrong_ids:
-        raise RequestError(f"{key} holds {shown(wrong_ids[0])}, which is not a token id", key)
+        raise RequestError(f"{key} holds {short_repr(wrong_ids[0])}, which is not a token id", key)

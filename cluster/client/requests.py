@@ -18,12 +18,12 @@ from cluster.client.outputs import Generation, OutputFollower, Sink
 from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_per_prompt, parse_prompt
 from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.calls import CallStructure, candidates
+from cluster.grammar.calls import CallStructure, candidate_formats
 from cluster.grammar.compiler import GrammarCompiler
-from cluster.grammar.formats import after_thinking, format_of, source_of
-from cluster.grammar.markers import THINKING_SWITCH, State, state_after
+from cluster.grammar.formats import format_after_thinking, format_of, source_of
+from cluster.grammar.markers import THINKING_SWITCH, AnswerState, state_after
 from configs.model import ModelConfig
-from scheduler.bounds import check
+from scheduler.bounds import check_bound
 from scheduler.errors import RequestError
 from scheduler.limits import SchedulerLimits, check_request, check_vocabulary
 from scheduler.messages import Request
@@ -32,7 +32,7 @@ from scheduler.params import SEED_LIMIT, SamplingParams, StructuredOutputs
 # Characters. A token takes 350 bytes while it is made, in blocks that each thread would keep: eight
 # texts of 300,000 characters at once took 400 MiB, and left 370. So few larger ones are encoded at
 # a time, as fast on two processors, and what they took is returned.
-LARGE_TEXT = 65_536
+LARGE_TEXT_CHARS = 65_536
 MAX_LARGE_TEXTS = 2
 
 
@@ -43,39 +43,39 @@ class RequestBuilder:
         self,
         model: ModelConfig,
         tokenizer: Tokenizer | None,
-        defaults: SamplingParams,
+        sampling_defaults: SamplingParams,
         limits: SchedulerLimits,
         seed: int | None,
     ) -> None:
-        """`defaults` fill what a request leaves unset. `seed` makes the seeds of requests without
-        one repeatable.
+        """`sampling_defaults` fill what a request leaves unset. `seed` makes the seeds of requests
+        without one repeatable.
         """
-        self._grammars: GrammarCompiler | None = None
+        self._grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None and tokenizer.file is not None:
-            self._grammars = GrammarCompiler(
+            self._grammar_compiler = GrammarCompiler(
                 tokenizer.file, model.vocab_size, sorted(model.eos_token_ids)
             )
         self.limits = limits
-        self.defaults = defaults
+        self.sampling_defaults = sampling_defaults
         self._model = model
         self._tokenizer = tokenizer
         self._random = random.Random(seed)
-        self._name = uuid.uuid4().hex[:12]
-        self._numbers = itertools.count()
-        self._large_texts = threading.BoundedSemaphore(MAX_LARGE_TEXTS)
+        self._id_prefix = uuid.uuid4().hex[:12]
+        self._request_numbers = itertools.count()
+        self._large_text_semaphore = threading.BoundedSemaphore(MAX_LARGE_TEXTS)
 
     def build(
-        self, prompt: Prompt, requested: SamplingParams | None, sink: Sink | None
+        self, prompt: Prompt, requested_params: SamplingParams | None, sink: Sink | None
     ) -> Generation:
         """A generation whose requests can be sent. Raises `RequestError` if they could not run.
 
         Without a sink nobody reads tokens before the end, so the driver sends none before it where
         that is possible.
         """
-        rendered = self._rendered(parse_prompt(prompt))
-        token_ids = self._token_ids(rendered, self.limits.max_total_tokens)
-        params = self.parameters(requested)
-        grammar, loosened = self._grammar(params.structured_outputs, rendered)
+        rendered_prompt = self._render(parse_prompt(prompt))
+        token_ids = self._token_ids(rendered_prompt, self.limits.max_total_tokens)
+        params = self.parameters(requested_params)
+        grammar, loosened_tools = self._grammar(params.structured_outputs, rendered_prompt)
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
             news_interval = params.stream_interval or 1
@@ -86,11 +86,11 @@ class RequestBuilder:
         resolved_params = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
         for index, sampling in enumerate(resolved_params):
             request = Request(
-                request_id=f"{self._name}-{next(self._numbers)}",
+                request_id=f"{self._id_prefix}-{next(self._request_numbers)}",
                 token_ids=array("i", token_ids),
                 num_prompt_tokens=len(token_ids),
                 sampling=sampling,
-                cache_salt=rendered.cache_salt,
+                cache_salt=rendered_prompt.cache_salt,
                 news_interval=news_interval,
                 arrival_s=arrival_s,
                 grammar=grammar,
@@ -100,32 +100,34 @@ class RequestBuilder:
                 OutputFollower(
                     request,
                     index,
-                    self._text_stream(params, rendered),
+                    self._text_stream(params, rendered_prompt),
                     sink,
-                    only_prompt=params.max_tokens == 0,
+                    is_prompt_only=params.max_tokens == 0,
                 )
             )
-        return Generation(rendered.text, outputs, rendered.session_id, loosened)
+        return Generation(rendered_prompt.text, outputs, rendered_prompt.session_id, loosened_tools)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The token ids of a prompt, whether or not they could be run. Raises `RequestError`."""
-        rendered = self._rendered(parse_prompt(prompt))
-        check("tokenized text", len(rendered.text or ""), "the text", "prompt")
-        return self._token_ids(rendered)
+        rendered_prompt = self._render(parse_prompt(prompt))
+        check_bound("tokenized text", len(rendered_prompt.text or ""), "the text", "prompt")
+        return self._token_ids(rendered_prompt)
 
-    def checked_token_ids(self, prompt: Prompt, requested: SamplingParams | None) -> list[int]:
+    def checked_token_ids(
+        self, prompt: Prompt, requested_params: SamplingParams | None
+    ) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
         seed.
         """
-        [params] = one_per_prompt(requested, 1)
-        seeded = dataclasses.replace(params or SamplingParams(), seed=0)
-        return self.build(prompt, seeded, None).prompt_token_ids
+        [params] = one_per_prompt(requested_params, 1)
+        seeded_params = dataclasses.replace(params or SamplingParams(), seed=0)
+        return self.build(prompt, seeded_params, None).prompt_token_ids
 
-    def parameters(self, requested: SamplingParams | None) -> SamplingParams:
+    def parameters(self, requested_params: SamplingParams | None) -> SamplingParams:
         """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint
         cannot do.
         """
-        params = (requested or SamplingParams()).over(self.defaults)
+        params = (requested_params or SamplingParams()).with_defaults(self.sampling_defaults)
         if params.stop_strings() and self._tokenizer is None:
             raise RequestError(
                 "stop strings need a tokenizer, and this checkpoint has none", "stop"
@@ -136,8 +138,8 @@ class RequestBuilder:
 
     def close(self) -> None:
         """End the process that compiles grammars."""
-        if self._grammars is not None:
-            self._grammars.close()
+        if self._grammar_compiler is not None:
+            self._grammar_compiler.close()
 
     def _grammar(
         self, structure: StructuredOutputs | None, prompt: ParsedPrompt
@@ -147,7 +149,7 @@ class RequestBuilder:
         """
         if structure is None:
             return b"", ()
-        if self._grammars is None:
+        if self._grammar_compiler is None:
             raise RequestError(
                 "structured_outputs need a tokenizer with a tokenizer.json of byte-level tokens,"
                 " which this checkpoint does not have",
@@ -158,43 +160,49 @@ class RequestBuilder:
                 "structured_outputs need an end-of-sequence token, and this checkpoint has none",
                 "structured_outputs",
             )
-        state = State.CONTENT
+        state = AnswerState.CONTENT
         if prompt.conversation is not None:
             state = self._state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
-            return self._grammars.check(source_of(after_thinking(format_of(structure), state))), ()
+            return self._grammar_compiler.check(
+                source_of(format_after_thinking(format_of(structure), state))
+            ), ()
         refusal: RequestError | None = None
-        for candidate in candidates(structure):
-            source = source_of(after_thinking(candidate.format, state))
+        for candidate in candidate_formats(structure):
+            source = source_of(format_after_thinking(candidate.format, state))
             try:
-                return self._grammars.check(source), candidate.loosened
+                return self._grammar_compiler.check(source), candidate.loosened_tools
             except RequestError as error:
                 refusal = refusal or error
         assert refusal is not None, "the last candidate is refused with a reason"
         raise refusal
 
-    def _state_after(self, conversation: Conversation, text: str | None) -> State:
+    def _state_after(self, conversation: Conversation, text: str | None) -> AnswerState:
         """How the answer begins. If the template renders the same with thinking off, the model does
         not think.
         """
         assert self._tokenizer is not None and text is not None
         state, switch = state_after(text), THINKING_SWITCH
-        if state is not State.UNDECIDED:
+        if state is not AnswerState.UNDECIDED:
             return state
         variables = conversation.template_variables
         if switch not in self._tokenizer.template_variables or variables.get(switch) is False:
-            return State.CONTENT
-        without_thinking = dataclasses.replace(
+            return AnswerState.CONTENT
+        non_thinking_conversation = dataclasses.replace(
             conversation, template_variables=variables | {switch: False}
         )
-        return State.CONTENT if self._tokenizer.render_chat(without_thinking) == text else state
+        return (
+            AnswerState.CONTENT
+            if self._tokenizer.render_chat(non_thinking_conversation) == text
+            else state
+        )
 
-    def _rendered(self, prompt: ParsedPrompt) -> ParsedPrompt:
+    def _render(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """A conversation as text; other prompts unchanged."""
         if prompt.conversation is None:
             return prompt
         if self._tokenizer is None:
-            raise _no_tokenizer("a conversation")
+            raise _no_tokenizer_error("a conversation")
         text = self._tokenizer.render_chat(prompt.conversation)
         return dataclasses.replace(prompt, text=text)
 
@@ -205,14 +213,14 @@ class RequestBuilder:
             check_vocabulary(prompt.token_ids, self._model.vocab_size)
             return prompt.token_ids
         if self._tokenizer is None:
-            raise _no_tokenizer("a text prompt")
+            raise _no_tokenizer_error("a text prompt")
         text, encode = prompt.text, self._tokenizer.encode
         assert text is not None
         if prompt.conversation is not None:
             encode = self._tokenizer.encode_rendered
-        if len(text) <= LARGE_TEXT:
+        if len(text) <= LARGE_TEXT_CHARS:
             return encode(text, max_num_tokens)
-        with self._large_texts:
+        with self._large_text_semaphore:
             try:
                 return encode(text, max_num_tokens)
             finally:
@@ -222,7 +230,7 @@ class RequestBuilder:
         """Only answers in a conversation may begin with reasoning."""
         if self._tokenizer is None:
             return None
-        state = State.CONTENT
+        state = AnswerState.CONTENT
         if prompt.conversation is not None:
             state = state_after(prompt.text or "")
         stop, min_tokens = params.stop_strings(), params.min_tokens or 0
@@ -238,7 +246,7 @@ class RequestBuilder:
                 )
 
 
-def _no_tokenizer(form: str) -> RequestError:
+def _no_tokenizer_error(form: str) -> RequestError:
     return RequestError(
         f"{form} needs a tokenizer, and this checkpoint has none; send prompt_token_ids", "prompt"
     )

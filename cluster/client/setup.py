@@ -21,24 +21,24 @@ from scheduler.errors import ConfigError
 from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
 from workers.batch.kv_plan import plan_kv_cache
-from workers.configuration import foresee_config
+from workers.configuration import preview_config
 from workers.models.checkpoint import check_checkpoint
 
-_MANY_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks know
+_UNKNOWN_NUM_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks know
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Options, checkpoint, tokenizer and sampling defaults. `foreseen` is the configuration that
-    will run, as far as that is known.
+    """Options, checkpoint, tokenizer and sampling defaults. `foreseen_config` is the configuration
+    that will run, as far as that is known.
     """
 
     config: EngineConfig
     model: ModelConfig
     model_dir: Path
     tokenizer: Tokenizer | None
-    defaults: SamplingParams
-    foreseen: ResolvedConfig
+    sampling_defaults: SamplingParams
+    foreseen_config: ResolvedConfig
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,15 +48,23 @@ class EngineSetup:
         """A builder of requests within the limits of a started engine, or within those known before
         the start.
         """
-        limits = limits or limits_of(self.foreseen, self._num_blocks())
-        return RequestBuilder(self.model, self.tokenizer, self.defaults, limits, self.config.seed)
+        limits = limits or limits_of(self.foreseen_config, self._num_blocks())
+        return RequestBuilder(
+            self.model, self.tokenizer, self.sampling_defaults, limits, self.config.seed
+        )
 
     def _num_blocks(self) -> int:
         is_size_known = self.config.device == "cpu" or self.config.num_kv_blocks is not None
-        return plan_kv_cache(self.foreseen, rank=0).num_blocks if is_size_known else _MANY_BLOCKS
+        return (
+            plan_kv_cache(self.foreseen_config, rank=0).num_blocks
+            if is_size_known
+            else _UNKNOWN_NUM_BLOCKS
+        )
 
 
-def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = None) -> EngineSetup:
+def make_engine_setup(
+    config: EngineConfig, sampling_defaults: SamplingParams | None = None
+) -> EngineSetup:
     """Find and check everything; downloads a hub id. Raises `ConfigError`.
 
     `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the
@@ -66,7 +74,7 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
         raise ConfigError(
             f"sampling_defaults must be a SamplingParams, got {type(sampling_defaults).__name__}"
         )
-    Timeouts.of(config)  # refuses what would replace ranks that work
+    Timeouts.from_options(config)  # refuses what would replace ranks that work
     model_dir = find_model(config.model, config.revision)
     if config.tokenizer is not None:
         # Looked for once: the driver may run in another folder, and takes no hub id.
@@ -77,19 +85,19 @@ def prepare(config: EngineConfig, sampling_defaults: SamplingParams | None = Non
     check_checkpoint(model_dir, model)
     tokenizer = _load_tokenizer(config, model_dir)
     if tokenizer is not None:
-        model = model.ending_at(tokenizer.end_ids)
-    foreseen = foresee_config(config, model, model_dir)
+        model = model.with_eos_token_ids(tokenizer.end_token_ids)
+    foreseen_config = preview_config(config, model, model_dir)
     if config.device == "cpu":
-        plan_kv_cache(foreseen, rank=0)
+        plan_kv_cache(foreseen_config, rank=0)
     return EngineSetup(
         config=config,
         model=model,
         model_dir=model_dir,
         tokenizer=tokenizer,
-        defaults=(sampling_defaults or SamplingParams()).over(
+        sampling_defaults=(sampling_defaults or SamplingParams()).with_defaults(
             generation_defaults(read_generation_config(model_dir))
         ),
-        foreseen=foreseen,
+        foreseen_config=foreseen_config,
     )
 
 

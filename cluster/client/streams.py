@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cluster.client.outputs import Chunk, Generation
 
 # Items delivered before the event loop gets to run its other tasks again.
-AT_A_TIME = 64
+MAX_ITEMS_PER_TURN = 64
 
 Item = tuple[int, "Chunk"]  # index of the prompt among those submitted together, and its chunk
 TakeNow = Callable[[list[Item]], bool]  # whether it has taken them
@@ -31,34 +31,34 @@ class Relay:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._pending: deque[tuple[ChunkStream, Item | Future[None]]] = deque()
-        self._continues = False  # `_deliver_some` will be called again
+        self._pending_items: deque[tuple[ChunkStream, Item | Future[None]]] = deque()
+        self._is_delivery_scheduled = False  # `_deliver_batch` will be called again
 
     def put(self, stream: ChunkStream, item: Item | Future[None]) -> None:
         """Any thread. Nothing is delivered before `wake`."""
-        self._pending.append((stream, item))
+        self._pending_items.append((stream, item))
 
     def wake(self) -> None:
         """Any thread: have the loop deliver what is pending."""
-        if self._pending:
+        if self._pending_items:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody reads any more
                 self.loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        if not self._continues:
-            self._deliver_some()
+        if not self._is_delivery_scheduled:
+            self._deliver_batch()
 
-    def _deliver_some(self) -> None:
+    def _deliver_batch(self) -> None:
         changed_streams: dict[ChunkStream, None] = {}
-        for _ in range(min(len(self._pending), AT_A_TIME)):
-            stream, item = self._pending.popleft()
+        for _ in range(min(len(self._pending_items), MAX_ITEMS_PER_TURN)):
+            stream, item = self._pending_items.popleft()
             stream.receive(item)
             changed_streams[stream] = None
         for stream in changed_streams:
             stream.deliver()
-        self._continues = bool(self._pending)
-        if self._continues:
-            self.loop.call_soon(self._deliver_some)
+        self._is_delivery_scheduled = bool(self._pending_items)
+        if self._is_delivery_scheduled:
+            self.loop.call_soon(self._deliver_batch)
 
 
 class ChunkStream:
@@ -66,8 +66,8 @@ class ChunkStream:
 
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
-        self._num_open = 0
-        self._ends: list[Future[None]] = []  # of generations
+        self._num_open_generations = 0
+        self._end_futures: list[Future[None]] = []  # of generations
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
         self._take_now: TakeNow | None = None  # likewise
@@ -79,10 +79,10 @@ class ChunkStream:
 
     def follow(self, generations: list[Generation]) -> None:
         """The stream ends when these have. On the loop, once."""
-        self._num_open = len(generations)
+        self._num_open_generations = len(generations)
         for generation in generations:
             # The future keeps its callbacks, so none of them may keep the generation.
-            generation.done.add_done_callback(functools.partial(self._relay.put, self))
+            generation.done_future.add_done_callback(functools.partial(self._relay.put, self))
         self._relay.wake()  # some may have ended already
 
     def receive(self, item: Item | Future[None]) -> None:
@@ -90,20 +90,20 @@ class ChunkStream:
         if isinstance(item, tuple):
             self._items.append(item)
         else:
-            self._num_open -= 1
-            self._ends.append(item)
+            self._num_open_generations -= 1
+            self._end_futures.append(item)
 
     def deliver(self) -> None:
         """On the loop: pass on what was received."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return  # what was received is read later
-        if self._items and self._take_now is not None and self._is_taken(self._take_now):
+        if self._items and self._take_now is not None and self._try_take_now(self._take_now):
             self._items = []
-        if self._items or self._ends or self._failure is not None:
+        if self._items or self._end_futures or self._failure is not None:
             waiter.set_result(None)
 
-    def _is_taken(self, take_now: TakeNow) -> bool:
+    def _try_take_now(self, take_now: TakeNow) -> bool:
         try:
             return take_now(self._items)
         except Exception as error:  # of this stream; the relay goes on with the others
@@ -118,9 +118,9 @@ class ChunkStream:
         returned; an error of it is raised here.
         """
         while not self._items:
-            while self._ends:
-                self._ends.pop().result()
-            if self._num_open == 0:
+            while self._end_futures:
+                self._end_futures.pop().result()
+            if self._num_open_generations == 0:
                 return []
             self._waiter, self._take_now = self._relay.loop.create_future(), take_now
             try:

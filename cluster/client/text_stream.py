@@ -10,16 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence as Seq
 
-from cluster.client.detokenizing import Decoder, detokenizer
-from cluster.grammar.markers import END_THINK, LINE_ENDS, THINK, State
+from cluster.client.detokenizing import Decoder, make_detokenizer
+from cluster.grammar.markers import END_THINK, LINE_ENDS, THINK, AnswerState
 
 
 class TextStream:
     """Text of one output. What `push` and `finish` return, together, is the text.
 
     The text of the first `min_tokens` tokens is not searched for stop strings, nor is reasoning:
-    `state` says whether the output begins with it. stopped_by: the stop string that ended the text.
-    stopped_after: how many tokens of that `push` it took.
+    `state` says whether the output begins with it. stop_string: the stop string that ended the
+    text.
+    num_tokens_to_stop: how many tokens of that `push` it took.
     """
 
     def __init__(
@@ -27,60 +28,60 @@ class TextStream:
         tokenizer: Decoder,
         stop: Seq[str] = (),
         min_tokens: int = 0,
-        state: State = State.CONTENT,
+        state: AnswerState = AnswerState.CONTENT,
     ) -> None:
-        self._detokenizer = detokenizer(tokenizer)
-        self._matchers = tuple(_Matcher(text) for text in stop)
+        self._detokenizer = make_detokenizer(tokenizer)
+        self._stop_matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
-        self._reasoning = _Reasoning(state if stop else State.CONTENT)
+        self._reasoning = _Reasoning(state if stop else AnswerState.CONTENT)
         self._num_tokens = 0
-        self._withheld = ""  # it may belong to a stop string, or to a marker of reasoning
-        self.stopped_by: str | None = None
-        self.stopped_after: int | None = None
+        self._withheld_text = ""  # it may belong to a stop string, or to a marker of reasoning
+        self.stop_string: str | None = None
+        self.num_tokens_to_stop: int | None = None
 
     def push(self, token_ids: Seq[int]) -> str:
         """Take the next tokens. Returns the text that is certain with them, up to a stop string
         that they complete.
         """
-        if not self._matchers:
+        if not self._stop_matchers:
             return self._detokenizer.push(token_ids)
         certain_texts = []
         for i in range(len(token_ids)):
             self._num_tokens += 1
             text = self._detokenizer.push(token_ids[i : i + 1])
             certain_texts.append(self._search(text))
-            if self.stopped_by is not None:
-                self.stopped_after = i + 1
+            if self.stop_string is not None:
+                self.num_tokens_to_stop = i + 1
                 break
         return "".join(certain_texts)
 
     def finish(self) -> str:
         """No more tokens follow: what was held back becomes text."""
-        if self.stopped_by is not None:
+        if self.stop_string is not None:
             return ""
         text = self._detokenizer.finish()
-        if not self._matchers:
+        if not self._stop_matchers:
             return text
-        certain_text, withheld_text = self._search(text, is_last=True), self._withheld
-        self._withheld = ""
-        return certain_text if self.stopped_by is not None else certain_text + withheld_text
+        certain_text, withheld_text = self._search(text, is_last=True), self._withheld_text
+        self._withheld_text = ""
+        return certain_text if self.stop_string is not None else certain_text + withheld_text
 
     def _search(self, text: str, *, is_last: bool = False) -> str:
         """Add decoded text. Returns what is certain now, up to a stop string that it completes."""
-        text, num_new = self._withheld + text, self._reasoning.feed(text, is_last=is_last)
+        text, num_new = self._withheld_text + text, self._reasoning.feed(text, is_last=is_last)
         if self._num_tokens <= self._min_tokens:
-            self._withheld = ""
+            self._withheld_text = ""
             return text
         search_start = max(len(text) - num_new, 0)
         new_text = text[search_start:]
-        ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._matchers)
+        ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._stop_matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
-            num_certain, self.stopped_by = min(matches)
+            num_certain, self.stop_string = min(matches)
         else:
-            num_matched = max(matcher.num_matched for matcher in self._matchers)
+            num_matched = max(matcher.num_matched for matcher in self._stop_matchers)
             num_certain = max(len(text) - max(num_matched, self._reasoning.num_undecided), 0)
-        self._withheld = text[num_certain:]
+        self._withheld_text = text[num_certain:]
         return text[:num_certain]
 
 
@@ -89,35 +90,35 @@ class _Reasoning:
     ends after the reasoning for a part of the marker. The text comes in parts.
     """
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: AnswerState) -> None:
         self.num_undecided = 0  # characters at the end that may be the answer
         self._state = state
         self._undecided_prefix = ""  # until it decides
-        self._end = _Matcher(END_THINK)
+        self._end_think_matcher = _Matcher(END_THINK)
         self._skips_line_ends = False
 
     def feed(self, text: str, *, is_last: bool) -> int:
         """Take the next part. Returns how many characters at the end of all are new in the
         answer.
         """
-        if self._state is State.UNDECIDED:
+        if self._state is AnswerState.UNDECIDED:
             self._undecided_prefix = (self._undecided_prefix + text).lstrip()
             self.num_undecided += len(text)
             if self._undecided_prefix.startswith(THINK):
-                self._state, text = State.REASONING, self._undecided_prefix[len(THINK) :]
+                self._state, text = AnswerState.REASONING, self._undecided_prefix[len(THINK) :]
                 self.num_undecided = 0
             elif is_last or not THINK.startswith(self._undecided_prefix):
-                self._state, num_new = State.CONTENT, self.num_undecided
+                self._state, num_new = AnswerState.CONTENT, self.num_undecided
                 self.num_undecided = 0
                 return num_new
-        if self._state is State.UNDECIDED:
+        if self._state is AnswerState.UNDECIDED:
             return 0
-        if self._state is State.REASONING:
-            stop_length = self._end.feed(text)
-            if stop_length is None:
+        if self._state is AnswerState.REASONING:
+            end_offset = self._end_think_matcher.feed(text)
+            if end_offset is None:
                 return 0
-            text = text[stop_length:]
-            self._state, self._skips_line_ends = State.CONTENT, True
+            text = text[end_offset:]
+            self._state, self._skips_line_ends = AnswerState.CONTENT, True
         if self._skips_line_ends:
             text = text.lstrip(LINE_ENDS)
             self._skips_line_ends = not text
@@ -140,20 +141,20 @@ class _Matcher:
         """Take the next part. Returns up to where in it the stop string goes, or None while that is
         not complete. Not to be called again afterwards.
         """
-        stop, borders, matched = self.stop, self._borders, self.num_matched
+        stop, borders, num_matched = self.stop, self._borders, self.num_matched
         first_character, stop_length, offset = stop[0], len(stop), 0
         while offset < len(text):
-            if matched == 0:  # on to where the stop string may begin
+            if num_matched == 0:  # on to where the stop string may begin
                 offset = text.find(first_character, offset)
                 if offset < 0:
                     break
-            while matched and text[offset] != stop[matched]:
-                matched = borders[matched - 1]
-            matched += text[offset] == stop[matched]
+            while num_matched and text[offset] != stop[num_matched]:
+                num_matched = borders[num_matched - 1]
+            num_matched += text[offset] == stop[num_matched]
             offset += 1
-            if matched == stop_length:
+            if num_matched == stop_length:
                 return offset
-        self.num_matched = matched
+        self.num_matched = num_matched
         return None
 
 
@@ -164,8 +165,8 @@ def _borders(stop: str) -> tuple[int, ...]:
     """
     borders = [0]
     for character in stop[1:]:
-        matched = borders[-1]
-        while matched and character != stop[matched]:
-            matched = borders[matched - 1]
-        borders.append(matched + (character == stop[matched]))
+        num_matched = borders[-1]
+        while num_matched and character != stop[num_matched]:
+            num_matched = borders[num_matched - 1]
+        borders.append(num_matched + (character == stop[num_matched]))
     return tuple(borders)

@@ -12,15 +12,15 @@ from tokenizers import Encoding
 
 from cluster.client import tokenizer_files
 from cluster.client.prompts import Conversation
-from cluster.grammar.markers import State, state_after
+from cluster.grammar.markers import AnswerState, state_after
 from scheduler.errors import PromptTooLongError, RequestError
 
 # Text that fits hardly ever has more characters per token.
 CHARACTERS_PER_TOKEN = 8
-SHORT = 4096  # characters, or tokens, that take a few milliseconds
+MAX_SHORT_LENGTH = 4096  # characters, or tokens, that take a few milliseconds
 
 
-class _Computed(dict[int, bytes]):
+class _LazyTokenBytes(dict[int, bytes]):
     """What `compute` returns for each token id that was asked for; at most the vocabulary."""
 
     def __init__(self, compute: Callable[[int], bytes]) -> None:
@@ -28,8 +28,8 @@ class _Computed(dict[int, bytes]):
         self._compute = compute
 
     def __missing__(self, token_id: int) -> bytes:
-        computed = self[token_id] = self._compute(token_id)
-        return computed
+        token_bytes = self[token_id] = self._compute(token_id)
+        return token_bytes
 
 
 class Tokenizer:
@@ -44,13 +44,13 @@ class Tokenizer:
         files = tokenizer_files.read(path)
         self._backend, self._template = files.backend, files.template
         self._eos_token = files.eos_token
-        self._bytes = _Computed(self._bytes_of)
+        self._bytes_by_token_id = _LazyTokenBytes(self._bytes_of)
         self._special_ids = {
             token_id
             for token_id, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         }
-        text_bytes = _Computed(self._bytes_in_text)
+        text_bytes = _LazyTokenBytes(self._bytes_in_text)
         self.text_bytes = text_bytes.__getitem__ if files.decodes_bytes else None
         self.file = path / "tokenizer.json" if files.is_byte_level else None
         template = files.template
@@ -105,7 +105,7 @@ class Tokenizer:
         """`encode` holds the interpreter while it runs, for a second per MiB; `encode_batch` does
         not, and takes a little longer to begin.
         """
-        if len(text) <= SHORT:
+        if len(text) <= MAX_SHORT_LENGTH:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
         batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         [encoding] = batch
@@ -116,7 +116,7 @@ class Tokenizer:
         `_encoding`.
         """
         ids = list(token_ids)
-        if len(ids) <= SHORT:
+        if len(ids) <= MAX_SHORT_LENGTH:
             text: str = self._backend.decode(ids, skip_special_tokens=True)
         else:
             [text] = self._backend.decode_batch([ids], skip_special_tokens=True)
@@ -128,23 +128,23 @@ class Tokenizer:
         """
         token = self._backend.id_to_token(token_id)
         is_left_out = token is None or token_id in self._special_ids
-        return b"" if is_left_out else _spelled(str(token))
+        return b"" if is_left_out else _spelled_bytes(str(token))
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be part of a character; a special token's
         name.
         """
-        return self._bytes[token_id]
+        return self._bytes_by_token_id[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
-        added = self._backend.get_added_tokens_decoder().get(token_id)
-        if added is not None:
-            return str(added.content).encode()
+        added_token = self._backend.get_added_tokens_decoder().get(token_id)
+        if added_token is not None:
+            return str(added_token.content).encode()
         token = self._backend.id_to_token(token_id)
         if token is None:
             return b""  # ids beyond the tokenizer's own, which pad the vocabulary
-        if all(char in _BYTE_OF for char in token):
-            return _spelled(token)
+        if all(char in _BYTE_BY_CHAR for char in token):
+            return _spelled_bytes(token)
         return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
 
     def render_chat(self, conversation: Conversation) -> str:
@@ -156,31 +156,38 @@ class Tokenizer:
                 "this checkpoint has no chat template; send a prompt instead of messages",
                 "messages",
             )
-        asked_for = {*conversation.template_variables, *(["tools"] if conversation.tools else [])}
-        for name in sorted(asked_for - self.template_variables):
+        requested_variables = {
+            *conversation.template_variables,
+            *(["tools"] if conversation.tools else []),
+        }
+        for name in sorted(requested_variables - self.template_variables):
             raise RequestError(
                 f"the chat template of this checkpoint does not use {name!r}, so it would have no"
                 " effect; leave it out",
                 name,
             )
-        if conversation.continues_last:
-            conversation = _with_end(conversation)
+        if conversation.continues_last_message:
+            conversation = _with_end_mark(conversation)
         try:
             text = self._template.render(conversation)
         except Exception as error:  # the template is a program of the checkpoint
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        return _up_to_last(text, conversation) if conversation.continues_last else text
+        return (
+            _text_before_end_mark(text, conversation)
+            if conversation.continues_last_message
+            else text
+        )
 
     @cached_property
     def always_thinks(self) -> bool:
         """Whether an answer begins within the reasoning unless a variable says otherwise."""
         question = Conversation(messages=[{"role": "user", "content": "Hi"}])
-        return state_after(self.render_chat(question)) is State.REASONING
+        return state_after(self.render_chat(question)) is AnswerState.REASONING
 
     @cached_property
-    def end_ids(self) -> frozenset[int]:
+    def end_token_ids(self) -> frozenset[int]:
         """The special tokens that end an answer: the tokenizer's end of sequence, and what the chat
         template puts behind a message of the assistant.
         """
@@ -193,41 +200,41 @@ class Tokenizer:
 
     def _end_of_turn(self) -> str:
         """What the chat template puts behind a message of the assistant."""
-        answer = {"role": "assistant", "content": _END}
+        answer = {"role": "assistant", "content": _MESSAGE_END_MARK}
         try:
             text = self.render_chat(
                 Conversation(messages=[{"role": "user", "content": "Hello"}, answer])
             )
         except RequestError:  # no template, or one that refuses this
             return ""
-        _, end_mark, after_answer = text.rpartition(_END)
+        _, end_mark, after_answer = text.rpartition(_MESSAGE_END_MARK)
         return after_answer.lstrip() if end_mark else ""  # a template may leave such a message out
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The tokenizer in a directory, None when it has no tokenizer files. Raises `ConfigError`."""
-    has_files = any((path / name).exists() for name in tokenizer_files.NAMES)
+    has_files = any((path / name).exists() for name in tokenizer_files.FILE_NAMES)
     return Tokenizer(path) if has_files else None
 
 
 # Marks the end of a message that is continued: private-use characters, which no template treats
 # specially.
-_END = "\ue0c0\ue0c1\ue0c0"
+_MESSAGE_END_MARK = "\ue0c0\ue0c1\ue0c0"
 
 
-def _with_end(conversation: Conversation) -> Conversation:
+def _with_end_mark(conversation: Conversation) -> Conversation:
     """The messages with the mark behind the content of the last one."""
-    *earlier, last = conversation.messages
-    marked = last | {"content": last["content"] + _END}
-    return replace(conversation, messages=[*earlier, marked])
+    *earlier_messages, last_message = conversation.messages
+    marked_message = last_message | {"content": last_message["content"] + _MESSAGE_END_MARK}
+    return replace(conversation, messages=[*earlier_messages, marked_message])
 
 
-def _up_to_last(text: str, conversation: Conversation) -> str:
+def _text_before_end_mark(text: str, conversation: Conversation) -> str:
     """The text up to the mark: without what the template puts behind the content of the last
     message.
     """
-    content = conversation.messages[-1]["content"].removesuffix(_END)
-    text = text[: max(0, text.rfind(_END))]
+    content = conversation.messages[-1]["content"].removesuffix(_MESSAGE_END_MARK)
+    text = text[: max(0, text.rfind(_MESSAGE_END_MARK))]
     if not text.endswith(content.lstrip()):
         raise RequestError(
             "the chat template of this checkpoint changes the last message, so it cannot be"
@@ -241,19 +248,19 @@ def _byte_alphabet() -> dict[str, int]:
     """The character that byte-level vocabularies write for each byte (`bytes_to_unicode` of GPT-2's
     encoder): printable ones stand for themselves, the others follow from 256 on.
     """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
-    printable += range(ord("®"), ord("ÿ") + 1)
-    unprintable = [byte for byte in range(256) if byte not in printable]
-    alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
+    printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
+    printable_bytes += range(ord("®"), ord("ÿ") + 1)
+    unprintable_bytes = [byte for byte in range(256) if byte not in printable_bytes]
+    alphabet = {chr(byte): byte for byte in printable_bytes}
+    return alphabet | {chr(256 + i): byte for i, byte in enumerate(unprintable_bytes)}
 
 
-_BYTE_OF = _byte_alphabet()
+_BYTE_BY_CHAR = _byte_alphabet()
 
 
-def _spelled(token: str) -> bytes:
+def _spelled_bytes(token: str) -> bytes:
     """The bytes that a token spells in that alphabet; UTF-8 if it has other characters too."""
     try:
-        return bytes(map(_BYTE_OF.__getitem__, token))
+        return bytes(map(_BYTE_BY_CHAR.__getitem__, token))
     except KeyError:
         return token.encode()

@@ -16,23 +16,23 @@ from jinja2 import TemplateError
 from tokenizers import Tokenizer as Backend
 
 from cluster.client.chat_template import ChatTemplate
-from scheduler.bounds import shown
+from scheduler.bounds import short_repr
 from scheduler.errors import ConfigError
 
-NAMES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
+FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # With these, `tokenizer.json` alone says how text is cut; with Llama's if its tokens are bytes.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _QWEN2_CLASSES = (None, "Qwen2Tokenizer", "Qwen2TokenizerFast")
 # What transformers' Qwen2 class builds, regardless of `tokenizer.json`.
-_QWEN2_SPLIT = (
+_QWEN2_SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_SPECIAL = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
+_QWEN2_SPECIAL_TOKENS = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 # Settings that change ids or text, which must be off.
-_SETTINGS = ("add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces")
-_SPECIAL_NAMES = (
+_REFUSED_SETTINGS = ("add_prefix_space", "split_special_tokens", "clean_up_tokenization_spaces")
+_SPECIAL_TOKEN_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
 )
@@ -63,23 +63,25 @@ def read(path: Path) -> TokenizerFiles:
             )
         config_file = path / "tokenizer_config.json"
         config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
-        stored = json.loads(file.read_text("utf-8"))
-        decoder = stored.get("decoder") or {}
+        tokenizer_json = json.loads(file.read_text("utf-8"))
+        decoder = tokenizer_json.get("decoder") or {}
         is_byte_level = "ByteLevel" in [
             part.get("type") for part in (decoder, *decoder.get("decoders", ()))
         ]
         is_qwen2 = config.get("tokenizer_class") in _QWEN2_CLASSES
-        config = (_QWEN2_SPECIAL if is_qwen2 else {}) | config
+        config = (_QWEN2_SPECIAL_TOKENS if is_qwen2 else {}) | config
         special_tokens = {
-            name: _text(config[name]) for name in _SPECIAL_NAMES if config.get(name) is not None
+            name: _token_text(config[name])
+            for name in _SPECIAL_TOKEN_NAMES
+            if config.get(name) is not None
         }
         _check_class(config, is_byte_level=is_byte_level)
-        if is_qwen2 and not _is_qwen2_pipeline(stored):
+        if is_qwen2 and not _is_qwen2_pipeline(tokenizer_json):
             raise ConfigError(
                 "its tokenizer.json does not cut text as its class, Qwen2Tokenizer, does; to cut"
                 f" text as that file says, set tokenizer_class to {_GENERIC_CLASSES[0]!r}"
             )
-        _check_added_tokens(config, stored, special_tokens)
+        _check_added_tokens(config, tokenizer_json, special_tokens)
         backend = Backend.from_file(str(file))
         backend.no_truncation()  # left over from a training
         backend.no_padding()
@@ -106,18 +108,20 @@ def _check_class(config: dict[str, Any], *, is_byte_level: bool) -> None:
     )
     if name not in possible_classes:
         raise ConfigError(
-            f"its tokenizer_class is {shown(name)}; possible are"
+            f"its tokenizer_class is {short_repr(name)}; possible are"
             f" {', '.join(filter(None, possible_classes))}"
         )
     if "auto_map" in config:
         raise ConfigError("its auto_map names code of the checkpoint, which is not run")
-    for setting in _SETTINGS:
+    for setting in _REFUSED_SETTINGS:
         if config.get(setting):
-            raise ConfigError(f"its {setting} is {shown(config[setting])}; only false is possible")
+            raise ConfigError(
+                f"its {setting} is {short_repr(config[setting])}; only false is possible"
+            )
 
 
-def _is_qwen2_pipeline(stored: dict[str, Any]) -> bool:
-    model, pre_tokenizer = stored["model"], stored.get("pre_tokenizer") or {}
+def _is_qwen2_pipeline(tokenizer_json: dict[str, Any]) -> bool:
+    model, pre_tokenizer = tokenizer_json["model"], tokenizer_json.get("pre_tokenizer") or {}
     parts = pre_tokenizer.get("pretokenizers") or []
     return (
         model.get("type") == "BPE"
@@ -125,40 +129,44 @@ def _is_qwen2_pipeline(stored: dict[str, Any]) -> bool:
             model.get(name)
             for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges")
         )
-        and (stored.get("normalizer") or {}).get("type") == "NFC"
+        and (tokenizer_json.get("normalizer") or {}).get("type") == "NFC"
         and [part.get("type") for part in parts] == ["Split", "ByteLevel"]
-        and parts[0].get("pattern") == {"Regex": _QWEN2_SPLIT}
+        and parts[0].get("pattern") == {"Regex": _QWEN2_SPLIT_PATTERN}
         and parts[0].get("behavior") == "Isolated"
         and not parts[0].get("invert")
         and not parts[1].get("add_prefix_space")
         and not parts[1].get("use_regex")
-        and (stored.get("decoder") or {}).get("type") == "ByteLevel"
+        and (tokenizer_json.get("decoder") or {}).get("type") == "ByteLevel"
     )
 
 
 def _check_added_tokens(
-    config: dict[str, Any], stored: dict[str, Any], special_tokens: dict[str, str]
+    config: dict[str, Any], tokenizer_json: dict[str, Any], special_tokens: dict[str, str]
 ) -> None:
     """Raise `ConfigError` if the configuration adds a token to those of `tokenizer.json`, or
     changes one.
     """
-    stored_tokens = {str(token["id"]): token for token in stored.get("added_tokens", [])}
+    stored_tokens = {str(token["id"]): token for token in tokenizer_json.get("added_tokens", [])}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         stored_token = stored_tokens.get(token_id, {})
         if any(stored_token.get(flag) != token.get(flag) for flag in _TOKEN_FLAGS):
             raise ConfigError(
                 f"its added_tokens_decoder and its tokenizer.json differ in token {token_id},"
-                f" {shown(token.get('content'))}"
+                f" {short_repr(token.get('content'))}"
             )
-    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if not isinstance(extra, list):
-        raise ConfigError(f"its extra_special_tokens must be a list, got {shown(extra)}")
-    special = {token["content"] for token in stored_tokens.values() if token["special"]}
-    for text in (*map(_text, extra), *special_tokens.values()):
-        if text not in special:
+    extra_tokens = (
+        config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    )
+    if not isinstance(extra_tokens, list):
+        raise ConfigError(
+            f"its extra_special_tokens must be a list, got {short_repr(extra_tokens)}"
+        )
+    special_texts = {token["content"] for token in stored_tokens.values() if token["special"]}
+    for text in (*map(_token_text, extra_tokens), *special_tokens.values()):
+        if text not in special_texts:
             raise ConfigError(
-                f"its tokenizer_config.json names the special token {shown(text)}, which is not"
-                " one in its tokenizer.json"
+                f"its tokenizer_config.json names the special token {short_repr(text)}, which is"
+                " not one in its tokenizer.json"
             )
 
 
@@ -175,5 +183,5 @@ def _template(
     return ChatTemplate(source, special_tokens)
 
 
-def _text(token: Any) -> str:
+def _token_text(token: Any) -> str:
     return str(token["content"] if isinstance(token, dict) else token)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.client.outputs import CompletionOutput, RequestOutput
-from cluster.client.prompts import EXTRAS, FORMS, check_token_ids, form_of, parse_prompt
+from cluster.client.prompts import EXTRA_KEYS, PROMPT_FORMS, check_token_ids, form_of, parse_prompt
 from cluster.client.requests import RequestBuilder
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
@@ -61,8 +61,8 @@ def _read_line(source: str, line: str) -> BatchRequest:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"not JSON: {error}") from None
         if not isinstance(prompt, dict):
-            raise RequestError(f"must be a JSON object with one of {', '.join(FORMS)}")
-        form = form_of(prompt, ("sampling_params", *EXTRAS))
+            raise RequestError(f"must be a JSON object with one of {', '.join(PROMPT_FORMS)}")
+        form = form_of(prompt, ("sampling_params", *EXTRA_KEYS))
         if not prompt[form]:
             raise RequestError(f"{form} is empty; give at least one token", form)
         params = prompt.pop("sampling_params", None)

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
 from cluster.commands.timing import TimedRun, arrival_times_s, run_timed
 from cluster.llm import LLM
@@ -41,11 +41,11 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.models.random_checkpoint import write_random_checkpoint
 from workers.models.size import count_parameters
-from workers.roofline import Machine, probe_cpu, report, works_of
+from workers.roofline import Machine, make_works, probe_cpu, roofline_entry
 
 DEFAULT_NUM_SEQS = 256
-DEFAULT_MAX_INPUT = 1024
-DEFAULT_MAX_OUTPUT = 1024
+DEFAULT_MAX_INPUT_TOKENS = 1024
+DEFAULT_MAX_OUTPUT_TOKENS = 1024
 DEFAULT_TEMPERATURE = 0.6
 MAX_SYNTHETIC_TOKEN_ID = 10000
 
@@ -90,8 +90,8 @@ def run_bench(job: BenchJob) -> None:
 
 
 def _run(job: BenchJob, model_name: str) -> None:
-    setup = prepare(job.config)
-    config = setup.foreseen
+    setup = make_engine_setup(job.config)
+    config = setup.foreseen_config
     with contextlib.closing(setup.request_builder()) as builder:
         requests = tokenize_batch(builder, _read_or_make_requests(job, config))
     machine = _probe_machine(config)
@@ -151,10 +151,10 @@ def _write_shape(folder: Path, shape: str, num_layers: int | None, num_ranks: in
     """Write a random checkpoint; returns what to call it. Raises `ConfigError` if so many ranks
     cannot split it, or the folder has too little room.
     """
-    raw = dict(SHAPES[shape])
+    raw_config = dict(SHAPES[shape])
     if num_layers is not None:
-        raw["num_hidden_layers"] = num_layers
-    model = ModelConfig.from_dict(raw, shape)
+        raw_config["num_hidden_layers"] = num_layers
+    model = ModelConfig.from_dict(raw_config, shape)
     model.check_tensor_parallel_size(num_ranks)
     needed_bytes = 2 * count_parameters(model).total
     free_bytes = shutil.disk_usage(folder).free
@@ -165,7 +165,7 @@ def _write_shape(folder: Path, shape: str, num_layers: int | None, num_ranks: in
             " take fewer layers (--num-layers)"
         )
     logger.info("writing %.1f GB of random weights to %s", needed_bytes / 1e9, folder)
-    write_random_checkpoint(folder, raw, torch.bfloat16)
+    write_random_checkpoint(folder, raw_config, torch.bfloat16)
     return shape if num_layers is None else f"{shape}, {num_layers} layers"
 
 
@@ -208,17 +208,21 @@ def _check_shape(job: BenchJob) -> None:
         raise RequestError("give --model or --shape, not both")
     if job.shape not in SHAPES:
         raise RequestError(f"--shape {job.shape!r} is not known; possible are {', '.join(SHAPES)}")
-    most = SHAPES[job.shape]["num_hidden_layers"]
-    if job.num_layers is not None and not 1 <= job.num_layers <= most:
+    max_num_layers = SHAPES[job.shape]["num_hidden_layers"]
+    if job.num_layers is not None and not 1 <= job.num_layers <= max_num_layers:
         raise RequestError(
-            f"--num-layers must be between 1 and {most} for {job.shape}, got {job.num_layers}"
+            f"--num-layers must be between 1 and {max_num_layers} for {job.shape}, got"
+            f" {job.num_layers}"
         )
 
 
 def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
-    max_input, max_output = job.max_input or DEFAULT_MAX_INPUT, job.max_output or DEFAULT_MAX_OUTPUT
+    max_input, max_output = (
+        job.max_input or DEFAULT_MAX_INPUT_TOKENS,
+        job.max_output or DEFAULT_MAX_OUTPUT_TOKENS,
+    )
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
             f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
@@ -264,7 +268,7 @@ def _result(
     device = llm.report.device
     generations = run.generations
     completions = [completion for g in generations for completion in g.completions]
-    works = works_of(
+    works = make_works(
         [generation.prompt_token_ids for generation in generations for _ in generation.completions],
         [len(completion.token_ids) for completion in completions],
     )
@@ -281,12 +285,12 @@ def _result(
         "cached_tokens": sum(generation.num_cached_tokens for generation in generations),
         "total_s": round(run.total_s, 4),
         "output_tokens_per_s": round(run.output_tokens_per_s, 2),
-        "ttft_s": run.first_token_s(),
-        "inter_token_s": run.inter_token_s(),
+        "ttft_s": run.ttft_percentiles(),
+        "inter_token_s": run.inter_token_percentiles(),
         "preemptions": stats.num_preemptions - stats_before.num_preemptions,
         "num_steps": stats.num_steps - stats_before.num_steps,
         "start_s": {name: round(seconds, 3) for name, seconds in llm.report.seconds.items()},
-        "roofline": report(
+        "roofline": roofline_entry(
             config.model,
             config.dtype,
             works,

@@ -21,10 +21,10 @@ from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 
-from cluster.api.parser import AnswerParser, Parts
+from cluster.api.parser import AnswerParser, AnswerParts
 from cluster.client.outputs import Chunk
 from cluster.client.prompts import Conversation, Message, ParsedPrompt
-from cluster.client.setup import EngineSetup, prepare
+from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.grammar.markers import state_after
 from cluster.llm import LLM
 from cluster.resources.session import check_arguments
@@ -43,7 +43,7 @@ HELP = """\
 A line that ends with \\ goes on in the next one. Ctrl-C ends an answer."""
 # Control characters in a model's text could change the terminal.
 _CONTROL_CHARACTERS = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
-_DIM = Style(dim=True)
+_DIM_STYLE = Style(dim=True)
 
 
 @dataclass(slots=True)
@@ -89,8 +89,12 @@ class Chat:
         self._tokenizer = setup.tokenizer
         self._console = console
         self._max_model_len = llm.report.limits.max_model_len
-        fallback = SamplingParams(max_tokens=llm.report.limits.max_total_tokens)
-        self._params = SamplingParams(n=1).over(setup.defaults).over(fallback)
+        fallback_params = SamplingParams(max_tokens=llm.report.limits.max_total_tokens)
+        self._params = (
+            SamplingParams(n=1)
+            .with_defaults(setup.sampling_defaults)
+            .with_defaults(fallback_params)
+        )
         self._messages: list[Message] = []
         self._template_variables: dict[str, bool] = {}
         self._last_answer: Answer | None = None
@@ -121,8 +125,10 @@ class Chat:
                     raise RequestError("the chat template of this model cannot switch thinking")
                 self._template_variables["enable_thinking"] = switch == "on"
             case "stats", "":
-                last = self._last_answer
-                self._print_note(last.describe(self._max_model_len) if last else "no answer yet")
+                last_answer = self._last_answer
+                self._print_note(
+                    last_answer.describe(self._max_model_len) if last_answer else "no answer yet"
+                )
             case "help", "":
                 self._print_note(HELP)
             case (("quit" | "exit" | "bye"), ""):
@@ -140,7 +146,7 @@ class Chat:
         try:
             for parts in self._answer_parts(messages, answer):
                 if self._console.is_terminal:
-                    show(self._console, parts.reasoning, style=_DIM)
+                    show(self._console, parts.reasoning, style=_DIM_STYLE)
                 show(self._console, parts.content)
                 answer.content += parts.content
         except KeyboardInterrupt:
@@ -152,7 +158,7 @@ class Chat:
             self._print_note(f"[ended: {answer.finish_reason}]")
         self._messages = [*messages, {"role": "assistant", "content": answer.content}]
 
-    def _answer_parts(self, messages: list[Message], answer: Answer) -> Iterator[Parts]:
+    def _answer_parts(self, messages: list[Message], answer: Answer) -> Iterator[AnswerParts]:
         """The parts of the answer to a conversation, counted in `answer`."""
         conversation = Conversation(messages=messages, template_variables=self._template_variables)
         prompt = ParsedPrompt(conversation=conversation)
@@ -166,7 +172,7 @@ class Chat:
 
     def _print_note(self, text: str) -> None:
         if self._console.is_terminal:
-            show(self._console, text + "\n", style=_DIM)
+            show(self._console, text + "\n", style=_DIM_STYLE)
         else:
             print(text, file=sys.stderr)
 
@@ -184,7 +190,7 @@ def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
     without a chat template, and `RequestError` at the end if lines of a pipe were refused.
     """
     check_arguments(sys.argv)
-    setup = prepare(config, defaults)
+    setup = make_engine_setup(config, defaults)
     if not setup.has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; use: launch.py generate --raw")
     for stream in (sys.stdin, sys.stdout):

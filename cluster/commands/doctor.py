@@ -12,14 +12,14 @@ import shutil
 from pathlib import Path
 
 from configs.engine import EngineConfig
-from configs.formats.table import POSSIBLE
+from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig
-from configs.paths import CHECKOUT, IS_INSTALLED
+from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from configs.shapes import SHAPES
 from scheduler.errors import ConfigError
 from workers.configuration import has_cuda, resolve_config
 from workers.models.size import count_parameters, parameters_line
-from workers.toolchain import missing
+from workers.toolchain import toolchain_problems
 
 PACKAGES = (
     "torch",
@@ -35,7 +35,7 @@ PACKAGES = (
 )
 
 MIN_SHM_BYTES = 2**30
-_BYTES = 2  # of a weight in bfloat16
+_BYTES_PER_BF16_WEIGHT = 2  # of a weight in bfloat16
 
 
 def examine(model: str | None = None) -> tuple[list[str], list[str]]:
@@ -56,35 +56,57 @@ def _model_lines(name: str) -> list[str]:
         raise ConfigError(
             f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
         )
-    raw = SHAPES.get(name)
-    model = ModelConfig.from_dir(Path(name)) if raw is None else ModelConfig.from_dict(raw)
+    raw_config = SHAPES.get(name)
+    model = (
+        ModelConfig.from_dir(Path(name))
+        if raw_config is None
+        else ModelConfig.from_dict(raw_config)
+    )
     lines = [f"model {name}: {parameters_line(model)}"]
-    kept = None
-    if raw is None:
+    kept_quantization = None
+    if raw_config is None:
         device = "cuda" if has_cuda() else "cpu"
-        kept = resolve_config(EngineConfig(model=name), model, Path(name), device).quantization
-    of_matrices = kept.bytes_per_weight if kept is not None else _BYTES
-    form = "bfloat16" if kept is None else f"{kept.name}, as they are stored,"
+        kept_quantization = resolve_config(
+            EngineConfig(model=name), model, Path(name), device
+        ).quantization
+    bytes_per_matrix_weight = (
+        kept_quantization.bytes_per_weight
+        if kept_quantization is not None
+        else _BYTES_PER_BF16_WEIGHT
+    )
+    weight_format = (
+        "bfloat16"
+        if kept_quantization is None
+        else f"{kept_quantization.name}, as they are stored,"
+    )
     rank_bytes = {}
     for num_ranks in model.possible_tensor_parallel_sizes():
-        rank = count_parameters(model, num_ranks)
-        in_16_bits = _BYTES * rank.vocabulary
-        rank_bytes[num_ranks] = in_16_bits + int(of_matrices * (rank.total - rank.vocabulary))
-        of_experts = f", {_gigabytes(_BYTES * rank.of_experts)} of experts" if model.experts else ""
-        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {form}{of_experts}"
+        rank_parameters = count_parameters(model, num_ranks)
+        vocabulary_bytes = _BYTES_PER_BF16_WEIGHT * rank_parameters.vocabulary
+        rank_bytes[num_ranks] = vocabulary_bytes + int(
+            bytes_per_matrix_weight * (rank_parameters.total - rank_parameters.vocabulary)
+        )
+        experts_text = (
+            f", {_gigabytes(_BYTES_PER_BF16_WEIGHT * rank_parameters.expert_parameters)} of experts"
+            if model.experts
+            else ""
+        )
+        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {weight_format}{experts_text}"
         lines.append(f"a rank with --tp {num_ranks}: {weights.removesuffix(',')}")
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    size = _gigabytes(memory_bytes)
-    lines.append(f"memory of this machine, {size}: {_verdict(rank_bytes[1], memory_bytes)}")
+    memory_text = _gigabytes(memory_bytes)
+    lines.append(f"memory of this machine, {memory_text}: {_verdict(rank_bytes[1], memory_bytes)}")
     for i in range(num_gpus := torch.cuda.device_count()):
         memory_bytes = torch.cuda.get_device_properties(i).total_memory
         usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
-        fitting = [size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes]
+        fitting_tp_sizes = [
+            size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes
+        ]
         verdict = "too little for a part of such weights"
-        if fitting:
-            verdict = f"enough with --tp {fitting[0]}"
-            if fitting[0] > num_gpus:
-                verdict += f", on {fitting[0]} GPUs like this one; there are {num_gpus}"
+        if fitting_tp_sizes:
+            verdict = f"enough with --tp {fitting_tp_sizes[0]}"
+            if fitting_tp_sizes[0] > num_gpus:
+                verdict += f", on {fitting_tp_sizes[0]} GPUs like this one; there are {num_gpus}"
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
     return lines
 
@@ -109,7 +131,7 @@ def _device_lines() -> list[str]:
     """The devices, then the backend for each kind of device."""
     import torch
 
-    from kernels.select import choose
+    from kernels.select import choose_capabilities
 
     lines = [f"device cpu: {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"]
     device_types = ["cpu"]
@@ -123,12 +145,12 @@ def _device_lines() -> list[str]:
     else:
         lines.append("device cuda: none")
     for device_type in device_types:
-        kernels = choose(device_type)
+        kernels = choose_capabilities(device_type)
         block_size = kernels.default_block_size
         lines.append(
             f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
         )
-    formats = "; ".join(("bfloat16", "float16", "float32", *POSSIBLE))
+    formats = "; ".join(("bfloat16", "float16", "float32", *SUPPORTED_VARIANTS))
     return [*lines, f"checkpoints may store their matrices as {formats}"]
 
 
@@ -143,7 +165,7 @@ def _ray_address_line() -> str:
 
 
 def _problems() -> list[str]:
-    problems = [] if IS_INSTALLED else _clashes()
+    problems = [] if IS_INSTALLED else _name_clashes()
     shm_path = Path("/dev/shm")
     free_shm_bytes = shutil.disk_usage(shm_path).free if shm_path.exists() else MIN_SHM_BYTES
     if free_shm_bytes < MIN_SHM_BYTES:
@@ -152,11 +174,11 @@ def _problems() -> list[str]:
             " (docker: --shm-size)"
         )
     if has_cuda():
-        problems += (f"GPU kernels: {missing_tool}" for missing_tool in missing())
+        problems += (f"GPU kernels: {missing_tool}" for missing_tool in toolchain_problems())
     return problems
 
 
-def _clashes() -> list[str]:
+def _name_clashes() -> list[str]:
     """Problems with packages named like our folders, which are top-level modules in a checkout."""
     problems = []
     if _version("kernels"):
@@ -168,10 +190,10 @@ def _clashes() -> list[str]:
     if (
         spec is None
         or spec.origin is None
-        or Path(spec.origin).resolve().parent != CHECKOUT / "kernels"
+        or Path(spec.origin).resolve().parent != SOURCE_ROOT / "kernels"
     ):
         problems.append(
-            f"`import kernels` finds {spec and spec.origin}; run from the checkout {CHECKOUT}"
+            f"`import kernels` finds {spec and spec.origin}; run from the checkout {SOURCE_ROOT}"
         )
     try:
         import transformers.integrations.hub_kernels  # noqa: F401

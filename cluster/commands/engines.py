@@ -17,7 +17,7 @@ from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineStatus
-from cluster.serve.lifetime import Application
+from cluster.serve.lifetime import RunningApplication
 from scheduler.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 5.0
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 5.0
 
 def run_status(address: str | None) -> None:
     """Print one line per replica. Raises `ConfigError` without a cluster."""
-    with _connected(address):
+    with _cluster_connection(address):
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
         for name, application in sorted(_applications().items()):
             engines = _engine_statuses(name)
@@ -43,16 +43,18 @@ def run_down(name: str, address: str | None) -> None:
     """End one engine, after its running requests have finished. Raises `ConfigError` if there is
     none, `EngineError` if it does not end in time.
     """
-    with _connected(address):
+    with _cluster_connection(address):
         applications = _applications()
         if name not in applications:
-            running = ", ".join(sorted(applications)) or "none"
-            raise ConfigError(f"no engine named {name!r} runs in this cluster; running: {running}")
-        Application(name).finish()
+            running_names = ", ".join(sorted(applications)) or "none"
+            raise ConfigError(
+                f"no engine named {name!r} runs in this cluster; running: {running_names}"
+            )
+        RunningApplication(name).finish()
 
 
 @contextmanager
-def _connected(address: str | None) -> Iterator[None]:
+def _cluster_connection(address: str | None) -> Iterator[None]:
     """A connection to the Ray cluster for the block. Raises `ConfigError` without a cluster."""
     cluster_address = find_address(address)
     if cluster_address == "local":

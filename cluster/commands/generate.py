@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from cluster.client.outputs import RequestOutput
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.commands.batch import (
     BatchRequest,
     output_line,
@@ -53,7 +53,7 @@ def run_generate(
     for prompt in prompts:
         if not prompt:
             raise RequestError("a prompt is empty; give at least one token", "prompt")
-    setup = prepare(config, defaults)
+    setup = make_engine_setup(config, defaults)
     if requests is None:
         is_chat = setup.has_chat_template and not raw
         requests = [_request_of(prompt, is_chat=is_chat) for prompt in prompts]

@@ -27,7 +27,9 @@ SPARES_TIMEOUT_S = 60.0
 
 def processes_of(llm: LLM) -> dict[str, ProcessId]:
     """The engine's processes by name."""
-    processes: dict[str, ProcessId] = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    processes: dict[str, ProcessId] = ray.get(
+        llm._engine_processes.driver.processes.remote(), timeout=10
+    )
     return processes
 
 

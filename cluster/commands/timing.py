@@ -44,7 +44,9 @@ class Timeline:
         first_times_s = [arrivals[0][0] for arrivals in self._arrivals.values()]
         return min(first_times_s) - self.due_s if first_times_s else None
 
-    def gaps_s(self, since_s: float = -math.inf, until_s: float = math.inf) -> list[float]:
+    def inter_token_gaps_s(
+        self, since_s: float = -math.inf, until_s: float = math.inf
+    ) -> list[float]:
         """Gaps between consecutive tokens of each output that end after `since_s` and not after
         `until_s`.
         """
@@ -78,14 +80,16 @@ class TimedRun:
     def output_tokens_per_s(self) -> float:
         return self.num_output_tokens / self.total_s
 
-    def first_token_s(self) -> dict[str, float | None]:
+    def ttft_percentiles(self) -> dict[str, float | None]:
         """Percentiles over the requests."""
         times_s = [timeline.time_to_first_token_s for timeline in self.timelines]
         return percentiles([time_s for time_s in times_s if time_s is not None])
 
-    def inter_token_s(self) -> dict[str, float | None]:
+    def inter_token_percentiles(self) -> dict[str, float | None]:
         """Percentiles over all gaps between tokens."""
-        return percentiles([gap for timeline in self.timelines for gap in timeline.gaps_s()])
+        return percentiles(
+            [gap for timeline in self.timelines for gap in timeline.inter_token_gaps_s()]
+        )
 
 
 def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
@@ -106,7 +110,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]
         params = [request.params for request in due_requests]
         run.generations += llm.client.submit(prompts, params, run.timelines[num_sent:])
     for generation in run.generations:
-        generation.done.result()
+        generation.done_future.result()
     run.total_s = time.perf_counter() - began_s
     return run
 

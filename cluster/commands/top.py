@@ -39,24 +39,24 @@ class MetricsReading:
 
 def run_top(url: str, *, once: bool) -> None:
     """Show the server until Ctrl-C, or once. Raises `ConfigError` if there is none."""
-    reading = read(url)
+    reading = read_metrics(url)
     if once:
-        Console().print(table(url, None, reading))
+        Console().print(metrics_table(url, None, reading))
         return
-    with Live(table(url, None, reading), auto_refresh=False) as live:
+    with Live(metrics_table(url, None, reading), auto_refresh=False) as live:
         while True:
             time.sleep(REFRESH_PERIOD_S)
-            previous, reading = reading, read(url)
-            live.update(table(url, previous, reading), refresh=True)
+            previous, reading = reading, read_metrics(url)
+            live.update(metrics_table(url, previous, reading), refresh=True)
 
 
-def read(url: str) -> MetricsReading:
+def read_metrics(url: str) -> MetricsReading:
     """The metrics of the server at `url`. Raises `ConfigError`."""
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S) as answer:
             text = answer.read().decode()
     except (OSError, ValueError) as error:
-        raise no_server(url, error) from None
+        raise no_server_error(url, error) from None
     reading = MetricsReading(time.monotonic())
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -69,7 +69,7 @@ def read(url: str) -> MetricsReading:
     return reading
 
 
-def no_server(url: str, error: Exception) -> ConfigError:
+def no_server_error(url: str, error: Exception) -> ConfigError:
     """The error for an address at which no server answers."""
     return ConfigError(
         f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or name"
@@ -77,7 +77,7 @@ def no_server(url: str, error: Exception) -> ConfigError:
     )
 
 
-def table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:
+def metrics_table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:
     """A table of the server's state, and of its rates since the previous reading or the start."""
     baseline = previous or MetricsReading(reading.time_s)
     totals, seconds = reading.totals, reading.time_s - baseline.time_s
@@ -96,9 +96,10 @@ def table(url: str, previous: MetricsReading | None, reading: MetricsReading) ->
     def step_ms(label: str, prefix: str = "") -> str:
         if not num_steps:
             return "-"
-        before = baseline.step_seconds[label]
+        baseline_seconds = baseline.step_seconds[label]
         return ", ".join(
-            f"{prefix}{value} {1e3 * (total_s - before.get(value, 0.0)) / num_steps:.1f} ms"
+            f"{prefix}{value} {1e3 * (total_s - baseline_seconds.get(value, 0.0)) / num_steps:.1f}"
+            " ms"
             for value, total_s in reading.step_seconds[label].items()
         )
 

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from cluster.commands.top import ANSWER_TIMEOUT_S, no_server
+from cluster.commands.top import ANSWER_TIMEOUT_S, no_server_error
 from scheduler.errors import ConfigError
 
 
@@ -23,7 +23,7 @@ def run_trace(url: str, seconds: float, output: Path, api_key: str | None) -> st
         body = error.read(1000).decode(errors="replace")
         raise ConfigError(f"{url!r} answers {error.code}: {body}") from None
     except (OSError, ValueError) as error:
-        raise no_server(url, error) from None
+        raise no_server_error(url, error) from None
     try:
         output.write_text(json.dumps(trace))
     except OSError as error:

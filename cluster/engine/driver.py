@@ -26,7 +26,7 @@ from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
 from cluster.ranks.actor import RankActor
 from cluster.ranks.group import RankHandle, RankMaker
-from cluster.ranks.processes import ProcessId, mark
+from cluster.ranks.processes import ProcessId, mark_this_process
 from cluster.recovery.supervisor import Supervisor
 from cluster.resources.placement import Placement
 from cluster.scheduler_limits import limits_of
@@ -48,7 +48,7 @@ logger = logging.getLogger("eagleray.driver")
 class Driver:
     """Run as a Ray actor; every method but `start` answers without waiting for a step."""
 
-    rank_actor: type[RankActor] = RankActor
+    rank_actor_class: type[RankActor] = RankActor
     make_supervisor: type[Supervisor] = Supervisor
 
     def __init__(
@@ -66,7 +66,7 @@ class Driver:
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._engine_id = engine_id
-        self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor)
+        self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor_class)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
         self._grammars = GrammarMatching(
             Path(config.engine.tokenizer or config.model_dir) / "tokenizer.json",
@@ -81,22 +81,22 @@ class Driver:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._silence_task: asyncio.Task[None] | None = None
         self._process: ProcessId | None = None
-        self._death: str | None = None  # why the engine has stopped for good
-        self._has_died = asyncio.Event()
+        self._stop_reason: str | None = None  # why the engine has stopped for good
+        self._stopped_event = asyncio.Event()
 
     async def start(self) -> StartReport:
         """Start the ranks and the step loop. Raises the error that kept them from starting."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._process = mark(self._engine_id)
+        self._process = mark_this_process(self._engine_id)
         self._event_loop = asyncio.get_running_loop()
         self._supervisor = self.make_supervisor(
             self._rank_maker,
-            busy_since_s=lambda: self._started_loop().busy_since_s,
-            has_work=lambda: self._started_loop().engine.has_work,
-            on_group=lambda group, cache_survives: self._started_loop().post(
+            busy_since_s=lambda: self._started_step_loop().busy_since_s,
+            has_work=lambda: self._started_step_loop().engine.has_work,
+            on_group=lambda group, cache_survives: self._started_step_loop().post(
                 RanksReplaced(executor=group, cache_survives=cache_survives)
             ),
-            on_lost=lambda epoch, _: self._started_loop().post(RanksLost()),
+            on_lost=lambda epoch, _: self._started_step_loop().post(RanksLost()),
             on_dead=self._die,
         )
         group, report = await asyncio.to_thread(
@@ -114,7 +114,7 @@ class Driver:
             self._deliver_soon,
             self._die,
             on_failed_step=self._supervisor.note_failed_step,
-            on_applied=self._supervisor.note_applied,
+            on_result_applied=self._supervisor.note_applied,
         )
         self._supervisor.watch()
         gc.freeze()  # so that later garbage collections do not visit the blocks
@@ -131,8 +131,8 @@ class Driver:
 
     async def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`."""
-        _, loop = self._limits_and_loop()
-        return loop.engine.scheduler.records.since(time.time() - seconds)
+        _, step_loop = self._limits_and_step_loop()
+        return step_loop.engine.scheduler.records.since(time.time() - seconds)
 
     async def processes(self) -> dict[str, ProcessId]:
         """The processes of this engine by name: "driver", "rank 0", ..., "spare 0", ..."""
@@ -143,8 +143,8 @@ class Driver:
         """Never returns: the call fails when this process ends. Raises `EngineDeadError` when the
         engine stops for good before that.
         """
-        await self._has_died.wait()
-        raise EngineDeadError(self._death)
+        await self._stopped_event.wait()
+        raise EngineDeadError(self._stop_reason)
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
@@ -153,10 +153,10 @@ class Driver:
         """
         if any(request.grammar for request in requests):
             await asyncio.to_thread(self._grammars.start)
-        limits, loop = self._limits_and_loop()
-        new_requests = self._frontends.admit(frontend_id, requests, limits)
+        limits, step_loop = self._limits_and_step_loop()
+        new_requests = self._frontends.record_requests(frontend_id, requests, limits)
         if new_requests:
-            loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
+            step_loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
 
     async def finish(
         self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: None
@@ -175,11 +175,11 @@ class Driver:
 
     async def stats(self) -> EngineStats:
         """The scheduler's state and counters. Raises `EngineDeadError`."""
-        _, loop = self._limits_and_loop()
+        _, step_loop = self._limits_and_step_loop()
         assert self._supervisor is not None
-        busy_since_s = loop.busy_since_s
+        busy_since_s = step_loop.busy_since_s
         return dataclasses.replace(
-            loop.stats(),
+            step_loop.stats(),
             is_ready=self._supervisor.is_ready,
             state=self._supervisor.recovery.state.value,
             num_recoveries=self._supervisor.recovery.num_recoveries,
@@ -200,13 +200,13 @@ class Driver:
 
     # -- event loop --------------------------------------------------------------------------------
 
-    def _started_loop(self) -> StepLoop:
+    def _started_step_loop(self) -> StepLoop:
         assert self._step_loop is not None
         return self._step_loop
 
-    def _limits_and_loop(self) -> tuple[SchedulerLimits, StepLoop]:
-        if self._death is not None or self._limits is None or self._step_loop is None:
-            raise EngineDeadError(self._death or "the engine has not been started")
+    def _limits_and_step_loop(self) -> tuple[SchedulerLimits, StepLoop]:
+        if self._stop_reason is not None or self._limits is None or self._step_loop is None:
+            raise EngineDeadError(self._stop_reason or "the engine has not been started")
         return self._limits, self._step_loop
 
     async def _drop_silent_frontends(self) -> None:
@@ -214,14 +214,14 @@ class Driver:
         limit_s = self._config.engine.frontend_timeout_s
         while True:
             await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_PERIOD_S, limit_s / 4)))
-            for frontend_id, request_ids in self._frontends.fail_silent().items():
+            for frontend_id, request_ids in self._frontends.fail_silent_frontends().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
-                self._started_loop().post(Finish(request_ids=request_ids, reason="abort"))
+                self._started_step_loop().post(Finish(request_ids=request_ids, reason="abort"))
 
     def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""
-        self._death = str(death)
-        self._has_died.set()
+        self._stop_reason = str(death)
+        self._stopped_event.set()
         self._frontends.fail_all(death)
 
     # -- engine thread -----------------------------------------------------------------------------

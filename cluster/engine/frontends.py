@@ -21,7 +21,7 @@ from scheduler.messages import Deltas, Request
 @dataclass(slots=True)
 class _Frontend:
     mailbox: Mailbox = field(default_factory=Mailbox)
-    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    news_event: asyncio.Event = field(default_factory=asyncio.Event)
     last_call_s: float = field(default_factory=time.monotonic)
     num_waiting_polls: int = 0
     request_ids: set[str] = field(default_factory=set)  # unfinished
@@ -31,7 +31,7 @@ class _Frontend:
             news = News(first_index=0, finish_reason="error", error=error)
             self.mailbox.put(request_id, news)
         self.request_ids.difference_update(request_ids)
-        self.has_news.set()
+        self.news_event.set()
 
 
 class Frontends:
@@ -47,7 +47,7 @@ class Frontends:
         self._frontends: dict[str, _Frontend] = {}
         self._silence_checked_s = time.monotonic()
 
-    def admit(
+    def record_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> list[Request]:
         """Record the requests of a frontend, all or none. Returns those to queue: without any that
@@ -84,11 +84,11 @@ class Frontends:
             raise _silence_error(2 * self._timeout_s)
         frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
-            frontend.has_news.clear()
+            frontend.news_event.clear()
             frontend.num_waiting_polls += 1
             try:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(frontend.has_news.wait(), wait_s)
+                    await asyncio.wait_for(frontend.news_event.wait(), wait_s)
             finally:
                 frontend.num_waiting_polls -= 1
         frontend.last_call_s = time.monotonic()
@@ -104,14 +104,14 @@ class Frontends:
                 frontend.mailbox.put(request_id, request_news)
                 if request_news.finish_reason:
                     frontend.request_ids.discard(request_id)
-            frontend.has_news.set()
+            frontend.news_event.set()
 
     def fail_all(self, error: EaglerayError) -> None:
         """End every unfinished request with an error."""
         for frontend in self._frontends.values():
             frontend.fail(list(frontend.request_ids), error)
 
-    def fail_silent(self) -> dict[str, list[str]]:
+    def fail_silent_frontends(self) -> dict[str, list[str]]:
         """Fail the requests of frontends that have stopped polling; returns those requests by
         frontend.
         """

@@ -96,18 +96,18 @@ class StepLoop:
         deliver: Callable[[NewsByFrontend], None],
         on_failure: Callable[[Exception], None],
         on_failed_step: Callable[[int, str], None] = lambda epoch, reason: None,
-        on_applied: Callable[[int], None] = lambda epoch: None,
+        on_result_applied: Callable[[int], None] = lambda epoch: None,
     ) -> None:
         """`deliver` receives the news of each step, `on_failure` the error that ended the loop,
-        `on_failed_step` the epoch whose step failed and why, `on_applied` the epoch of each result.
-        All run on the loop's thread.
+        `on_failed_step` the epoch whose step failed and why, `on_result_applied` the epoch of each
+        result. All run on the loop's thread.
 
         While there are no ranks, the loop still carries out commands; `RanksReplaced` resumes the
         steps.
         """
         self.engine = engine
         self._deliver = deliver
-        self._on_failure, self._on_applied = on_failure, on_applied
+        self._on_failure, self._on_result_applied = on_failure, on_result_applied
         self._on_failed_step = on_failed_step
         self._has_ranks = True
         self.busy_since_s: float | None = None  # when the wait for the next result began
@@ -148,25 +148,25 @@ class StepLoop:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
-                self.turn()
+                self.run_once()
         except Exception as error:
             if not self._is_stopping:
                 self._on_failure(error)
 
-    def turn(self) -> None:
+    def run_once(self) -> None:
         """Carry out the commands in the inbox, then run a step if there are ranks."""
         while self._inbox:
             self._carry_out(self._inbox.popleft())
         if self._has_ranks:
             self._run_step()
-        self._report_failed()  # also if the step was lost
+        self._report_failures()  # also if the step was lost
 
     def _run_step(self) -> None:
         if self.busy_since_s is None:
             self.busy_since_s = time.monotonic()
         try:
-            self.engine.ensure_submitted()
-            self._report_failed()
+            self.engine.ensure_step_submitted()
+            self._report_failures()
             self._wait_for_requests()
             step_output = self.engine.step()
         except Exception as error:
@@ -180,7 +180,7 @@ class StepLoop:
             self.busy_since_s = None
             return
         self.busy_since_s = time.monotonic() if self.engine.has_work else None
-        self._on_applied(self.engine.scheduler.epoch)
+        self._on_result_applied(self.engine.scheduler.epoch)
         if news := self._news(step_output):
             self._deliver(news)
 
@@ -211,11 +211,11 @@ class StepLoop:
             )
             self._fail(seq, error)
 
-    def _report_failed(self) -> None:
+    def _report_failures(self) -> None:
         """Report the sequences that failed by themselves. Must come before the next command, which
         may close their requests or reuse their ids.
         """
-        for seq, error in self.engine.take_failed():
+        for seq, error in self.engine.take_failures():
             self._fail(seq, error)
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
@@ -287,8 +287,8 @@ class StepLoop:
             num_sent, num_prompt_tokens = request.num_sent, seq.num_prompt_tokens
             num_tokens = len(seq.token_ids) - num_prompt_tokens
             if sends_all or seq.finish_reason or request.is_due(num_tokens - num_sent):
-                unsent_ids = seq.token_ids[num_prompt_tokens + num_sent :]
-                request_news = _news_of(seq, num_sent, unsent_ids)
+                unsent_token_ids = seq.token_ids[num_prompt_tokens + num_sent :]
+                request_news = _news_of(seq, num_sent, unsent_token_ids)
                 if request.unsent_logprobs:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
                 request.num_sent = num_tokens
@@ -297,7 +297,7 @@ class StepLoop:
                     frontend_news = news[request.frontend_id] = {}
                 frontend_news[request_id] = request_news
         self._add_scored_prompts(step_output.prompt_logprobs, news)
-        for seq in step_output.finished:
+        for seq in step_output.finished_sequences:
             self._open_requests.pop(seq.request_id, None)
         return news
 

@@ -22,8 +22,8 @@ from cluster.engine.driver import Driver
 from cluster.engine.report import StartReport
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankMaker
-from cluster.ranks.processes import end_marked
-from cluster.ray_errors import call
+from cluster.ranks.processes import end_marked_processes
+from cluster.ray_errors import result_of
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
@@ -32,7 +32,7 @@ from cluster.timeouts import SHUTDOWN_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, EngineError
 from workers.configuration import has_cuda, resolve_config
-from workers.models.local import check_again
+from workers.models.local import recheck_checkpoint
 
 MAX_DEATHS_WITHOUT_NEWS = 5
 END_RETRY_PAUSE_S = 0.5
@@ -94,7 +94,7 @@ def _start(
         owner.driver,
         lambda: SESSION.holds(session_lease),
         owner.replace,
-        Timeouts.of(setup.config).stuck_after_s,
+        Timeouts.from_options(setup.config).stuck_after_s,
         recovery_waits_for=owner.recovery_waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.
@@ -102,7 +102,7 @@ def _start(
     undo_stack.callback(_undo_unless_ray_ended, session_lease, owner.stop)
     undo_stack.callback(frontend.close)
     report = owner.start()
-    frontend.driver.follow()
+    frontend.driver.watch_end()
     for line in report.log_lines:
         logger.info(line)
     total_s = time.perf_counter() - began_s
@@ -121,7 +121,7 @@ class DriverOwner:
 
     def __init__(self, config: ResolvedConfig, placement: Placement, engine_id: str) -> None:
         self._config = config
-        self._timeouts = Timeouts.of(config.engine)
+        self._timeouts = Timeouts.from_options(config.engine)
         self.placement = placement
         self._engine_id = engine_id
         self._first_report: StartReport | None = None
@@ -133,7 +133,7 @@ class DriverOwner:
     def start(self) -> StartReport:
         """Start the engine. Raises the error that kept it from starting."""
         limit_s = self._timeouts.start_s
-        report: StartReport = call(self.driver.start.remote(), "start the engine", limit_s)
+        report: StartReport = result_of(self.driver.start.remote(), "start the engine", limit_s)
         if self._first_report is None:
             self._first_report = report
         elif report.checkpoint_id != self._first_report.checkpoint_id:
@@ -160,7 +160,7 @@ class DriverOwner:
         recovery = self._recovery = Recovery(time.monotonic, limit_s)
         recovery.note_fault(str(error))
         while True:
-            self._end_for_certain(recovery)
+            self._fence_driver(recovery)
             recovery.note_fenced()
             while (
                 not self._is_stopped
@@ -171,7 +171,7 @@ class DriverOwner:
             if recovery.state is RecoveryState.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
-                check_again(self._config)
+                recheck_checkpoint(self._config)
                 self.placement.restore(limit_s, lambda: not self._is_stopped)
                 num_blocks = self._first_report.limits.num_blocks
                 self.driver = start_driver(
@@ -198,17 +198,17 @@ class DriverOwner:
         """End the driver and its ranks."""
         self._is_stopped = True
         with contextlib.suppress(EaglerayError):  # it may be dead; its processes are ended next
-            call(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
+            result_of(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
         self._end_processes()
 
-    def _end_for_certain(self, recovery: Recovery) -> None:
+    def _fence_driver(self, recovery: Recovery) -> None:
         """End the driver and its ranks. Tries again if, for example, a node does not answer. Raises
         `EngineDeadError` when that takes too long.
         """
         while True:
             try:
                 self._end_processes()
-                self.placement.disown_copies()
+                self.placement.fence_stale_copies()
                 return
             except Exception as failure:
                 reason = reason_of(failure)
@@ -216,7 +216,7 @@ class DriverOwner:
                     raise EngineDeadError(
                         f"the last driver could not be ended: {reason}"
                     ) from failure
-                if self._is_stopped or recovery.is_too_late(reason):
+                if self._is_stopped or recovery.give_up_if_too_late(reason):
                     report = recovery.report()
                     raise EngineDeadError(f"no driver could be started: {report}") from failure
                 logger.warning("the driver is not replaced yet: %s", reason.split("\n")[0])
@@ -224,7 +224,7 @@ class DriverOwner:
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)
-        end_marked(self._engine_id, self.placement.node_ids())
+        end_marked_processes(self._engine_id, self.placement.node_ids())
 
 
 def start_driver(
@@ -239,7 +239,7 @@ def start_driver(
     had at first, if this driver replaces another.
     """
     places = placement.places()
-    rank_maker = RankMaker(config, placement, engine_id, Driver.rank_actor)
+    rank_maker = RankMaker(config, placement, engine_id, Driver.rank_actor_class)
     rank_actors = [rank_maker.create(place).actor for place in places]
     return (
         ray.remote(Driver)
@@ -267,11 +267,11 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
         num_gpus=1,
         max_retries=0,
         runtime_env=actor_environment(),
-        scheduling_strategy=placement.in_bundle(0),
+        scheduling_strategy=placement.bundle_strategy(0),
     )
     ref, action = remote_resolve.remote(*arguments), "see what is installed where the ranks run"
-    resolved: ResolvedConfig = call(ref, action, setup.config.start_timeout_s)
-    return resolved
+    resolved_config: ResolvedConfig = result_of(ref, action, setup.config.start_timeout_s)
+    return resolved_config
 
 
 def _undo_unless_ray_ended(session_lease: str, undo: Callable[[], None]) -> None:

@@ -16,13 +16,13 @@ from cluster.grammar.formats import (
     MAX_SOURCE_BYTES,
     CallFormat,
     Format,
-    calls_possible,
-    calls_required,
     format_of,
     one_of,
+    possible_calls_format,
+    required_calls_format,
     source_of,
 )
-from cluster.grammar.schemas import ANY_OBJECT, honored, loosened
+from cluster.grammar.schemas import ANY_OBJECT, honored_schema, loosened_schema
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -38,64 +38,75 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStructure(StructuredOutputs):
-    """An answer that must call tools, or may (`is_required`); with `only_one`, it ends after the
-    first call. `otherwise`: what an answer without calls must match, if there may be one.
+    """An answer that must call tools, or may (`is_required`); with `ends_after_one_call`, it ends
+    after the first call. `no_call_structure`: what an answer without calls must match, if there may
+    be one.
     """
 
     tools: tuple[CallableTool, ...]
     is_required: bool
-    only_one: bool = False
-    otherwise: StructuredOutputs | None = None
+    ends_after_one_call: bool = False
+    no_call_structure: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        """The bounds of schemas hold for each tool; see `candidates` for those of all together."""
+        """The bounds of schemas hold for each tool; see `candidate_formats` for those of all
+        together.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class FormatCandidate:
     """A format, and the tools whose arguments need not match their schemas."""
 
     format: Format
-    loosened: tuple[str, ...]
+    loosened_tools: tuple[str, ...]
 
 
-def candidates(structure: CallStructure) -> Iterator[Candidate]:
+def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
     """The formats of a structure, the tightest first: at each step, half of the tools that are left
     may be called with any object, those with the largest schemas first. Raises `RequestError` if a
     strict tool cannot be honored, or if strict tools alone are too large.
     """
-    calls, is_loose = [], []
+    calls, dropped_by_call = [], []
     for tool in structure.tools:
-        schema, has_dropped = _schema_of(tool)
+        schema, has_dropped_keywords = _schema_of(tool)
         calls.append(CallFormat(name=tool.name, schema=schema))
-        is_loose.append(has_dropped)
-    sizes = [len(_text(call.schema).encode()) for call in calls]
-    order = [
-        place
-        for place in sorted(range(len(calls)), key=lambda place: (-sizes[place], place))
-        if not structure.tools[place].is_strict and sizes[place] > len(_text(ANY_OBJECT))
+        dropped_by_call.append(has_dropped_keywords)
+    sizes = [len(_json_text(call.schema).encode()) for call in calls]
+    loosening_order = [
+        index
+        for index in sorted(range(len(calls)), key=lambda index: (-sizes[index], index))
+        if not structure.tools[index].is_strict and sizes[index] > len(_json_text(ANY_OBJECT))
     ]
-    otherwise = None if structure.otherwise is None else format_of(structure.otherwise)
-    num_any = 0
+    no_call_format = (
+        None if structure.no_call_structure is None else format_of(structure.no_call_structure)
+    )
+    num_any_object = 0
     while True:
-        loose = {*order[:num_any]}
-        chosen = [
-            CallFormat(name=call.name, schema=ANY_OBJECT if place in loose else call.schema)
-            for place, call in enumerate(calls)
+        any_object_indices = {*loosening_order[:num_any_object]}
+        chosen_calls = [
+            CallFormat(
+                name=call.name, schema=ANY_OBJECT if index in any_object_indices else call.schema
+            )
+            for index, call in enumerate(calls)
         ]
-        whole = _format(structure, chosen, otherwise)
-        excess = len(source_of(whole).encode()) - MAX_SOURCE_BYTES
+        whole_format = _format(structure, chosen_calls, no_call_format)
+        excess = len(source_of(whole_format).encode()) - MAX_SOURCE_BYTES
         if excess <= 0:
             names = [
-                call.name for place, call in enumerate(calls) if is_loose[place] or place in loose
+                call.name
+                for index, call in enumerate(calls)
+                if dropped_by_call[index] or index in any_object_indices
             ]
-            yield Candidate(format=whole, loosened=tuple(names))
-        if num_any == len(order):
+            yield FormatCandidate(format=whole_format, loosened_tools=tuple(names))
+        if num_any_object == len(loosening_order):
             break
         if excess > 0:
-            num_any += _num_to_free([sizes[place] for place in order[num_any:]], excess)
+            num_any_object += _num_to_loosen(
+                [sizes[index] for index in loosening_order[num_any_object:]], excess
+            )
         else:
-            num_any += (len(order) - num_any + 1) // 2
+            num_any_object += (len(loosening_order) - num_any_object + 1) // 2
     if excess > 0:
         raise RequestError(
             f"structured_outputs: the schemas of the tools are {excess} bytes larger than the"
@@ -111,28 +122,30 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
         return ANY_OBJECT, False
     where = f"the parameters of {tool.name}"
     if tool.is_strict:
-        schema, has_dropped = honored(tool.parameters, where), False
+        schema, has_dropped_keywords = honored_schema(tool.parameters, where), False
     else:
-        schema, has_dropped = loosened(tool.parameters, where)
+        schema, has_dropped_keywords = loosened_schema(tool.parameters, where)
     # Arguments are an object, also where the schema says nothing.
-    return (ANY_OBJECT if schema is True or schema == {} else schema), has_dropped
+    return (ANY_OBJECT if schema is True or schema == {} else schema), has_dropped_keywords
 
 
-def _format(structure: CallStructure, calls: list[CallFormat], otherwise: Format | None) -> Format:
+def _format(
+    structure: CallStructure, calls: list[CallFormat], no_call_format: Format | None
+) -> Format:
     if not structure.is_required:
-        return calls_possible(calls, only_one=structure.only_one)
-    required_calls = calls_required(calls, only_one=structure.only_one)
-    return required_calls if otherwise is None else one_of([otherwise, required_calls])
+        return possible_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
+    required_calls = required_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
+    return required_calls if no_call_format is None else one_of([no_call_format, required_calls])
 
 
-def _num_to_free(sizes: list[int], excess: int) -> int:
+def _num_to_loosen(sizes: list[int], excess: int) -> int:
     """How many of the largest schemas to replace to save so many bytes; all if that is too few."""
-    for place, size in enumerate(sizes):
-        excess -= size - len(_text(ANY_OBJECT))
+    for index, size in enumerate(sizes):
+        excess -= size - len(_json_text(ANY_OBJECT))
         if excess <= 0:
-            return place + 1
+            return index + 1
     return len(sizes)
 
 
-def _text(schema: Any) -> str:
+def _json_text(schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False)

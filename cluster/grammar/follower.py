@@ -22,28 +22,28 @@ logger = logging.getLogger("eagleray.grammar")
 # Seconds of a processor's time: for one mask, for all masks of a sequence, and what each token adds
 # to that; a grammar whose masks take longer than the last of these is not quick.
 MASK_LIMIT_S = 5.0
-MASKS_LIMIT_S, MASKS_LIMIT_PER_TOKEN_S = 10.0, 0.05
-QUICK_S, QUICK_PER_TOKEN_S = 0.01, 0.0002
+ALL_MASKS_LIMIT_S, ALL_MASKS_PER_TOKEN_S = 10.0, 0.05
+QUICK_MASK_S, QUICK_MASK_PER_TOKEN_S = 0.01, 0.0002
 LOAD_LIMIT_S = 20.0
-MEMORY_BYTES = 2**30
-MAX_LOSSES = 2  # of the child while it computed for a sequence
+CHILD_MEMORY_BYTES = 2**30
+MAX_CHILD_LOSSES = 2  # of the child while it computed for a sequence
 
 Answer = bytes | EaglerayError | None
 
 
 @dataclass(slots=True, eq=False)
-class Followed:
-    """A sequence, and its mask after `num_answered` output tokens; -1 if there is none."""
+class FollowedSequence:
+    """A sequence, and its mask after `num_tokens_answered` output tokens; -1 if there is none."""
 
     number: int
     sequence: Sequence
     follower: Follower
-    num_asked: int = -1
-    num_answered: int = -1
+    num_tokens_asked: int = -1
+    num_tokens_answered: int = -1
     answer: Answer = None
-    num_sent: int = 0  # output tokens that the child knows; the thread's own
-    spent_s: float = 0.0
-    num_losses: int = 0
+    num_tokens_sent: int = 0  # output tokens that the child knows; the thread's own
+    spent_cpu_s: float = 0.0
+    num_child_losses: int = 0
     has_ended: bool = False
 
 
@@ -55,7 +55,7 @@ class Follower:
         helper: Helper,
         grammar: bytes,
         lock: threading.Lock,
-        on_answers: Callable[[list[Followed]], None],
+        on_answers: Callable[[list[FollowedSequence]], None],
     ) -> None:
         """`on_answers` is called with sequences that have been answered, by a thread that holds the
         lock.
@@ -66,39 +66,40 @@ class Follower:
         self._helper = helper
         self._lock = lock
         self._on_answers = on_answers
-        self._has_work = threading.Condition(lock)  # notified when the thread has something to do
-        self._queue: deque[Followed] = deque()
+        # Notified when the thread has something to do.
+        self._work_condition = threading.Condition(lock)
+        self._queue: deque[FollowedSequence] = deque()
         self._ended_numbers: list[int] = []
         self._is_closed = False
         # The thread's own.
         self._child: Child | None = None
-        self._in_child: set[Followed] = set()  # whose tokens the child may have
+        self._child_sequences: set[FollowedSequence] = set()  # whose tokens the child may have
         self._was_slow = False
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
 
-    def ask(self, followed: Followed) -> None:
+    def ask(self, followed_seq: FollowedSequence) -> None:
         """Ask for the mask after all known tokens. The caller holds the lock."""
-        followed.num_asked = followed.sequence.num_output_tokens
+        followed_seq.num_tokens_asked = followed_seq.sequence.num_output_tokens
         try:
             if not self._thread.is_alive():
                 self._thread.start()
         except RuntimeError as error:  # there is no room for another thread
-            followed.answer = _failed(followed, str(error))
-            followed.num_answered = followed.num_asked
+            followed_seq.answer = _failed(followed_seq, str(error))
+            followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
             return
-        self._queue.append(followed)
-        self._has_work.notify()
+        self._queue.append(followed_seq)
+        self._work_condition.notify()
 
-    def forget(self, followed: Followed) -> None:
+    def forget(self, followed_seq: FollowedSequence) -> None:
         """The sequence has ended. The caller holds the lock."""
-        followed.has_ended = True
-        self._ended_numbers.append(followed.number)
+        followed_seq.has_ended = True
+        self._ended_numbers.append(followed_seq.number)
         self.num_followed -= 1
 
     def close(self) -> None:
         """End the thread and the child, without waiting for them. The caller holds the lock."""
         self._is_closed = True
-        self._has_work.notify()
+        self._work_condition.notify()
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -109,25 +110,25 @@ class Follower:
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
                 self._drop_child()
-                unanswered = [f for f in batch if f.num_answered != f.num_asked]
+                unanswered = [f for f in batch if f.num_tokens_answered != f.num_tokens_asked]
                 self._fail(unanswered, f"{type(error).__name__}: {error}")
             with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
                 self._on_answers(batch)
         self._drop_child()
 
-    def _next_batch(self) -> list[Followed]:
+    def _next_batch(self) -> list[FollowedSequence]:
         """Everything asked for; empty when this is to end."""
         with self._lock:
             while not self._is_closed:
-                self._has_work.wait_for(lambda: self._queue or self._is_closed)
-                batch = [followed for followed in self._queue if not followed.has_ended]
+                self._work_condition.wait_for(lambda: self._queue or self._is_closed)
+                batch = [followed_seq for followed_seq in self._queue if not followed_seq.has_ended]
                 self._queue.clear()
                 if batch:
                     return batch
         return []
 
-    def _serve(self, batch: list[Followed]) -> None:
+    def _serve(self, batch: list[FollowedSequence]) -> None:
         """Answer for each sequence. One that loses its child is asked for again with another one;
         one whose time is up fails, and so does one that loses its child again.
         """
@@ -135,7 +136,7 @@ class Follower:
             num_answered = 0
             try:
                 for answer, seconds in self._masks(batch):
-                    self._take(batch[num_answered], answer, seconds)
+                    self._take_answer(batch[num_answered], answer, seconds)
                     num_answered += 1
             except HelperLateError:
                 self._drop_child()
@@ -145,9 +146,9 @@ class Follower:
             except HelperLostError as error:
                 self._drop_child()
                 culprit = batch[num_answered]
-                culprit.num_losses += 1
-                if culprit.num_losses >= MAX_LOSSES:
-                    self._fail([culprit], f"{culprit.num_losses} times, {error}")
+                culprit.num_child_losses += 1
+                if culprit.num_child_losses >= MAX_CHILD_LOSSES:
+                    self._fail([culprit], f"{culprit.num_child_losses} times, {error}")
                     num_answered += 1
             except HelperError as error:
                 self._drop_child()  # it is not known how far it got
@@ -155,33 +156,38 @@ class Follower:
                 return
             batch = batch[num_answered:]
 
-    def _masks(self, batch: list[Followed]) -> Iterator[tuple[bytes | str | None, float]]:
+    def _masks(self, batch: list[FollowedSequence]) -> Iterator[tuple[bytes | str | None, float]]:
         """The child's answers, in order."""
         child = self._loaded_child()
-        tokens = []
-        for followed in batch:
-            num_prompt_tokens = followed.sequence.num_prompt_tokens
-            token_ids = followed.sequence.token_ids[
-                num_prompt_tokens + followed.num_sent : num_prompt_tokens + followed.num_asked
+        new_tokens = []
+        for followed_seq in batch:
+            num_prompt_tokens = followed_seq.sequence.num_prompt_tokens
+            token_ids = followed_seq.sequence.token_ids[
+                num_prompt_tokens + followed_seq.num_tokens_sent : num_prompt_tokens
+                + followed_seq.num_tokens_asked
             ]
-            tokens.append((followed.number, token_ids))
+            new_tokens.append((followed_seq.number, token_ids))
         with self._lock:
-            ended, self._ended_numbers = self._ended_numbers, []
-        self._in_child.difference_update([f for f in self._in_child if f.has_ended])
-        self._in_child.update(batch)
+            ended_numbers, self._ended_numbers = self._ended_numbers, []
+        self._child_sequences.difference_update([f for f in self._child_sequences if f.has_ended])
+        self._child_sequences.update(batch)
         masks: list[bytes | str | None] = []
-        answers = child.answers(MASK_LIMIT_S, len(batch), "masks", tokens, ended, yields=True)
-        for followed, (answer, seconds) in zip(batch, answers, strict=True):
-            if seconds > QUICK_S + QUICK_PER_TOKEN_S * (followed.num_asked - followed.num_sent):
+        answers = child.answers(
+            MASK_LIMIT_S, len(batch), "masks", new_tokens, ended_numbers, yields_cores=True
+        )
+        for followed_seq, (answer, seconds) in zip(batch, answers, strict=True):
+            if seconds > QUICK_MASK_S + QUICK_MASK_PER_TOKEN_S * (
+                followed_seq.num_tokens_asked - followed_seq.num_tokens_sent
+            ):
                 self._was_slow = True
-            followed.num_sent = followed.num_asked
+            followed_seq.num_tokens_sent = followed_seq.num_tokens_asked
             masks.append(masks[answer] if isinstance(answer, int) else answer)
             yield masks[-1], seconds
 
     def _loaded_child(self) -> Child:
         """The child; if there is none, a new one, which knows the grammar but no tokens."""
         if self._child is None:
-            self._child = self._helper.fork(MEMORY_BYTES)
+            self._child = self._helper.fork(CHILD_MEMORY_BYTES)
             try:
                 self._child.call(LOAD_LIMIT_S, "load", self.grammar)
             except HelperLateError:
@@ -191,39 +197,47 @@ class Follower:
     def _drop_child(self) -> None:
         """Kill the child, whose successor will need all tokens of all sequences."""
         child, self._child = self._child, None
-        for followed in self._in_child:
-            followed.num_sent = 0
-        self._in_child.clear()
+        for followed_seq in self._child_sequences:
+            followed_seq.num_tokens_sent = 0
+        self._child_sequences.clear()
         if child is not None:
             child.close()
 
-    def _take(self, followed: Followed, answer: bytes | str | None, seconds: float) -> None:
-        followed.spent_s += seconds
-        limit_s = MASKS_LIMIT_S + MASKS_LIMIT_PER_TOKEN_S * followed.num_asked
-        if followed.spent_s > limit_s:
-            self._answer(followed, _too_slow(f"{followed.num_asked} took {followed.spent_s:.0f} s"))
+    def _take_answer(
+        self, followed_seq: FollowedSequence, answer: bytes | str | None, seconds: float
+    ) -> None:
+        followed_seq.spent_cpu_s += seconds
+        limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
+        if followed_seq.spent_cpu_s > limit_s:
+            self._answer(
+                followed_seq,
+                _too_slow(f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"),
+            )
         elif isinstance(answer, str):
-            self._fail([followed], answer)
+            self._fail([followed_seq], answer)
         else:
-            self._answer(followed, answer)
+            self._answer(followed_seq, answer)
 
-    def _fail(self, batch: list[Followed], why: str) -> None:
-        for followed in batch:
-            self._answer(followed, _failed(followed, why))
+    def _fail(self, batch: list[FollowedSequence], why: str) -> None:
+        for followed_seq in batch:
+            self._answer(followed_seq, _failed(followed_seq, why))
 
-    def _answer(self, followed: Followed, answer: Answer) -> None:
+    def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:
         with self._lock:
-            followed.answer, followed.num_answered = answer, followed.num_asked
+            followed_seq.answer, followed_seq.num_tokens_answered = (
+                answer,
+                followed_seq.num_tokens_asked,
+            )
 
 
-def _failed(followed: Followed, why: str) -> RequestFailedError:
-    return RequestFailedError(f"no mask for request {followed.sequence.request_id}: {why}")
+def _failed(followed_seq: FollowedSequence, why: str) -> RequestFailedError:
+    return RequestFailedError(f"no mask for request {followed_seq.sequence.request_id}: {why}")
 
 
 def _too_slow(how: str) -> RequestError:
     return RequestError(
         "structured_outputs: the grammar is too slow: the masks of its tokens may take"
-        f" {MASK_LIMIT_S:g} s each, and {MASKS_LIMIT_S:g} s and {MASKS_LIMIT_PER_TOKEN_S:g} s per"
+        f" {MASK_LIMIT_S:g} s each, and {ALL_MASKS_LIMIT_S:g} s and {ALL_MASKS_PER_TOKEN_S:g} s per"
         f" token in all, but {how}; simplify it, above all nested repetitions",
         "structured_outputs",
     )

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.grammar import patterns
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
-from cluster.grammar.schemas import ANY_OBJECT, honored
-from scheduler.bounds import shown
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState
+from cluster.grammar.schemas import ANY_OBJECT, honored_schema
+from scheduler.bounds import short_repr
 from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]
@@ -35,55 +35,59 @@ class CallFormat:
 def format_of(structure: StructuredOutputs) -> Format:
     """The format of the answer alone. Raises `RequestError` naming what is not possible."""
     if structure.json is not None:
-        return _json(honored(_schema(structure.json), "json"))
+        return _json_format(honored_schema(_parsed_schema(structure.json), "json"))
     if structure.json_object:
-        return _json(ANY_OBJECT)
+        return _json_format(ANY_OBJECT)
     if structure.regex is not None:
-        return {"type": "regex", "pattern": patterns.rewritten(structure.regex, "regex")}
+        return {"type": "regex", "pattern": patterns.rewritten_pattern(structure.regex, "regex")}
     if structure.choice is not None:
         return one_of([{"type": "const_string", "value": text} for text in structure.choice])
     assert structure.structural_tag is not None, "one of the forms is given"
     return dict(structure.structural_tag)
 
 
-def calls_required(tools: Iterable[CallFormat], *, only_one: bool = False) -> Format:
-    """At least one call of these tools and nothing else; at most one with `only_one`."""
+def required_calls_format(
+    tools: Iterable[CallFormat], *, ends_after_one_call: bool = False
+) -> Format:
+    """At least one call of these tools and nothing else; at most one with `ends_after_one_call`."""
     return {
         "type": "tags_with_separator",
-        "tags": [_call(tool) for tool in tools],
+        "tags": [_call_format(tool) for tool in tools],
         "separator": "\n",
         "at_least_one": True,
-        "stop_after_first": only_one,
+        "stop_after_first": ends_after_one_call,
     }
 
 
-def calls_possible(tools: Iterable[CallFormat], *, only_one: bool = False) -> Format:
-    """Free text, in which a call must be of one of these tools; with `only_one`, the answer ends
-    after the first call.
+def possible_calls_format(
+    tools: Iterable[CallFormat], *, ends_after_one_call: bool = False
+) -> Format:
+    """Free text, in which a call must be of one of these tools; with `ends_after_one_call`, the
+    answer ends after the first call.
     """
     return {
         "type": "triggered_tags",
         "triggers": [CALL],
-        "tags": [_call(tool) for tool in tools],
-        "stop_after_first": only_one,
+        "tags": [_call_format(tool) for tool in tools],
+        "stop_after_first": ends_after_one_call,
     }
 
 
-def after_thinking(answer: Format, state: State) -> Format:
+def format_after_thinking(answer: Format, state: AnswerState) -> Format:
     """The format of the answer after the reasoning, which the prompt leaves open or with which the
     answer may begin.
     """
-    thoughts = {"type": "any_text", "excludes": [THINK, END_THINK]}
-    end = {"type": "const_string", "value": "\n\n"}
-    if state is State.REASONING:
-        thinking = {"type": "tag", "begin": "", "content": thoughts, "end": END_THINK}
-        return {"type": "sequence", "elements": [thinking, end, answer]}
-    if state is State.UNDECIDED:
-        thinking = {"type": "tag", "begin": THINK, "content": thoughts, "end": END_THINK}
-        reasoned = {"type": "sequence", "elements": [thinking, end]}
+    reasoning_text = {"type": "any_text", "excludes": [THINK, END_THINK]}
+    blank_line = {"type": "const_string", "value": "\n\n"}
+    if state is AnswerState.REASONING:
+        thinking = {"type": "tag", "begin": "", "content": reasoning_text, "end": END_THINK}
+        return {"type": "sequence", "elements": [thinking, blank_line, answer]}
+    if state is AnswerState.UNDECIDED:
+        thinking = {"type": "tag", "begin": THINK, "content": reasoning_text, "end": END_THINK}
+        reasoning_block = {"type": "sequence", "elements": [thinking, blank_line]}
         return {
             "type": "sequence",
-            "elements": [{"type": "optional", "content": reasoned}, answer],
+            "elements": [{"type": "optional", "content": reasoning_block}, answer],
         }
     return answer
 
@@ -93,7 +97,7 @@ def source_of(answer: Format) -> str:
     return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 
-def _schema(schema: object) -> Any:
+def _parsed_schema(schema: object) -> Any:
     """A schema, which may be given as text."""
     if not isinstance(schema, str):
         return schema
@@ -102,20 +106,20 @@ def _schema(schema: object) -> Any:
         json.dumps(schema, ensure_ascii=False).encode()  # no half of a surrogate pair
         return schema
     except (ValueError, RecursionError) as error:
-        raise patterns.refused(f"json is not a JSON schema: {shown(str(error))}") from None
+        raise patterns.refusal(f"json is not a JSON schema: {short_repr(str(error))}") from None
 
 
-def _call(tool: CallFormat) -> Format:
+def _call_format(tool: CallFormat) -> Format:
     name = json.dumps(tool.name, ensure_ascii=False)
     return {
         "type": "tag",
         "begin": f'{CALL}\n{{"name": {name}, "arguments": ',
-        "content": _json(tool.schema, max_whitespace=1),
+        "content": _json_format(tool.schema, max_whitespace=1),
         "end": f"}}\n{END_CALL}",
     }
 
 
-def _json(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
+def _json_format(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
     return {
         "type": "json_schema",
         "json_schema": schema,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.grammar.pipes import Pipe, PipeError
-from configs.paths import CHECKOUT, program_of
+from configs.paths import SOURCE_ROOT, module_command
 
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 10.0
@@ -22,7 +22,7 @@ MAX_ANSWER_BYTES = 256
 CPU_TIME_CHECK_PERIOD_S = 0.05
 SLOW_NICENESS = 15
 # A process that gets no share of the processors: how much longer than its limit it may take.
-MAX_STRETCH = 6.0
+MAX_WALL_TIME_FACTOR = 6.0
 
 
 class HelperError(Exception):
@@ -51,17 +51,17 @@ class Child:
         return answer
 
     def answers(
-        self, limit_s: float, count: int, name: str, *arguments: Any, yields: bool = False
+        self, limit_s: float, count: int, name: str, *arguments: Any, yields_cores: bool = False
     ) -> Iterator[Any]:
         """The `count` answers to a call, each of which may take the child `limit_s` of a
-        processor's time. With `yields`, a child that is slow leaves the processors to others from
-        then on. Raises `HelperError`, and `HelperLostError` and `HelperLateError`, after which the
-        child must be closed.
+        processor's time. With `yields_cores`, a child that is slow leaves the processors to others
+        from then on. Raises `HelperError`, and `HelperLostError` and `HelperLateError`, after which
+        the child must be closed.
         """
         try:
-            self._pipe.send((name, arguments), limit_s * MAX_STRETCH)
+            self._pipe.send((name, arguments), limit_s * MAX_WALL_TIME_FACTOR)
             for _ in range(count):
-                is_done, answer = self._receive(limit_s, yields=yields)
+                is_done, answer = self._receive(limit_s, yields_cores=yields_cores)
                 if not is_done:
                     raise HelperError(answer)
                 yield answer
@@ -75,7 +75,7 @@ class Child:
         self._pipe.close()
         self._helper.end(self.pid)
 
-    def _receive(self, limit_s: float, *, yields: bool) -> Any:
+    def _receive(self, limit_s: float, *, yields_cores: bool) -> Any:
         """The next message. A busy machine is not the child's fault, so its own time counts."""
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
         check_period_s = min(CPU_TIME_CHECK_PERIOD_S, limit_s)
@@ -84,9 +84,9 @@ class Child:
                 return self._pipe.receive(check_period_s)
             except TimeoutError:
                 cpu_s, wall_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
-                if cpu_s >= limit_s or wall_s >= MAX_STRETCH * limit_s:
+                if cpu_s >= limit_s or wall_s >= MAX_WALL_TIME_FACTOR * limit_s:
                     raise
-                if yields and cpu_s > CPU_TIME_CHECK_PERIOD_S / 2:
+                if yields_cores and cpu_s > CPU_TIME_CHECK_PERIOD_S / 2:
                     self._yield_processors()
 
     def _yield_processors(self) -> None:
@@ -111,12 +111,12 @@ class Helper:
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """`tokenizer`: path of the `tokenizer.json`."""
         self._tokenizer = tokenizer
-        self._command = [
-            *program_of(f"{__package__}.process"),
+        self._argv = [
+            *module_command(f"{__package__}.process"),
             *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
-        self._commands: socket.socket | None = None
+        self._command_socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -136,7 +136,7 @@ class Helper:
     def fork(self, memory_bytes: int) -> Child:
         """A new child, which may use so many bytes of memory. Raises `HelperError`."""
         with self._lock:
-            for is_last in (False, True):
+            for is_last_attempt in (False, True):
                 self._start()
                 our_end, their_end = socket.socketpair()
                 try:
@@ -144,7 +144,7 @@ class Helper:
                 except OSError as error:  # the helper was lost since; another one is tried
                     our_end.close()
                     self._stop()
-                    if is_last:
+                    if is_last_attempt:
                         raise HelperError(f"the process for grammars was lost: {error}") from None
                     continue
                 finally:
@@ -175,7 +175,7 @@ class Helper:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        commands, self._commands = self._commands, None
+        commands, self._command_socket = self._command_socket, None
         if commands is not None:
             commands.close()
         if process is not None:
@@ -193,27 +193,31 @@ class Helper:
                 " need: copy the checkpoint to the same path, or share the folder"
             )
         try:
-            self._commands, their_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._command_socket, their_end = socket.socketpair(
+                socket.AF_UNIX, socket.SOCK_SEQPACKET
+            )
             with their_end:
                 self._process = subprocess.Popen(
-                    self._command, cwd=CHECKOUT, stdin=their_end.fileno()
+                    self._argv, cwd=SOURCE_ROOT, stdin=their_end.fileno()
                 )
-            self._answer(START_TIMEOUT_S)
+            self._receive_answer(START_TIMEOUT_S)
         except OSError as error:
             self._stop()
             raise HelperError(f"the process for grammars cannot be started: {error}") from None
 
     def _send_command(self, command: str, *sent_sockets: socket.socket) -> str:
-        assert self._commands is not None
-        self._commands.settimeout(COMMAND_TIMEOUT_S)
-        socket.send_fds(self._commands, [command.encode()], [s.fileno() for s in sent_sockets])
-        return self._answer(COMMAND_TIMEOUT_S)
+        assert self._command_socket is not None
+        self._command_socket.settimeout(COMMAND_TIMEOUT_S)
+        socket.send_fds(
+            self._command_socket, [command.encode()], [s.fileno() for s in sent_sockets]
+        )
+        return self._receive_answer(COMMAND_TIMEOUT_S)
 
-    def _answer(self, limit_s: float) -> str:
+    def _receive_answer(self, limit_s: float) -> str:
         """Raises `OSError`."""
-        assert self._commands is not None
-        self._commands.settimeout(limit_s)
-        answer = self._commands.recv(MAX_ANSWER_BYTES)
+        assert self._command_socket is not None
+        self._command_socket.settimeout(limit_s)
+        answer = self._command_socket.recv(MAX_ANSWER_BYTES)
         if not answer:
             raise OSError("it has ended")
         return answer.decode()

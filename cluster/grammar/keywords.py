@@ -8,7 +8,7 @@ from typing import Any
 
 from cluster.grammar import merging, patterns, ranges
 from cluster.grammar.ranges import NotHonored
-from scheduler.bounds import shown
+from scheduler.bounds import short_repr
 from scheduler.errors import RequestError
 
 Schema = dict[str, Any]
@@ -20,37 +20,37 @@ _DATE = (
     r"[1-9][0-9]{3}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
     r"|02-(0[1-9]|1[0-9]|2[0-8]))"  # the 29th of February is left out
 )
-_CLOCK = r"([01][0-9]|2[0-3]):[0-5][0-9]"
-_TIME = rf"{_CLOCK}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_CLOCK})"
+_HOUR_AND_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_AND_MINUTE})"
 _BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
-_HEX = r"[0-9a-fA-F]"
-_LABEL = r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*"
-_IN_PATH = r"[A-Za-z0-9._~!$&'()*+,;=:@-]"
+_HEX_DIGIT = r"[0-9a-fA-F]"
+_DNS_LABEL = r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*"
+_PATH_CHARACTER = r"[A-Za-z0-9._~!$&'()*+,;=:@-]"
 # Formats of strings, as patterns that match only valid ones.
-_FORMATS = {
+_FORMAT_PATTERNS = {
     "date": f"^{_DATE}$",
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
-    "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
+    "uuid": f"^{_HEX_DIGIT}{{8}}(-{_HEX_DIGIT}{{4}}){{3}}-{_HEX_DIGIT}{{12}}$",
     "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
-    "email": rf"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_LABEL}(\.[A-Za-z]{{2,}})+$",
-    "uri": rf"^[a-z]+://{_LABEL}(\.{_LABEL})*(:[1-9][0-9]{{1,3}})?(/{_IN_PATH}*)*"
-    rf"(\?({_IN_PATH}|/)*)?(#({_IN_PATH}|/)*)?$",
+    "email": rf"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_DNS_LABEL}(\.[A-Za-z]{{2,}})+$",
+    "uri": rf"^[a-z]+://{_DNS_LABEL}(\.{_DNS_LABEL})*(:[1-9][0-9]{{1,3}})?(/{_PATH_CHARACTER}*)*"
+    rf"(\?({_PATH_CHARACTER}|/)*)?(#({_PATH_CHARACTER}|/)*)?$",
 }
-FORMATS = tuple(_FORMATS)
-_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
-_OF_LISTS = ("items", "prefixItems", "minItems", "maxItems")
-_OF_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_OF_OBJECTS = (
+FORMAT_NAMES = tuple(_FORMAT_PATTERNS)
+_STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
+_ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
+_NUMBER_KEYWORDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_OBJECT_KEYWORDS = (
     *("properties", "required", "additionalProperties", "patternProperties"),
     *("propertyNames", "minProperties", "maxProperties"),
 )
-_ONLY_NAMES = "but for a pattern, lengths or a list"  # what propertyNames may ask for
+_PROPERTY_NAMES_OBSTACLE = "but for a pattern, lengths or a list"  # what propertyNames may ask for
 # Without a type these would have no effect.
-_NEED_TYPE = {
-    **dict.fromkeys(_OF_STRINGS, ("string",)),
+_TYPES_BY_KEYWORD = {
+    **dict.fromkeys(_STRING_KEYWORDS, ("string",)),
     **dict.fromkeys(("minItems", "maxItems"), ("array",)),
-    **dict.fromkeys(_OF_NUMBERS, ("integer", "number")),
+    **dict.fromkeys(_NUMBER_KEYWORDS, ("integer", "number")),
 }
 
 
@@ -60,7 +60,7 @@ def _is_type(value: object) -> bool:
     return value in _TYPES
 
 
-def _is_names(value: object) -> bool:
+def _is_list_of_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
@@ -69,50 +69,56 @@ def _is_number(value: object) -> bool:
     return is_number and (isinstance(value, int) or math.isfinite(value))  # type: ignore[arg-type]
 
 
-def _is_whole(value: object, maximum: int) -> bool:
+def _is_whole_number_up_to(value: object, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
-def _is_values(value: object) -> bool:
+def _is_list_of_values(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
-_SIZE = (lambda value: _is_whole(value, _MAX_SIZE), f"a whole number from 0 to {_MAX_SIZE}")
-_LENGTH = (lambda value: _is_whole(value, _MAX_LENGTH), f"between 0 and {_MAX_LENGTH}")
+_SIZE_CHECK = (
+    lambda value: _is_whole_number_up_to(value, _MAX_SIZE),
+    f"a whole number from 0 to {_MAX_SIZE}",
+)
+_LENGTH_CHECK = (
+    lambda value: _is_whole_number_up_to(value, _MAX_LENGTH),
+    f"between 0 and {_MAX_LENGTH}",
+)
 # What the values of keywords must be. Those of the other keywords are checked where they are used.
-_VALUES: dict[str, tuple[Callable[[object], bool], str]] = {
+_VALUE_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(_TYPES)}, or a list of them"),
-    "enum": (_is_values, "a list of values"),
-    "required": (_is_names, "a list of names"),
+    "enum": (_is_list_of_values, "a list of values"),
+    "required": (_is_list_of_names, "a list of names"),
     "format": (lambda value: isinstance(value, str), "a name"),
-    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), _SIZE),
-    **dict.fromkeys(("minLength", "maxLength"), _LENGTH),
-    **dict.fromkeys(_OF_NUMBERS, (_is_number, "a number")),
+    **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), _SIZE_CHECK),
+    **dict.fromkeys(("minLength", "maxLength"), _LENGTH_CHECK),
+    **dict.fromkeys(_NUMBER_KEYWORDS, (_is_number, "a number")),
 }
 
 
 def check_value(keyword: str, value: object, where: str) -> None:
     """Raise `NotHonored` for a value that the keyword cannot have."""
-    if keyword in _VALUES:
-        accepts, description = _VALUES[keyword]
+    if keyword in _VALUE_CHECKS:
+        accepts, description = _VALUE_CHECKS[keyword]
         if not accepts(value):
             raise NotHonored(
-                f"{where}.{keyword} must be {description}, got {shown(value)}", keyword
+                f"{where}.{keyword} must be {description}, got {short_repr(value)}", keyword
             )
 
 
-def enforceable(schema: Schema, where: str) -> Schema | bool:
+def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
     """The form of a schema, without references and alternatives, in which xgrammar enforces it.
     Raises `NotHonored`.
     """
-    for keyword, needed in _NEED_TYPE.items():
+    for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:
             raise NotHonored(
-                f"{where}.{keyword} needs a type beside it: {' or '.join(needed)}", keyword
+                f"{where}.{keyword} needs a type beside it: {' or '.join(needed_types)}", keyword
             )
     types = merging.declared_types(schema)
-    if (values := merging.values_of(schema)) is not None:
-        _check_listed(values, types, where)
+    if (values := merging.listed_values(schema)) is not None:
+        _check_listed_values(values, types, where)
         return schema
     if types is None:
         return {}
@@ -121,14 +127,14 @@ def enforceable(schema: Schema, where: str) -> Schema | bool:
     types = list(dict.fromkeys(types))
     result: Schema = {"type": types[0] if len(types) == 1 else types}
     if "object" in types:
-        result |= _object(_with_only(schema, _OF_OBJECTS), where)
+        result |= _object(_with_only(schema, _OBJECT_KEYWORDS), where)
     if "array" in types:
-        result |= _array(_with_only(schema, _OF_LISTS), where)
+        result |= _array(_with_only(schema, _ARRAY_KEYWORDS), where)
     if "string" in types:
-        result |= _string(_with_only(schema, _OF_STRINGS), where)
+        result |= _string(_with_only(schema, _STRING_KEYWORDS), where)
     if "integer" in types or "number" in types:
         number_bounds = ranges.enforceable_bounds(
-            _with_only(schema, (*_OF_NUMBERS, "format")), types, where
+            _with_only(schema, (*_NUMBER_KEYWORDS, "format")), types, where
         )
         if "enum" in number_bounds:
             return (
@@ -148,13 +154,15 @@ def _without_numbers(schema: Schema) -> Schema:
     return schema | {"type": [name for name in schema["type"] if name not in ("integer", "number")]}
 
 
-def _check_listed(values: list[Any], types: list[Any] | None, where: str) -> None:
+def _check_listed_values(values: list[Any], types: list[Any] | None, where: str) -> None:
     """Raise `NotHonored` for values of another type, and for numbers that lose digits."""
     for value in values:
-        if types is not None and not any(_is_of(value, type_name) for type_name in types):
-            raise NotHonored(f"{where} lists {shown(value)}, which is not of its type")
+        if types is not None and not any(_is_of_type(value, type_name) for type_name in types):
+            raise NotHonored(f"{where} lists {short_repr(value)}, which is not of its type")
         if not _is_exact(value):
-            raise NotHonored(f"{where} lists {shown(value)}, which has a number that is too large")
+            raise NotHonored(
+                f"{where} lists {short_repr(value)}, which has a number that is too large"
+            )
 
 
 def _is_exact(value: Any) -> bool:
@@ -167,7 +175,7 @@ def _is_exact(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _is_of(value: object, type_name: object) -> bool:
+def _is_of_type(value: object, type_name: object) -> bool:
     if isinstance(value, bool) or type_name == "boolean":
         return isinstance(value, bool) and type_name == "boolean"
     python_types: dict[object, Any] = {
@@ -188,65 +196,76 @@ def _object(schema: Schema, where: str) -> Schema:
     """Properties that are not named come only with `additionalProperties` or the like, or if none
     is named.
     """
-    properties, additional = dict(schema.get("properties", {})), schema.get("additionalProperties")
+    properties, additional_schema = (
+        dict(schema.get("properties", {})),
+        schema.get("additionalProperties"),
+    )
     required_names = list(dict.fromkeys(schema.get("required", ())))
-    names = _names_schema(schema, where)
-    if names is not None:
-        schema["propertyNames"] = names
+    names_schema = _names_schema(schema, where)
+    if names_schema is not None:
+        schema["propertyNames"] = names_schema
     else:
         schema.pop("propertyNames", None)
-    has_name_rules = "patternProperties" in schema or names is not None
-    if additional is None and not properties and not has_name_rules:
-        additional = True
+    has_name_rules = "patternProperties" in schema or names_schema is not None
+    if additional_schema is None and not properties and not has_name_rules:
+        additional_schema = True
     for name in required_names:
         if name not in properties:
-            if additional is False or has_name_rules:
+            if additional_schema is False or has_name_rules:
                 raise NotHonored(
-                    f"{where}.required names {shown(name)}, which properties does not have",
+                    f"{where}.required names {short_repr(name)}, which properties does not have",
                     "required",
                 )
-            properties[name] = True if additional is None else additional
-    _check_false(properties, required_names, additional, where)
+            properties[name] = True if additional_schema is None else additional_schema
+    _check_false_properties(properties, required_names, additional_schema, where)
     if "patternProperties" in schema:
-        _check_patterns(schema, properties, additional, where)
-        additional = False
-    possible = {name: part for name, part in properties.items() if part is not False}
-    if additional is None and properties and not possible:
-        additional = False  # without properties, any are possible
-    has_free_names = has_name_rules or additional not in (None, False)
-    _check_count(schema, len(required_names), None if has_free_names else len(possible), where)
-    schema |= {"properties": possible, "required": required_names}
-    if additional is not None:
-        schema["additionalProperties"] = additional
-    optional = ("properties", "required", "patternProperties")
-    return {name: value for name, value in schema.items() if value or name not in optional}
+        _check_patterns(schema, properties, additional_schema, where)
+        additional_schema = False
+    possible_properties = {name: part for name, part in properties.items() if part is not False}
+    if additional_schema is None and properties and not possible_properties:
+        additional_schema = False  # without properties, any are possible
+    has_free_names = has_name_rules or additional_schema not in (None, False)
+    _check_property_count(
+        schema, len(required_names), None if has_free_names else len(possible_properties), where
+    )
+    schema |= {"properties": possible_properties, "required": required_names}
+    if additional_schema is not None:
+        schema["additionalProperties"] = additional_schema
+    omitted_if_empty = ("properties", "required", "patternProperties")
+    return {name: value for name, value in schema.items() if value or name not in omitted_if_empty}
 
 
 def _names_schema(schema: Schema, where: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
-    names = schema.get("propertyNames")
-    if names is None or names is True or names == {"type": "string"}:
+    names_schema = schema.get("propertyNames")
+    if names_schema is None or names_schema is True or names_schema == {"type": "string"}:
         return None
     keywords = {"type", "pattern", "enum", "const"}
-    is_of_strings = isinstance(names, dict) and not names.keys() - keywords
-    if is_of_strings and (values := merging.values_of(names)) is not None:
-        is_of_strings = all(isinstance(value, str) for value in values)
-    others = ("properties", "required", "patternProperties")
-    conflicting = next((name for name in others if schema.get(name)), None)
-    if conflicting or not is_of_strings or schema.get("additionalProperties") is False:
-        obstacle = f"together with {conflicting!r}" if conflicting else _ONLY_NAMES
+    is_enforceable = isinstance(names_schema, dict) and not names_schema.keys() - keywords
+    if is_enforceable and (values := merging.listed_values(names_schema)) is not None:
+        is_enforceable = all(isinstance(value, str) for value in values)
+    other_keywords = ("properties", "required", "patternProperties")
+    conflicting_keyword = next((name for name in other_keywords if schema.get(name)), None)
+    if conflicting_keyword or not is_enforceable or schema.get("additionalProperties") is False:
+        obstacle = (
+            f"together with {conflicting_keyword!r}"
+            if conflicting_keyword
+            else _PROPERTY_NAMES_OBSTACLE
+        )
         raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
-    return dict(names)
+    return dict(names_schema)
 
 
-def _check_false(
-    properties: Schema, required_names: list[str], additional: Any, where: str
+def _check_false_properties(
+    properties: Schema, required_names: list[str], additional_schema: Any, where: str
 ) -> None:
     """Raise `NotHonored` for properties that must not be there, if they could be."""
     for name, part in properties.items():
         if part is False and name in required_names:
-            raise NotHonored(f"{where}.required names {shown(name)}, which cannot be", "required")
-        if part is False and additional not in (None, False):
+            raise NotHonored(
+                f"{where}.required names {short_repr(name)}, which cannot be", "required"
+            )
+        if part is False and additional_schema not in (None, False):
             raise NotHonored(
                 f"{where}.properties.{name[:100]}: false cannot be honored together with"
                 " 'additionalProperties'",
@@ -254,10 +273,10 @@ def _check_false(
             )
 
 
-def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: str) -> None:
+def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, where: str) -> None:
     """A property has one schema, and names may come twice, so no two schemas may concern one."""
     pattern_properties = schema["patternProperties"]
-    if len(pattern_properties) > 1 or additional not in (None, True, False):
+    if len(pattern_properties) > 1 or additional_schema not in (None, True, False):
         obstacle = "other patterns" if len(pattern_properties) > 1 else "'additionalProperties'"
         raise NotHonored(
             f"{where}.patternProperties cannot be honored together with {obstacle}",
@@ -265,23 +284,27 @@ def _check_patterns(schema: Schema, properties: Schema, additional: Any, where: 
         )
     [(pattern, part)] = pattern_properties.items()
     rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
-    beginning = patterns.beginning(pattern)
+    leading_tokens = patterns.leading_tokens(pattern)
     for name in properties:
-        if not patterns.cannot_begin(name, beginning):
+        if not patterns.cannot_begin_with(name, leading_tokens):
             raise NotHonored(
-                f"{where}.patternProperties cannot be honored: {shown(name)} of the properties may"
-                " match a pattern, or begins like it",
+                f"{where}.patternProperties cannot be honored: {short_repr(name)} of the properties"
+                " may match a pattern, or begins like it",
                 "patternProperties",
             )
     schema["patternProperties"] = {} if part is False else {rewritten: part}
 
 
-def _check_count(schema: Schema, num_required: int, num_named: int | None, where: str) -> None:
-    """A name may come twice, and then counts once. `num_named`: None if any names are possible."""
+def _check_property_count(
+    schema: Schema, num_required: int, num_named_properties: int | None, where: str
+) -> None:
+    """A name may come twice, and then counts once. `num_named_properties`: None if any names are
+    possible.
+    """
     minimum = schema.get("minProperties", 0)
-    if num_named is not None and minimum > num_named:
+    if num_named_properties is not None and minimum > num_named_properties:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")
-    if num_named is None and minimum > max(1, num_required):
+    if num_named_properties is None and minimum > max(1, num_required):
         raise NotHonored(
             f"{where}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
@@ -303,8 +326,8 @@ def _array(schema: Schema, where: str) -> Schema:
         schema |= {"prefixItems": prefix[:maximum], "items": False}
         prefix = prefix[:maximum]
     if False in prefix:
-        place = prefix.index(False)
-        schema |= {"prefixItems": prefix[:place], "items": False}
+        index = prefix.index(False)
+        schema |= {"prefixItems": prefix[:index], "items": False}
     if prefix:
         schema["prefixItems"] = [{} if part is True else part for part in schema["prefixItems"]]
     if "items" not in schema and (not prefix or minimum > len(prefix)):
@@ -322,15 +345,15 @@ def _string(schema: Schema, where: str) -> Schema:
         minimum, maximum = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
         if lengths[1] is not None and lengths[1] < minimum:
             raise NotHonored(f"{where}.minLength is more than maxLength", "minLength")
-        return {"pattern": f"^{patterns.CHARACTER}{{{minimum},{maximum}}}$"}
+        return {"pattern": f"^{patterns.UNESCAPED_CHARACTER}{{{minimum},{maximum}}}$"}
     if "format" in schema:
-        if schema["format"] not in _FORMATS:
+        if schema["format"] not in _FORMAT_PATTERNS:
             raise NotHonored(
-                f"{where}: the format {shown(schema['format'])} is not supported; supported are"
-                f" {', '.join(FORMATS)}",
+                f"{where}: the format {short_repr(schema['format'])} is not supported; supported"
+                f" are {', '.join(FORMAT_NAMES)}",
                 "format",
             )
-        return {"pattern": _pattern(_FORMATS[schema["format"]], where)}
+        return {"pattern": _pattern(_FORMAT_PATTERNS[schema["format"]], where)}
     if "pattern" in schema:
         return {"pattern": _pattern(schema["pattern"], f"{where}.pattern", "pattern")}
     return {}
@@ -338,6 +361,6 @@ def _string(schema: Schema, where: str) -> Schema:
 
 def _pattern(pattern: object, where: str, keyword: str | None = None) -> str:
     try:
-        return patterns.rewritten(pattern, where, in_json=True)
+        return patterns.rewritten_pattern(pattern, where, is_json_string=True)
     except RequestError as error:
         raise NotHonored(str(error).removeprefix("structured_outputs: "), keyword) from None

@@ -10,7 +10,7 @@ LINE_ENDS = "\n\r"  # next to a marker, they are a part of the format and not of
 CALL, END_CALL = "<tool_call>", "</tool_call>"
 
 
-class State(enum.Enum):
+class AnswerState(enum.Enum):
     """The part of an answer that the next text belongs to."""
 
     UNDECIDED = "undecided"  # reasoning if it begins with <think>, otherwise content
@@ -19,11 +19,11 @@ class State(enum.Enum):
     CALL = "call"
 
 
-def state_after(prompt: str) -> State:
+def state_after(prompt: str) -> AnswerState:
     """How an answer begins after a rendered prompt. A template may have opened the reasoning, or
     closed it because thinking is off.
     """
     tail = prompt.rstrip()
     if tail.endswith(END_THINK):
-        return State.CONTENT
-    return State.REASONING if tail.endswith(THINK) else State.UNDECIDED
+        return AnswerState.CONTENT
+    return AnswerState.REASONING if tail.endswith(THINK) else AnswerState.UNDECIDED

@@ -14,13 +14,23 @@ from cluster.grammar.references import References
 MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and required names that are merged in one schema
 MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
 MAX_COMPARED_PAIRS = 10_000  # pairs of schemas that are compared in one schema
-_MAX_REFERENCES = 16  # on the way to one schema
-_OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties"}
-_OF_OBJECTS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
-_OF_ARRAYS = {"items", "prefixItems", "minItems", "maxItems"}
+_MAX_REFERENCE_CHAIN = 16  # on the way to one schema
+_OBJECT_KEYWORDS = {"properties", "required", "additionalProperties", "patternProperties"}
+_OBJECT_KEYWORDS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
+_ARRAY_KEYWORDS = {"items", "prefixItems", "minItems", "maxItems"}
 # Keywords that apply other schemas to the same value.
-IN_PLACE = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else", "dependentSchemas"}
-IN_PLACE |= {"contains", "patternProperties"}
+IN_PLACE_APPLICATORS = {
+    "$ref",
+    "allOf",
+    "anyOf",
+    "oneOf",
+    "not",
+    "if",
+    "then",
+    "else",
+    "dependentSchemas",
+}
+IN_PLACE_APPLICATORS |= {"contains", "patternProperties"}
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
@@ -36,17 +46,17 @@ def declared_types(schema: Mapping[str, Any]) -> list[Any] | None:
     types = schema.get("type")
     if types is not None:
         return types if isinstance(types, list) else [types]
-    if schema.keys() & _OF_OBJECTS:
+    if schema.keys() & _OBJECT_KEYWORDS:
         return ["object"]
-    return ["array"] if schema.keys() & _OF_ARRAYS else None
+    return ["array"] if schema.keys() & _ARRAY_KEYWORDS else None
 
 
-def key_of(value: Any) -> Any:
+def equality_key(value: Any) -> Any:
     """A key that two values of JSON share if they are equal: 1 and 1.0, but not 1 and true."""
     if isinstance(value, list):
-        return ("list", *map(key_of, value))
+        return ("list", *map(equality_key, value))
     if isinstance(value, Mapping):
-        return ("object", frozenset((name, key_of(item)) for name, item in value.items()))
+        return ("object", frozenset((name, equality_key(item)) for name, item in value.items()))
     return (isinstance(value, bool), value)
 
 
@@ -55,49 +65,51 @@ class Merger:
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._num_merged = self._num_compared = 0
+        self._num_merged_keywords = self._num_compared_pairs = 0
 
-    def merged(self, parts: Sequence[Any], select: Any) -> Any:
-        """One schema for all parts, which may be booleans. `select` says which keywords of a
-        schema restrict values; the others are left out. Raises `CannotMerge`.
+    def merged(self, parts: Sequence[Any], select_keywords: Any) -> Any:
+        """One schema for all parts, which may be booleans. `select_keywords` says which keywords of
+        a schema restrict values; the others are left out. Raises `CannotMerge`.
         """
-        self._count(parts)
+        self._count_keywords(parts)
         if any(part is False for part in parts):
             return False
         for part in parts:
             if not isinstance(part, Mapping | bool):
                 raise CannotMerge("there is a part that is no schema")
-        parts = [part for part in parts if isinstance(part, Mapping) and select(part)]
+        parts = [part for part in parts if isinstance(part, Mapping) and select_keywords(part)]
         if len(parts) < 2:
             return parts[0] if parts else True
         result: dict[str, Any] = {}
         for part in parts:
-            resolved = self._resolved(part, select)
+            resolved = self._resolved(part, select_keywords)
             if resolved is False:
                 return False
-            self._count([resolved])
-            if resolved is not True and _add(result, select(resolved)) is False:
+            self._count_keywords([resolved])
+            if resolved is not True and _merge_into(result, select_keywords(resolved)) is False:
                 return False
         return result
 
-    def _count(self, parts: Sequence[Any]) -> None:
+    def _count_keywords(self, parts: Sequence[Any]) -> None:
         """Raise `CannotMerge` if there are too many parts, which may multiply."""
         for part in parts:
-            self._num_merged += 1
+            self._num_merged_keywords += 1
             if isinstance(part, Mapping):
-                self._num_merged += len(part) + len(_properties(part)) + len(_required_names(part))
-        if self._num_merged > MAX_MERGED_KEYWORDS:
+                self._num_merged_keywords += (
+                    len(part) + len(_properties(part)) + len(_required_names(part))
+                )
+        if self._num_merged_keywords > MAX_MERGED_KEYWORDS:
             raise CannotMerge(f"more than {MAX_MERGED_KEYWORDS} keywords would have to be merged")
 
-    def _resolved(self, part: Mapping[str, Any], select: Any = None) -> Any:
+    def _resolved(self, part: Mapping[str, Any], select_keywords: Any = None) -> Any:
         """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
-        others of the `select` keywords beside them, which without it are not looked at.
+        others of the `select_keywords` keywords beside them, which without it are not looked at.
         """
         target: Any = part
-        for _ in range(_MAX_REFERENCES):
+        for _ in range(_MAX_REFERENCE_CHAIN):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
-            if select is not None and select(target).keys() != {"$ref"}:
+            if select_keywords is not None and select_keywords(target).keys() != {"$ref"}:
                 raise CannotMerge("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
@@ -106,25 +118,25 @@ class Merger:
 
     def check_disjoint(self, alternatives: Sequence[Any]) -> None:
         """Raise `CannotMerge` unless it is certain that no value fits two of these schemas."""
-        values = [values_of(part) or [] for part in alternatives if isinstance(part, Mapping)]
+        values = [listed_values(part) or [] for part in alternatives if isinstance(part, Mapping)]
         if len(values) == len(alternatives) and all(values):
-            keys = [key_of(value) for listed in values for value in listed]
+            keys = [equality_key(value) for listed in values for value in listed]
             if len({*keys}) == len(keys):
                 return
         if len(alternatives) > MAX_ALTERNATIVES:
             raise CannotMerge(f"more than {MAX_ALTERNATIVES} alternatives; use anyOf")
-        for place, second in enumerate(alternatives):
-            for first in alternatives[:place]:
+        for index, second in enumerate(alternatives):
+            for first in alternatives[:index]:
                 if not self.are_disjoint(first, second):
                     raise CannotMerge(
-                        f"more than one alternative may fit, number {place + 1} among them; use"
+                        f"more than one alternative may fit, number {index + 1} among them; use"
                         " anyOf, or give each a required property with a const of its own"
                     )
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
-        self._num_compared += 1
-        if self._num_compared > MAX_COMPARED_PAIRS:
+        self._num_compared_pairs += 1
+        if self._num_compared_pairs > MAX_COMPARED_PAIRS:
             return False
         try:
             first, second = self._resolved(first), self._resolved(second)
@@ -140,9 +152,9 @@ class Merger:
                     return all(self.are_disjoint(part, other, depth + 1) for part in schema[name])
         if _types_are_disjoint(_types_of(first), _types_of(second)):
             return True
-        values = [values_of(first), values_of(second)]
+        values = [listed_values(first), listed_values(second)]
         if values[0] is not None and values[1] is not None:
-            return not {*map(key_of, values[0])} & {*map(key_of, values[1])}
+            return not {*map(equality_key, values[0])} & {*map(equality_key, values[1])}
         if declared_types(first) != ["object"] or declared_types(second) != ["object"]:
             return False
         return self._objects_are_disjoint(first, second, depth)
@@ -155,10 +167,10 @@ class Merger:
         for name in sorted(required_in_both & first_properties.keys() & second_properties.keys()):
             if self.are_disjoint(first_properties[name], second_properties[name], depth + 1):
                 return True
-        return _needs_more(first, second) or _needs_more(second, first)
+        return _needs_forbidden_property(first, second) or _needs_forbidden_property(second, first)
 
 
-def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
     """The values of a schema that lists them."""
     if "const" in schema:
         return [schema["const"]]
@@ -171,7 +183,7 @@ def _types_of(schema: Mapping[str, Any]) -> set[Any] | None:
     fits everything else.
     """
     types = declared_types(schema) if "type" in schema else None
-    if types is None and (values := values_of(schema)) is not None:
+    if types is None and (values := listed_values(schema)) is not None:
         types = [_type_of(value) for value in values]
     return None if types is None else {name for name in types if isinstance(name, str)}
 
@@ -186,11 +198,11 @@ def _type_of(value: Any) -> str:
 def _types_are_disjoint(first: set[Any] | None, second: set[Any] | None) -> bool:
     if first is None or second is None:
         return False
-    numbers = {"integer", "number"}
-    return not first & second and not (first & numbers and second & numbers)
+    number_types = {"integer", "number"}
+    return not first & second and not (first & number_types and second & number_types)
 
 
-def _needs_more(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+def _needs_forbidden_property(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
     """Whether the first needs a property that the second does not allow."""
     if second.get("additionalProperties") is not False or "patternProperties" in second:
         return False
@@ -207,9 +219,9 @@ def _required_names(schema: Mapping[str, Any]) -> set[str]:
     return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
-def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
+def _merge_into(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
     """Add what another part asks for; False if nothing can fit. Raises `CannotMerge`."""
-    if result.keys() & _OF_OBJECTS and part.keys() & _OF_OBJECTS:
+    if result.keys() & _OBJECT_KEYWORDS and part.keys() & _OBJECT_KEYWORDS:
         _check_objects(result, part)
     _check_arrays(result, part)
     for name, value in part.items():
@@ -218,8 +230,8 @@ def _add(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
         elif name == "allOf" and isinstance(value, list) and isinstance(result[name], list):
             result[name] = [*result[name], *value]
         elif name == "enum" and isinstance(value, list) and isinstance(result[name], list):
-            common_keys = {*map(key_of, result[name])} & {*map(key_of, value)}
-            result[name] = [value for value in result[name] if key_of(value) in common_keys]
+            common_keys = {*map(equality_key, result[name])} & {*map(equality_key, value)}
+            result[name] = [value for value in result[name] if equality_key(value) in common_keys]
             if not result[name]:
                 return False
         elif name == "additionalProperties" and (value in (True, {}) or result[name] in (True, {})):
@@ -251,9 +263,11 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
             if name in schema and ("properties" in other or "required" in other):
                 raise CannotMerge(f"{name!r} is beside properties of another part")
         other_names = _properties(other).keys() | _required_names(other)
-        additional = schema.get("additionalProperties", True)
-        has_unnamed = "patternProperties" in other or not other_names <= _properties(schema).keys()
-        if additional not in (True, {}) and has_unnamed:
+        additional_schema = schema.get("additionalProperties", True)
+        has_unnamed_properties = (
+            "patternProperties" in other or not other_names <= _properties(schema).keys()
+        )
+        if additional_schema not in (True, {}) and has_unnamed_properties:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
 
 
@@ -296,8 +310,12 @@ def _common_types(first: Any, second: Any) -> list[Any]:
     for types in (first_types, second_types):
         if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
             raise CannotMerge("'type' is neither a name nor a list of names")
-    common = [name for name in first_types if name in second_types]
+    common_types = [name for name in first_types if name in second_types]
     for types, other_types in ((first_types, second_types), (second_types, first_types)):
-        if "integer" in types and "number" in other_types and not {"integer", "number"} & {*common}:
-            common.append("integer")
-    return common
+        if (
+            "integer" in types
+            and "number" in other_types
+            and not {"integer", "number"} & {*common_types}
+        ):
+            common_types.append("integer")
+    return common_types

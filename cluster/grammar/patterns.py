@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from scheduler.bounds import check, shown
+from scheduler.bounds import check_bound, short_repr
 from scheduler.errors import RequestError
 
 _TOKEN = re.compile(
@@ -21,14 +21,14 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _REPETITION = re.compile(r"\{\d")
-_NO_CHARACTER = {"^", "$", "(", "(?:", ")", ")?", "?", "*", "+"}
+_NON_CHARACTER_TOKENS = {"^", "$", "(", "(?:", ")", ")?", "?", "*", "+"}
 # What Python takes for something else in a class, or will some day.
-_ODD_CLASS = re.compile(r"\[|--|&&|~~|\|\|")
+_AMBIGUOUS_CLASS = re.compile(r"\[|--|&&|~~|\|\|")
 _CLASS_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
 _CLASS_ESCAPES = set("dDwWsS")
-_CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
+_CONTROL_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 # Characters that JSON spells with a letter, as patterns of that.
-_ESCAPED = {
+_JSON_ESCAPE_PATTERNS = {
     '"': r"(?:\\\")",
     "\\": r"(?:\\\\)",
     "\n": r"(?:\\n)",
@@ -36,7 +36,7 @@ _ESCAPED = {
     "\r": r"(?:\\r)",
     "\f": r"(?:\\f)",
 }
-CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
+UNESCAPED_CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
 
 
 @dataclass(slots=True)
@@ -48,36 +48,39 @@ class _Group:
     began_at_start: bool
     is_at_start: bool
     is_at_end: bool = False
-    ends: bool = False
+    has_ended_alternative: bool = False
     has_alternatives: bool = False
 
 
-def rewritten(pattern: object, where: str, *, in_json: bool = False) -> str:
-    """A pattern that matches nothing else when xgrammar reads it; with `in_json`, as the spelling
-    of strings in JSON, which go on where a pattern has one anchor alone. Raises `RequestError`.
+def rewritten_pattern(pattern: object, where: str, *, is_json_string: bool = False) -> str:
+    """A pattern that matches nothing else when xgrammar reads it; with `is_json_string`, as the
+    spelling of strings in JSON, which go on where a pattern has one anchor alone. Raises
+    `RequestError`.
     """
     if not isinstance(pattern, str):
-        raise refused(f"{where} must be text, got {shown(pattern)}")
-    check("pattern", len(pattern), where, "structured_outputs")
+        raise refusal(f"{where} must be text, got {short_repr(pattern)}")
+    check_bound("pattern", len(pattern), where, "structured_outputs")
     if re.search(r"\(\?(?!:)", pattern):
-        raise refused(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
+        raise refusal(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
     groups = [_Group(True, True)]
     tokens = _TOKEN.findall(pattern)
-    text = "".join(_part(token, groups, where, in_json=in_json) for token in tokens)
+    text = "".join(
+        _rewritten_token(token, groups, where, is_json_string=is_json_string) for token in tokens
+    )
     if len(groups) > 1:
-        raise refused(f"{where}: a group is not closed")
-    if not in_json:
+        raise refusal(f"{where}: a group is not closed")
+    if not is_json_string:
         return text
     if not groups[0].has_alternatives:
         if tokens[:1] == ["^"] and "$" not in tokens:
-            text = f"{text}{CHARACTER}*"
+            text = f"{text}{UNESCAPED_CHARACTER}*"
         elif tokens[-1:] == ["$"] and "^" not in tokens:
-            text = f"{CHARACTER}*{text}"
+            text = f"{UNESCAPED_CHARACTER}*{text}"
     # Without an end of its own, `(a|b|b{1,2})` of xgrammar 0.2.8 goes on after `a` as after `b`.
     return f"{text}()" if "|" in text else text
 
 
-def beginning(pattern: str) -> list[str]:
+def leading_tokens(pattern: str) -> list[str]:
     """What every text that has a match of a pattern begins with: the tokens of single characters,
     as far as that is plain to see. The pattern is one that can be rewritten.
     """
@@ -85,10 +88,10 @@ def beginning(pattern: str) -> list[str]:
     if tokens[:1] != ["^"] or "|" in tokens:
         return []
     characters: list[str] = []
-    for token, following in zip(tokens[1:], [*tokens[2:], ""], strict=True):
-        is_repeated = following[:1] in {"?", "*", "+"} or _REPETITION.match(following)
-        may_be_left_out = is_repeated and following[:1] != "+"
-        if token in _NO_CHARACTER or may_be_left_out:
+    for token, next_token in zip(tokens[1:], [*tokens[2:], ""], strict=True):
+        is_repeated = next_token[:1] in {"?", "*", "+"} or _REPETITION.match(next_token)
+        may_be_left_out = is_repeated and next_token[:1] != "+"
+        if token in _NON_CHARACTER_TOKENS or may_be_left_out:
             break
         characters.append(token)
         if is_repeated:
@@ -96,7 +99,7 @@ def beginning(pattern: str) -> list[str]:
     return characters
 
 
-def cannot_begin(text: str, characters: list[str]) -> bool:
+def cannot_begin_with(text: str, characters: list[str]) -> bool:
     """Whether a text certainly does not begin with these characters. No more than one character is
     matched with a class at a time: some patterns take Python years for a short text.
     """
@@ -106,59 +109,59 @@ def cannot_begin(text: str, characters: list[str]) -> bool:
 
 
 def _may_match(character: str, token: str) -> bool:
-    is_plain = character.isascii() and not _ODD_CLASS.search(token[1:])
+    is_plain = character.isascii() and not _AMBIGUOUS_CLASS.search(token[1:])
     try:
         return not is_plain or bool(re.fullmatch(token, character, re.ASCII | re.DOTALL))
     except re.error:
         return True
 
 
-def _part(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:
+def _rewritten_token(token: str, groups: list[_Group], where: str, *, is_json_string: bool) -> str:
     """What a token becomes."""
     group = groups[-1]
     if token == "^":
         if not group.is_at_start:
-            raise refused(f"{where}: '^' is possible at the beginning alone")
+            raise refusal(f"{where}: '^' is possible at the beginning alone")
         return ""
     if token == "$":
         group.is_at_end = True
         return ""
     if token == "|":
         group.has_alternatives = True
-        group.ends |= group.is_at_end
+        group.has_ended_alternative |= group.is_at_end
         group.is_at_start, group.is_at_end = group.began_at_start, False
         return token
     if token in (")", ")?"):
         if len(groups) == 1:
-            raise refused(f"{where}: a group is closed that is not open")
+            raise refusal(f"{where}: a group is closed that is not open")
         groups.pop()
-        groups[-1].is_at_end |= group.ends or group.is_at_end
+        groups[-1].is_at_end |= group.has_ended_alternative or group.is_at_end
         # In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches.
         return "|)" if token == ")?" else token
     if token in ("?", "*", "+") or (token[0] == "{" and len(token) > 1):
         return token
-    return _atom(token, groups, where, in_json=in_json)
+    return _rewritten_atom(token, groups, where, is_json_string=is_json_string)
 
 
-def _atom(token: str, groups: list[_Group], where: str, *, in_json: bool) -> str:
+def _rewritten_atom(token: str, groups: list[_Group], where: str, *, is_json_string: bool) -> str:
     """What a token that matches something becomes."""
     group = groups[-1]
     if group.is_at_end:
-        raise refused(f"{where}: '$' is possible at the end alone")
+        raise refusal(f"{where}: '$' is possible at the end alone")
     if token in ("(", "(?:"):
         groups.append(_Group(group.is_at_start, group.is_at_start))
         group.is_at_start = False
         return token
     group.is_at_start = False
     if token[0] == "[":
-        _check_class(token, where, in_json=in_json)
+        _check_class(token, where, is_json_string=is_json_string)
         return token
     character = _character(token, where)
-    if character is None or not in_json or not _is_escaped_in_json(character):
+    if character is None or not is_json_string or not _is_escaped_in_json(character):
         return token
-    if character not in _ESCAPED:
-        raise refused(f"{where} has the control character {character!r}, which is not supported")
-    return _ESCAPED[character]
+    if character not in _JSON_ESCAPE_PATTERNS:
+        raise refusal(f"{where} has the control character {character!r}, which is not supported")
+    return _JSON_ESCAPE_PATTERNS[character]
 
 
 def _character(token: str, where: str) -> str | None:
@@ -170,58 +173,59 @@ def _character(token: str, where: str) -> str | None:
     name = token[1:]
     if name in _CLASS_ESCAPES:
         return None
-    if name in _CONTROLS:
-        return _CONTROLS[name]
+    if name in _CONTROL_ESCAPES:
+        return _CONTROL_ESCAPES[name]
     if name.isalnum() or not name:
-        raise refused(f"{where}: {token!r} is not supported")
+        raise refusal(f"{where}: {token!r} is not supported")
     return name
 
 
-def _check_class(token: str, where: str, *, in_json: bool) -> None:
+def _check_class(token: str, where: str, *, is_json_string: bool) -> None:
     """Raise `RequestError` for a class whose characters xgrammar would not spell as JSON does: it
     leaves out those that need an escape, unless there are no others.
     """
     if token[-1] != "]":
-        raise refused(f"{where}: a class is not closed")
+        raise refusal(f"{where}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
     if items[:1] == ["^"]:
         items = items[1:]
         if not items:
-            raise refused(f"{where}: the class {token!r} is empty")
+            raise refusal(f"{where}: the class {token!r} is empty")
         for item in items:
             _character(item, where)
         return
     if not items:
-        raise refused(f"{where}: the class {token!r} is empty")
+        raise refusal(f"{where}: the class {token!r} is empty")
     characters = [_character(item, where) if item[0] == "\\" else item for item in items]
-    if in_json and not any(map(_has_unescaped, _ranges(items, characters))):
-        raise refused(f"{where}: the class {token!r} has no character that is not escaped in JSON")
+    if is_json_string and not any(map(_has_unescaped_character, _ranges(items, characters))):
+        raise refusal(f"{where}: the class {token!r} has no character that is not escaped in JSON")
 
 
 def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, int]]:
     """The code points that a class lists, as ranges; one of several characters as all of them."""
     ranges: list[tuple[int, int]] = []
-    place = 0
-    while place < len(items):
-        first = characters[place]
+    index = 0
+    while index < len(items):
+        first = characters[index]
         last = first
-        if items[place + 1 : place + 2] == ["-"] and place + 2 < len(items):
-            last = characters[place + 2]
-            place += 2
+        if items[index + 1 : index + 2] == ["-"] and index + 2 < len(items):
+            last = characters[index + 2]
+            index += 2
         if first is None or last is None:
             ranges.append((0, 0x10FFFF))
         else:
             ranges.append((ord(first), ord(last)))
-        place += 1
+        index += 1
     return ranges
 
 
-def _has_unescaped(span: tuple[int, int]) -> bool:
+def _has_unescaped_character(span: tuple[int, int]) -> bool:
     """Whether a range has a character that JSON does not escape."""
     first, last = span
     first = max(first, 0x20)
     return any(
-        not _is_escaped_in_json(chr(code)) for code in range(first, min(last, first + 2) + 1)
+        not _is_escaped_in_json(chr(code_point))
+        for code_point in range(first, min(last, first + 2) + 1)
     )
 
 
@@ -229,6 +233,6 @@ def _is_escaped_in_json(character: str) -> bool:
     return character < " " or character in '"\\'
 
 
-def refused(why: str) -> RequestError:
+def refusal(why: str) -> RequestError:
     """The error for a structure that cannot be followed."""
     return RequestError(f"structured_outputs: {why}", "structured_outputs")

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 # What reading or writing raises when the peer is lost in the middle of a message.
-_LOST = (
+_LOST_PEER_ERRORS = (
     OSError,
     EOFError,
     pickle.UnpicklingError,
@@ -35,7 +35,7 @@ class Pipe:
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
-        self._received = bytearray()
+        self._receive_buffer = bytearray()
 
     def send(self, message: Any, limit_s: float | None = None) -> None:
         """Raises `PipeError`, and `TimeoutError` if the peer does not read."""
@@ -52,36 +52,36 @@ class Pipe:
         """The next message. Raises `PipeError`, and `TimeoutError`, after which it may be called
         again.
         """
-        until = None if limit_s is None else time.monotonic() + limit_s
+        deadline_s = None if limit_s is None else time.monotonic() + limit_s
         try:
-            self._fill(8, until)
-            [length] = struct.unpack_from("<Q", self._received)
+            self._fill(8, deadline_s)
+            [length] = struct.unpack_from("<Q", self._receive_buffer)
             if length > MAX_MESSAGE_BYTES:
                 raise PipeError(f"a message of {length} bytes")
-            self._fill(8 + length, until)
-            data = bytes(self._received[8 : 8 + length])
-            del self._received[: 8 + length]
+            self._fill(8 + length, deadline_s)
+            data = bytes(self._receive_buffer[8 : 8 + length])
+            del self._receive_buffer[: 8 + length]
             return pickle.loads(data)
         except TimeoutError:
             raise
-        except _LOST as error:
+        except _LOST_PEER_ERRORS as error:
             raise PipeError(str(error) or type(error).__name__) from None
 
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
 
-    def _fill(self, num_bytes: int, until: float | None) -> None:
+    def _fill(self, num_bytes: int, deadline_s: float | None) -> None:
         """Receive until so many bytes are there."""
-        while len(self._received) < num_bytes:
-            if until is not None:
-                left_s = until - time.monotonic()
-                if left_s <= 0:
+        while len(self._receive_buffer) < num_bytes:
+            if deadline_s is not None:
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0:
                     raise TimeoutError
-                self._socket.settimeout(left_s)
+                self._socket.settimeout(remaining_s)
             else:
                 self._socket.settimeout(None)
             data = self._socket.recv(_CHUNK_BYTES)
             if not data:
                 raise EOFError("the peer has closed its end")
-            self._received += data
+            self._receive_buffer += data

@@ -34,27 +34,29 @@ NICENESS = 5
 MAX_COMPILED_BYTES = 32 * 2**20  # 24 tools of an agent take 9 MB with Qwen3's tokens
 MAX_COMMAND_BYTES = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_CHOSEN_FIRST = "1000"  # of all processes, when the machine is out of memory
+_MAX_OOM_SCORE_ADJ = "1000"  # of all processes, when the machine is out of memory
 
-MaskAnswer = tuple[bytes | int | str | None, float]
+TimedMaskAnswer = tuple[bytes | int | str | None, float]
 
 
-class Program:
+class ChildCalls:
     """The calls that a child answers."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self._info = xgrammar.TokenizerInfo(
+        self._tokenizer_info = xgrammar.TokenizerInfo(
             encoded_vocabulary(tokenizer, vocab_size),
             xgrammar.VocabType.BYTE_LEVEL,
             vocab_size=vocab_size,
             stop_token_ids=eos_token_ids,
         )
         # However many cores there are, they belong to the ranks.
-        self._compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
-        self._compiled: xgrammar.CompiledGrammar | None = None
+        self._compiler = xgrammar.GrammarCompiler(
+            self._tokenizer_info, max_threads=1, cache_enabled=False
+        )
+        self._compiled_grammar: xgrammar.CompiledGrammar | None = None
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
         self.memory_bytes = 0  # that this process may use, once it is a child
-        self._mask_1W = xgrammar.allocate_token_bitmask(1, vocab_size)
+        self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def check(self, structural_tag: str) -> Iterator[None]:
         """Compile a structural tag. Raises `ValueError` for one that is too large, and xgrammar's
@@ -73,24 +75,26 @@ class Program:
         and not what it is compiled to: that can take a hundred times the bytes, and longer to read
         than to compile.
         """
-        self._compiled = self._compiler.compile_structural_tag(structural_tag.decode())
+        self._compiled_grammar = self._compiler.compile_structural_tag(structural_tag.decode())
         yield None
 
     def masks(
         self, new_tokens: list[tuple[int, list[int]]], ended_numbers: list[int]
-    ) -> Iterator[MaskAnswer]:
+    ) -> Iterator[TimedMaskAnswer]:
         """For each (number of the sequence, output tokens since the last call): which tokens may
         come next, and the seconds of the processor that this took. A mask; None for any token; the
         place of an earlier sequence of this call with the same mask; or an error message.
         """
         for number in ended_numbers:
             self._matchers.pop(number, None)
-        place_of: dict[bytes, int] = {}
-        for place, (number, token_ids) in enumerate(new_tokens):
+        index_of_mask: dict[bytes, int] = {}
+        for index, (number, token_ids) in enumerate(new_tokens):
             began_s = time.process_time()
             answer = self._mask_or_reason(number, token_ids)
-            earlier = place_of.setdefault(answer, place) if isinstance(answer, bytes) else place
-            yield (earlier if earlier < place else answer), time.process_time() - began_s
+            first_index = (
+                index_of_mask.setdefault(answer, index) if isinstance(answer, bytes) else index
+            )
+            yield (first_index if first_index < index else answer), time.process_time() - began_s
 
     def reason(self, error: Exception) -> str:
         """Why a call failed."""
@@ -110,14 +114,14 @@ class Program:
     def _mask(self, number: int, token_ids: list[int]) -> bytes | str | None:
         matcher = self._matchers.get(number)
         if matcher is None:
-            assert self._compiled is not None, "`load` comes first"
-            matcher = self._matchers[number] = xgrammar.GrammarMatcher(self._compiled)
+            assert self._compiled_grammar is not None, "`load` comes first"
+            matcher = self._matchers[number] = xgrammar.GrammarMatcher(self._compiled_grammar)
         for token_id in token_ids:
             if not matcher.accept_token(token_id):
                 return f"its grammar does not allow token {token_id}, which it has already"
-        if not matcher.fill_next_token_bitmask(self._mask_1W):
+        if not matcher.fill_next_token_bitmask(self._bitmask):
             return None
-        return self._mask_1W.numpy().tobytes()
+        return self._bitmask.numpy().tobytes()
 
 
 def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
@@ -135,20 +139,20 @@ def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
     return tokens
 
 
-class Forks:
+class ForkServer:
     """The children of this process. One thread, and no other thread in the process: the child of a
     fork has only the thread that forked.
     """
 
-    def __init__(self, program: Program, commands: socket.socket) -> None:
+    def __init__(self, program: ChildCalls, commands: socket.socket) -> None:
         self._program = program
-        self._commands = commands
+        self._command_socket = commands
         self._pids: set[int] = set()
 
     def serve(self) -> None:
         """Carry out commands until there are no more."""
         while True:
-            data, descriptors, _, _ = socket.recv_fds(self._commands, MAX_COMMAND_BYTES, 1)
+            data, descriptors, _, _ = socket.recv_fds(self._command_socket, MAX_COMMAND_BYTES, 1)
             if not data:
                 return
             name, argument = data.decode().split()
@@ -158,18 +162,18 @@ class Forks:
                 os.close(descriptor)
             else:
                 answer = self._end(int(argument))
-            self._commands.sendall(answer.encode())
+            self._command_socket.sendall(answer.encode())
 
     def _fork(self, descriptor: int, memory_bytes: int) -> str:
         """The id of a new child, or why there is none."""
-        helper = os.getpid()
+        helper_pid = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
             return f"no process can be started: {error}"
         if pid == 0:
-            self._commands.close()
-            _run_child(self._program, socket.socket(fileno=descriptor), helper, memory_bytes)
+            self._command_socket.close()
+            _run_child(self._program, socket.socket(fileno=descriptor), helper_pid, memory_bytes)
         self._pids.add(pid)
         return str(pid)
 
@@ -182,14 +186,16 @@ class Forks:
         return "ended"
 
 
-def _run_child(program: Program, calls: socket.socket, helper: int, memory_bytes: int) -> NoReturn:
+def _run_child(
+    program: ChildCalls, calls: socket.socket, helper_pid: int, memory_bytes: int
+) -> NoReturn:
     """Answer calls until there are no more. Never returns, so that nothing of the helper's runs
     twice.
     """
     try:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() == helper:
-            Path("/proc/self/oom_score_adj").write_text(_CHOSEN_FIRST)
+        if os.getppid() == helper_pid:
+            Path("/proc/self/oom_score_adj").write_text(_MAX_OOM_SCORE_ADJ)
             os.nice(NICENESS)
             program.memory_bytes = memory_bytes
             _limit_memory(memory_bytes)
@@ -200,12 +206,12 @@ def _run_child(program: Program, calls: socket.socket, helper: int, memory_bytes
 
 def _limit_memory(more_bytes: int) -> None:
     """Allow this process so many bytes of address space in addition to what it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit_bytes = pages * resource.getpagesize() + more_bytes
+    num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit_bytes = num_pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
-def _answer_calls(program: Program, pipe: Pipe) -> None:
+def _answer_calls(program: ChildCalls, pipe: Pipe) -> None:
     """Answer until the other end is closed."""
     while True:
         try:
@@ -227,10 +233,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     commands = socket.socket(fileno=os.dup(0))
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # so that no child has the socket of the commands
+    with Path(os.devnull).open("rb") as null_file:
+        os.dup2(null_file.fileno(), 0)  # so that no child has the socket of the commands
     os.dup2(2, 1)  # what libraries print does not get into the output of the program
-    forks = Forks(Program(args.tokenizer, args.vocab_size, args.eos_token_ids), commands)
+    forks = ForkServer(ChildCalls(args.tokenizer, args.vocab_size, args.eos_token_ids), commands)
     gc.freeze()  # so that collections in the children do not copy every page
     commands.sendall(b"ready")
     forks.serve()

@@ -6,19 +6,19 @@ import math
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from typing import Any
 
-from scheduler.bounds import shown
+from scheduler.bounds import short_repr
 
 Schema = dict[str, Any]
 
 _MAX_INTEGER = 10**18  # grammars count in 64 bits
 _MAX_BOUND = 10**15  # of a number: beyond it, floats have no decimals
-_DECIMALS, _DIGITS = 6, 15  # that grammars of ranges have, and that floats have
-_MAX_MULTIPLE = 100  # larger ones need as many states
-_MAX_MULTIPLES = 256  # that are listed one by one
+_MAX_DECIMALS, _FLOAT_DIGITS = 6, 15  # that grammars of ranges have, and that floats have
+_MAX_UNBOUNDED_STEP = 100  # larger ones need as many states
+_MAX_LISTED_MULTIPLES = 256  # that are listed one by one
 # Formats of numbers that generators of schemas write, as bounds.
-_WHOLE = {f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)}
-_WHOLE |= {f"uint{n}": (0, 2**n - 1) for n in (8, 16, 32, 64)} | {"uint": (0, 2**64 - 1)}
-_WHOLE |= {"int": (-(2**63), 2**63 - 1)}
+_INTEGER_FORMATS = {f"int{n}": (-(2 ** (n - 1)), 2 ** (n - 1) - 1) for n in (8, 16, 32, 64)}
+_INTEGER_FORMATS |= {f"uint{n}": (0, 2**n - 1) for n in (8, 16, 32, 64)} | {"uint": (0, 2**64 - 1)}
+_INTEGER_FORMATS |= {"int": (-(2**63), 2**63 - 1)}
 
 
 class NotHonored(Exception):
@@ -39,8 +39,10 @@ def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
         bounds = _integer_bounds(schema, format_name, where)
     else:
         if format_name not in (None, "float", "double"):
-            raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
-        bounds = _bounds(schema, where)
+            raise NotHonored(
+                f"{where}: the format {short_repr(format_name)} is not supported", "format"
+            )
+        bounds = _number_bounds(schema, where)
     if step is None:
         return bounds
     is_whole = "integer" in types and step == int(step) and step >= 1
@@ -54,13 +56,13 @@ def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
 def _multiples(step: int, bounds: Schema, where: str) -> Schema:
     if step == 1:
         return bounds
-    if not bounds and step <= _MAX_MULTIPLE:
+    if not bounds and step <= _MAX_UNBOUNDED_STEP:
         return {"multipleOf": step}
     minimum, maximum = bounds.get("minimum"), bounds.get("maximum")
-    if minimum is None or maximum is None or maximum - minimum > step * _MAX_MULTIPLES:
+    if minimum is None or maximum is None or maximum - minimum > step * _MAX_LISTED_MULTIPLES:
         raise NotHonored(
-            f"{where}.multipleOf is supported up to {_MAX_MULTIPLE} without bounds, or with bounds"
-            f" that leave at most {_MAX_MULTIPLES} multiples",
+            f"{where}.multipleOf is supported up to {_MAX_UNBOUNDED_STEP} without bounds, or with"
+            f" bounds that leave at most {_MAX_LISTED_MULTIPLES} multiples",
             "multipleOf",
         )
     values = list(range(-(-minimum // step) * step, maximum + 1, step))
@@ -76,10 +78,12 @@ def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     minimums += [math.floor(schema[n]) + 1 for n in ("exclusiveMinimum",) if n in schema]
     maximums += [math.ceil(schema[n]) - 1 for n in ("exclusiveMaximum",) if n in schema]
     if format_name is not None:
-        if format_name not in _WHOLE:
-            raise NotHonored(f"{where}: the format {shown(format_name)} is not supported", "format")
-        minimums.append(_WHOLE[format_name][0])
-        maximums.append(_WHOLE[format_name][1])
+        if format_name not in _INTEGER_FORMATS:
+            raise NotHonored(
+                f"{where}: the format {short_repr(format_name)} is not supported", "format"
+            )
+        minimums.append(_INTEGER_FORMATS[format_name][0])
+        maximums.append(_INTEGER_FORMATS[format_name][1])
     bounds: Schema = {}
     if minimums:
         bounds["minimum"] = max(*minimums, -_MAX_INTEGER)
@@ -92,7 +96,7 @@ def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     return bounds
 
 
-def _bounds(schema: Schema, where: str) -> Schema:
+def _number_bounds(schema: Schema, where: str) -> Schema:
     """Bounds of numbers, with as many decimals as grammars and floats have."""
     bounds: Schema = {}
     for inclusive, exclusive, rounding, tighter in (
@@ -121,7 +125,7 @@ def _rounded(value: float, rounding: str) -> float:
     """The nearest number in one direction that grammars of ranges have."""
     if isinstance(value, int):
         return value
-    num_whole = len(str(int(abs(value))))
-    decimals = max(0, min(_DECIMALS, _DIGITS - num_whole))
+    num_integer_digits = len(str(int(abs(value))))
+    decimals = max(0, min(_MAX_DECIMALS, _FLOAT_DIGITS - num_integer_digits))
     rounded = Decimal(repr(value)).quantize(Decimal(1).scaleb(-decimals), rounding=rounding)
     return int(rounded) if rounded == rounded.to_integral_value() else float(rounded)

@@ -15,8 +15,8 @@ from typing import Any
 from cluster.grammar import keywords, merging, patterns
 from cluster.grammar.merging import CannotMerge, Merger
 from cluster.grammar.ranges import NotHonored
-from cluster.grammar.references import References, check_ends
-from scheduler.bounds import shown
+from cluster.grammar.references import References, check_satisfiable
+from scheduler.bounds import short_repr
 from scheduler.errors import RequestError
 
 _ANNOTATIONS = {
@@ -26,7 +26,7 @@ _ANNOTATIONS = {
 }
 # Keywords, with what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
 _PLAIN, _SCHEMA, _LIST, _BY_NAME = range(4)
-_HONORED = {
+_HONORED_KEYWORDS = {
     **dict.fromkeys(("type", "enum", "const", "required", "pattern", "format", "$ref"), _PLAIN),
     **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), _PLAIN),
     **dict.fromkeys(("minProperties", "maxProperties", "multipleOf"), _PLAIN),
@@ -36,14 +36,14 @@ _HONORED = {
     **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _LIST),
 }
 # Beside one of these keywords, the others cannot be enforced.
-_ALONE = {
+_CONFLICTING_KEYWORDS = {
     "pattern": {"minLength", "maxLength", "format"},
     "format": {"minLength", "maxLength"},
-    "enum": set(_HONORED) - {"enum", "type"},
-    "const": set(_HONORED) - {"const", "type"},
+    "enum": set(_HONORED_KEYWORDS) - {"enum", "type"},
+    "const": set(_HONORED_KEYWORDS) - {"const", "type"},
 }
 # Values for which a keyword asks for nothing.
-_EMPTY: dict[str, Any] = {
+_INEFFECTIVE_VALUES: dict[str, Any] = {
     "uniqueItems": False,
     "dependentRequired": {},
     "dependentSchemas": {},
@@ -52,9 +52,9 @@ _EMPTY: dict[str, Any] = {
     "minContains": 0,
     "allOf": [],
 }
-_IN_PLACE = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in this order
-_OLD = {"unevaluatedProperties", "unevaluatedItems"}
-_SCALARS = ("string", "integer", "number", "boolean", "null")
+_MERGED_KEYWORDS = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in this order
+_UNEVALUATED_KEYWORDS = {"unevaluatedProperties", "unevaluatedItems"}
+_SCALAR_TYPES = ("string", "integer", "number", "boolean", "null")
 _MAX_DEPTH = 64
 # Parts of one schema that are rewritten. What references with other keywords beside them lead to is
 # rewritten for each, which may multiply. So many do not fit into a grammar.
@@ -62,132 +62,143 @@ _MAX_PARTS = 20_000
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def honored(schema: object, where: str) -> Any:
+def honored_schema(schema: object, where: str) -> Any:
     """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
     accept but not enforce, what is no schema, and references that have no end.
     """
     try:
-        return _Rewriter(schema, where, drops=False).rewritten()
+        return _Rewriter(schema, where, drops_keywords=False).rewritten()
     except NotHonored as error:
-        raise patterns.refused(str(error)) from None
+        raise patterns.refusal(str(error)) from None
 
 
-def loosened(schema: object, where: str) -> tuple[Any, bool]:
-    """(as `honored`, but of an object; whether keywords were left out because they cannot be
+def loosened_schema(schema: object, where: str) -> tuple[Any, bool]:
+    """(as `honored_schema`, but of an object; whether keywords were left out because they cannot be
     honored). Raises nothing.
     """
-    rewriter = _Rewriter(schema, where, drops=True)
+    rewriter = _Rewriter(schema, where, drops_keywords=True)
     try:
         rewritten = rewriter.rewritten()
     except (NotHonored, RequestError):
         return ANY_OBJECT, True
-    return (ANY_OBJECT, True) if isinstance(rewritten, bool) else (rewritten, rewriter.has_dropped)
+    return (
+        (ANY_OBJECT, True)
+        if isinstance(rewritten, bool)
+        else (rewritten, rewriter.has_dropped_keywords)
+    )
 
 
 class _Rewriter:
     """Rewrites one schema. What references lead to is rewritten once each, and only if something
-    leads there. With `drops`, keywords that are not honored are left out.
+    leads there. With `drops_keywords`, keywords that are not honored are left out.
     """
 
-    def __init__(self, root: Any, where: str, *, drops: bool) -> None:
-        self.has_dropped = False
+    def __init__(self, root: Any, where: str, *, drops_keywords: bool) -> None:
+        self.has_dropped_keywords = False
         self._has_references = False
         self._num_parts = 0
         self._root = root
         self._where = where
-        self._drops = drops
+        self._drops_keywords = drops_keywords
         self._references = References(root)
         self._merger = Merger(self._references)
         self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to
         self._reference_of: dict[str, str] = {"#": "#"}
-        self._unwritten: list[tuple[str, Any, str]] = []
+        self._unwritten_targets: list[tuple[str, Any, str]] = []
 
     def rewritten(self) -> Any:
         """The whole schema. Raises `NotHonored` and `RequestError`."""
-        root = self._part(self._root, self._where, 0)
+        root = self._rewritten_part(self._root, self._where, 0)
         targets: dict[str, Any] = {}
-        while self._unwritten:
-            name, target, reference = self._unwritten.pop()
+        while self._unwritten_targets:
+            name, target, reference = self._unwritten_targets.pop()
             where = self._where + reference.removeprefix("#").replace("/", ".")
-            targets[name.removeprefix("#/$defs/")] = self._part(target, where, 0)
+            targets[name.removeprefix("#/$defs/")] = self._rewritten_part(target, where, 0)
         if targets and isinstance(root, dict):
             root["$defs"] = targets
         if self._has_references:
-            check_ends(root, self._reference_of, self._where, NotHonored)
+            check_satisfiable(root, self._reference_of, self._where, NotHonored)
         return root
 
-    def _part(self, schema: Any, where: str, depth: int) -> Any:
-        """A part of the schema, rewritten; with `drops`, without keywords that are not honored.
-        Raises `RequestError` for too many parts.
+    def _rewritten_part(self, schema: Any, where: str, depth: int) -> Any:
+        """A part of the schema, rewritten; with `drops_keywords`, without keywords that are not
+        honored. Raises `RequestError` for too many parts.
         """
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
-            raise patterns.refused(
+            raise patterns.refusal(
                 f"{self._where} becomes more than {_MAX_PARTS} parts where references have other"
                 " keywords beside them; simplify it"
             )
         if _has_type_alone(schema):
             return {"type": schema["type"]}
-        if self._drops and isinstance(schema, Mapping):
+        if self._drops_keywords and isinstance(schema, Mapping):
             schema = self._without_unsupported_keywords(schema)
         try:
-            merged = self._trying(schema, lambda schema: self._one(schema, where, depth))
+            merged = self._rewrite_or_drop_keywords(
+                schema, lambda schema: self._checked_schema(schema, where, depth)
+            )
             if isinstance(merged, bool):
                 return merged
             if "$ref" in merged:
-                return self._reference(merged, where)
+                return self._rewritten_reference(merged, where)
             parts = {
-                name: self._value(name, value, f"{where}.{name}", depth)
+                name: self._rewritten_value(name, value, f"{where}.{name}", depth)
                 for name, value in merged.items()
-                if name in _HONORED
+                if name in _HONORED_KEYWORDS
             }
             if "oneOf" in parts:
                 self._check_one_of(merged["oneOf"], where)
             for name in ("oneOf", "anyOf"):
                 if name in parts:
                     return _alternatives(parts[name])
-            return self._trying(parts, lambda parts: keywords.enforceable(dict(parts), where))
+            return self._rewrite_or_drop_keywords(
+                parts, lambda parts: keywords.enforceable_schema(dict(parts), where)
+            )
         except NotHonored:
-            if not self._drops:
+            if not self._drops_keywords:
                 raise
-            self.has_dropped = True
+            self.has_dropped_keywords = True
             return _any_of_type(schema)
 
-    def _trying(self, schema: Any, work: Callable[[Any], Any]) -> Any:
-        """What `work` makes of a schema; with `drops`, of one without the keywords that it cannot
-        honor. It must not look into other schemas, which would be looked at again each time.
+    def _rewrite_or_drop_keywords(self, schema: Any, rewrite: Callable[[Any], Any]) -> Any:
+        """What `rewrite` makes of a schema; with `drops_keywords`, of one without the keywords that
+        it cannot honor. It must not look into other schemas, which would be looked at again each
+        time.
         """
         while True:
             try:
-                return work(schema)
+                return rewrite(schema)
             except NotHonored as error:
-                if not self._drops or not isinstance(schema, Mapping):
+                if not self._drops_keywords or not isinstance(schema, Mapping):
                     raise
                 if error.keyword not in schema:
                     raise
-                self.has_dropped = True
-                remaining = {name: schema[name] for name in schema if name != error.keyword}
-                schema = self._references.copied(schema, remaining)
+                self.has_dropped_keywords = True
+                remaining_keywords = {
+                    name: schema[name] for name in schema if name != error.keyword
+                }
+                schema = self._references.register_copy(schema, remaining_keywords)
 
     def _without_unsupported_keywords(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
         normalized = _normalized(schema)
-        rest = {
+        kept_keywords = {
             name: normalized[name]
             for name in normalized
-            if name in _HONORED or _is_annotation(name)
+            if name in _HONORED_KEYWORDS or _is_annotation(name)
         }
-        if len(rest) == len(normalized):
+        if len(kept_keywords) == len(normalized):
             return schema
-        self.has_dropped = True
-        return self._references.copied(schema, rest)
+        self.has_dropped_keywords = True
+        return self._references.register_copy(schema, kept_keywords)
 
-    def _one(self, schema: Any, where: str, depth: int) -> Any:
+    def _checked_schema(self, schema: Any, where: str, depth: int) -> Any:
         """One schema with keywords that are known, for all that are merged in it."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise NotHonored(f"{where} must be a JSON schema, got {shown(schema)}")
+            raise NotHonored(f"{where} must be a JSON schema, got {short_repr(schema)}")
         if depth > _MAX_DEPTH:
             raise NotHonored(f"{where} is deeper than {_MAX_DEPTH} levels")
         merged = self._merged(_normalized(schema), where)
@@ -200,20 +211,20 @@ class _Rewriter:
         for keyword in schema:
             if _is_annotation(keyword):
                 continue
-            if keyword not in _HONORED:
+            if keyword not in _HONORED_KEYWORDS:
                 raise NotHonored(
                     f"{where}.{keyword}: this keyword of JSON schemas is not supported; supported"
-                    f" are {', '.join(sorted(_HONORED))}",
+                    f" are {', '.join(sorted(_HONORED_KEYWORDS))}",
                     keyword,
                 )
-            conflicting = _ALONE.get(keyword, set()) & schema.keys()
-            if conflicting:
-                other = min(conflicting)
+            conflicting_keywords = _CONFLICTING_KEYWORDS.get(keyword, set()) & schema.keys()
+            if conflicting_keywords:
+                other = min(conflicting_keywords)
                 raise NotHonored(
                     f"{where}.{keyword} cannot be honored together with {other!r}", other
                 )
             keywords.check_value(keyword, schema[keyword], where)
-            value_kind = _HONORED[keyword]
+            value_kind = _HONORED_KEYWORDS[keyword]
             if value_kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
                 raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
             if value_kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
@@ -221,18 +232,21 @@ class _Rewriter:
         if "$ref" in schema:
             self._target(schema, where)
 
-    def _value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
+    def _rewritten_value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
         """The value of a keyword, rewritten."""
-        value_kind = _HONORED[keyword]
+        value_kind = _HONORED_KEYWORDS[keyword]
         if value_kind == _SCHEMA:
             if keyword == "propertyNames" and isinstance(value, Mapping):
                 value = {"type": "string", **value}
-            return self._part(value, where, depth + 1)
+            return self._rewritten_part(value, where, depth + 1)
         if value_kind == _LIST:
-            return [self._part(part, f"{where}[{i}]", depth + 1) for i, part in enumerate(value)]
+            return [
+                self._rewritten_part(part, f"{where}[{i}]", depth + 1)
+                for i, part in enumerate(value)
+            ]
         if value_kind == _BY_NAME:
             return {
-                name: self._part(part, f"{where}.{name[:100]}", depth + 1)
+                name: self._rewritten_part(part, f"{where}.{name[:100]}", depth + 1)
                 for name, part in value.items()
             }
         return value
@@ -240,11 +254,13 @@ class _Rewriter:
     def _merged(self, schema: Mapping[str, Any], where: str) -> Any:
         """A schema without `allOf`, and with nothing beside `$ref`, `anyOf` and `oneOf`."""
         for _ in range(_MAX_DEPTH):
-            keyword = next((name for name in _IN_PLACE if _needs_merging(schema, name)), None)
+            keyword = next(
+                (name for name in _MERGED_KEYWORDS if _needs_merging(schema, name)), None
+            )
             if keyword is None:
                 return schema
             try:
-                merged = self._without(keyword, schema, where)
+                merged = self._merge_keyword(keyword, schema, where)
             except CannotMerge as error:
                 raise NotHonored(
                     f"{where}.{keyword} cannot be honored here: {error}", keyword
@@ -254,13 +270,13 @@ class _Rewriter:
             schema = _normalized(merged)
         raise NotHonored(f"{where}: schemas apply to each other again and again", keyword)
 
-    def _without(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
+    def _merge_keyword(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
         """A keyword and what is beside it, in one schema. Raises `CannotMerge`."""
         value = schema[keyword]
         siblings = {name: other for name, other in schema.items() if name != keyword}
         if keyword == "$ref":
             self._target(schema, where)
-            reference = self._references.copied(schema, {keyword: value})
+            reference = self._references.register_copy(schema, {keyword: value})
             return self._merger.merged([reference, siblings], _without_annotations)
         if not isinstance(value, list) or not value:
             raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
@@ -272,7 +288,7 @@ class _Rewriter:
             )  # counts, and says what cannot be
         return {keyword: [{"allOf": [siblings, part]} for part in value]}
 
-    def _reference(self, schema: Mapping[str, Any], where: str) -> Any:
+    def _rewritten_reference(self, schema: Mapping[str, Any], where: str) -> Any:
         target = self._target(schema, where)
         self._has_references = True
         if isinstance(target, bool):
@@ -281,7 +297,7 @@ class _Rewriter:
         if name is None:
             name = self._name_of[id(target)] = f"#/$defs/{len(self._name_of)}"
             self._reference_of[name] = schema["$ref"]
-            self._unwritten.append((name, target, schema["$ref"]))
+            self._unwritten_targets.append((name, target, schema["$ref"]))
         return {"$ref": name}
 
     def _target(self, schema: Mapping[str, Any], where: str) -> Any:
@@ -291,15 +307,15 @@ class _Rewriter:
             target = self._references.target(schema, reference)
         if target is None and not (isinstance(reference, str) and reference.startswith("#")):
             raise NotHonored(
-                f"{where}: $ref {shown(reference)} must point into the schema itself", "$ref"
+                f"{where}: $ref {short_repr(reference)} must point into the schema itself", "$ref"
             )
         if target is None:
             raise NotHonored(f"{where}: $ref {reference[:100]!r} leads to no schema", "$ref")
         return target
 
     def _check_one_of(self, alternatives: list[Any], where: str) -> None:
-        """Raise `NotHonored` unless at most one of the alternatives fits any value; with `drops`,
-        any of them may.
+        """Raise `NotHonored` unless at most one of the alternatives fits any value; with
+        `drops_keywords`, any of them may.
         """
         try:
             self._merger.check_disjoint(
@@ -309,14 +325,14 @@ class _Rewriter:
                 ]
             )
         except CannotMerge as error:
-            if not self._drops:
+            if not self._drops_keywords:
                 raise NotHonored(f"{where}.oneOf: {error}", "oneOf") from None
-            self.has_dropped = True
+            self.has_dropped_keywords = True
 
 
 def _has_type_alone(schema: Any) -> bool:
     """Whether a schema, like most, asks for nothing but one of the simple types."""
-    if not isinstance(schema, Mapping) or schema.get("type") not in _SCALARS:
+    if not isinstance(schema, Mapping) or schema.get("type") not in _SCALAR_TYPES:
         return False
     return all(name == "type" or _is_annotation(name) for name in schema)
 
@@ -339,8 +355,11 @@ def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema without keywords that ask for nothing, and with today's names for older ones."""
-    is_empty = {name: name in _EMPTY and schema[name] == _EMPTY[name] for name in schema}
-    is_normalized = not any(is_empty.values()) and not schema.keys() & _OLD
+    is_empty = {
+        name: name in _INEFFECTIVE_VALUES and schema[name] == _INEFFECTIVE_VALUES[name]
+        for name in schema
+    }
+    is_normalized = not any(is_empty.values()) and not schema.keys() & _UNEVALUATED_KEYWORDS
     if is_normalized and not isinstance(schema.get("items"), list):
         return schema
     normalized = {name: value for name, value in schema.items() if not is_empty[name]}
@@ -356,7 +375,7 @@ def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         if (
             old_name in normalized
             and new_name not in normalized
-            and not normalized.keys() & merging.IN_PLACE
+            and not normalized.keys() & merging.IN_PLACE_APPLICATORS
         ):
             normalized[new_name] = normalized.pop(old_name)
     return normalized
@@ -364,10 +383,10 @@ def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _alternatives(parts: list[Any]) -> Any:
     """Any of the parts."""
-    possible = [part for part in parts if part is not False]
-    if not possible:
+    possible_parts = [part for part in parts if part is not False]
+    if not possible_parts:
         return False
-    return {"anyOf": possible}
+    return {"anyOf": possible_parts}
 
 
 def _any_of_type(schema: Any) -> Any:
@@ -375,4 +394,4 @@ def _any_of_type(schema: Any) -> Any:
     type_name = schema.get("type") if isinstance(schema, Mapping) else None
     if type_name == "object":
         return dict(ANY_OBJECT)
-    return {"type": type_name} if type_name in _SCALARS else True
+    return {"type": type_name} if type_name in _SCALAR_TYPES else True

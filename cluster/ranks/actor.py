@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.ranks.causes import leave_last_words
+from cluster.ranks.causes import enable_crash_report
 from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
-from cluster.ranks.processes import ProcessId, mark
+from cluster.ranks.processes import ProcessId, mark_this_process
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
 from workers.memory.inheritance import InheritedMemory, RankMemory
@@ -49,18 +49,20 @@ class RankActor:
         rank: int,
         engine_id: str,
         spare_gpus: list[str] | None = None,
-        inherits: RankMemory | None = None,
+        inherited_memory: RankMemory | None = None,
     ) -> None:
-        """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`; `inherits`, the
-        memory of its rank.
+        """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`;
+        `inherited_memory`, the memory of its rank.
         """
         # At once, since the rank may die at any moment.
-        self._inherited = InheritedMemory.open(inherits) if inherits is not None else None
+        self._inherited_memory = (
+            InheritedMemory.open(inherited_memory) if inherited_memory is not None else None
+        )
         # Importing torch and compiling create no garbage, but so many objects that visiting them
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
-        self._process = mark(engine_id)
-        leave_last_words(self._process.mark_fd)
+        self._process = mark_this_process(engine_id)
+        enable_crash_report(self._process.mark_fd)
         logging.basicConfig(level=config.engine.log_level.upper())
         self._config = config
         self._rank = rank
@@ -72,9 +74,9 @@ class RankActor:
         self._worker: Worker | None = None
         self._claim: CoreClaim | None = None  # from the start on
         self._stands_by = False
-        self._is_imported = threading.Event()
-        self._compute_thread = ThreadPoolExecutor(1, "rank")
-        self._step_order = threading.Condition()  # of the next two
+        self._imported_event = threading.Event()
+        self._compute_executor = ThreadPoolExecutor(1, "rank")
+        self._order_condition = threading.Condition()  # of the next two
         self._next_step_id = self._next_mask_step_id = 0
         # By step id: results of recent steps, in case a call was lost and is made again.
         self._replies: dict[int, Future[bytes]] = {}
@@ -107,12 +109,12 @@ class RankActor:
         gpus: list[str],
         num_kv_blocks: int | None = None,
         *,
-        stands_by: bool = False,
+        is_standby: bool = False,
     ) -> WorkerReport:
         """Connect to the other ranks and load the weights. The ranks of a node share its cores.
         `gpus`: those of the ranks on this node, in order. Each rank sees all of these, so that the
         ranks can reach each other's memory, and no GPU of another engine. `num_kv_blocks`: see
-        `Worker.start`. One that `stands_by` uses one thread and claims no cores until `take_over`.
+        `Worker.start`. One that `is_standby` uses one thread and claims no cores until `take_over`.
         """
         worker = self._wait_for_worker()
         show_gpus(gpus)
@@ -122,9 +124,9 @@ class RankActor:
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
-        self._stands_by = stands_by
-        num_threads = 1 if stands_by else self._share_cores()
-        return self._compute_thread.submit(
+        self._stands_by = is_standby
+        num_threads = 1 if is_standby else self._share_cores()
+        return self._compute_executor.submit(
             worker.start, rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
         ).result()
 
@@ -134,8 +136,8 @@ class RankActor:
         worker.take_over(epoch)
         if self._stands_by:  # otherwise the call was made again
             self._stands_by = False
-            self._compute_thread.submit(worker.set_num_threads, self._share_cores()).result()
-            worker.compile_other_steps_beside()
+            self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()
+            worker.start_background_compilation()
 
     def _share_cores(self) -> int:
         """Move the computing thread to this rank's share of the cores, now and whenever engines on
@@ -147,7 +149,7 @@ class RankActor:
         assert self._claim is not None
         share = CoreShare(self._claim)
         cores, num_threads = share.cores_and_num_threads()
-        self._compute_thread.submit(bind, cores).result()
+        self._compute_executor.submit(bind, cores).result()
         threading.Thread(
             target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
         ).start()
@@ -158,13 +160,13 @@ class RankActor:
         background. Returns where its memory is.
         """
         worker = self._wait_for_worker()
-        self._compute_thread.submit(
-            worker.allocate_cache, num_blocks, stands_by=self._stands_by
+        self._compute_executor.submit(
+            worker.allocate_cache, num_blocks, is_standby=self._stands_by
         ).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
         if not self._stands_by:
-            worker.compile_other_steps_beside()
+            worker.start_background_compilation()
         return worker.memory()
 
     @ray.method(concurrency_group="watch")
@@ -189,7 +191,7 @@ class RankActor:
         """
         worker = self._wait_for_worker()
         plan: StepPlan = pickle.loads(b"".join(pieces))
-        with self._step_order:
+        with self._order_condition:
             reply = self._replies.get(plan.step_id)
             if reply is None and plan.step_id < self._next_step_id:
                 raise WorkerError(f"the result of step {plan.step_id} has been read")
@@ -204,13 +206,13 @@ class RankActor:
         return reply.result()
 
     def _run(self, worker: Worker, plan: StepPlan) -> bytes:
-        with self._step_order:
+        with self._order_condition:
             limit_s = self._config.engine.step_timeout_s
-            self._step_order.wait_for(lambda: self._next_step_id == plan.step_id, limit_s)
+            self._order_condition.wait_for(lambda: self._next_step_id == plan.step_id, limit_s)
             # After a timeout, the worker fails the step with an error that says so.
-            self._compute_thread.submit(worker.launch, plan)
+            self._compute_executor.submit(worker.launch, plan)
             self._next_step_id = plan.step_id + 1
-            self._step_order.notify_all()
+            self._order_condition.notify_all()
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
 
     @ray.method(concurrency_group="masks")
@@ -219,10 +221,10 @@ class RankActor:
         that comes again is ignored.
         """
         mask: StepMask = pickle.loads(b"".join(pieces))
-        with self._step_order:
-            has_come_before = mask.step_id < self._next_mask_step_id
+        with self._order_condition:
+            is_repeated = mask.step_id < self._next_mask_step_id
             self._next_mask_step_id = max(self._next_mask_step_id, mask.step_id + 1)
-        if not has_come_before:
+        if not is_repeated:
             self._wait_for_worker().mask(mask)
 
     def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
@@ -238,15 +240,15 @@ class RankActor:
             current_cores, num_threads = share.cores_and_num_threads()
             if current_cores != cores:
                 cores = current_cores
-                self._compute_thread.submit(move, cores, num_threads).result()
+                self._compute_executor.submit(move, cores, num_threads).result()
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.
         from workers.worker import Worker
 
-        self._worker = Worker(self._config, self._rank, self._inherited)
+        self._worker = Worker(self._config, self._rank, self._inherited_memory)
         if not self._is_spare:
-            self._is_imported.set()
+            self._imported_event.set()
 
     def _warm(self) -> None:
         """Warm up on a thread that runs only when nothing else needs the core, so that the engine
@@ -259,11 +261,11 @@ class RankActor:
         try:
             self._worker.warm_up_spare()
         finally:
-            self._is_imported.set()
+            self._imported_event.set()
 
     def _wait_for_worker(self) -> Worker:
         """The worker, once it is imported."""
-        self._is_imported.wait()
+        self._imported_event.wait()
         assert self._worker is not None
         return self._worker
 

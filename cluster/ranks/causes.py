@@ -47,10 +47,10 @@ PIDFD_INFO = struct.Struct("=QQ11Ii")
 PIDFD_INFO_EXIT = 1 << 3
 PIDFD_GET_INFO = 0xC000_0000 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
-PROMISE = b"If this process crashes, it says so here.\n"
-CRASH = b"Fatal Python error: "  # how `faulthandler` begins
+CRASH_REPORT_PROMISE = b"If this process crashes, it says so here.\n"
+CRASH_PREFIX = b"Fatal Python error: "  # how `faulthandler` begins
 
-SPOILING_ERRORS = re.compile(
+CORRUPTING_ERRORS = re.compile(
     "AcceleratorError|CUDA error|CUDA driver error|Triton Error|Cuda failure|unhandled ?cuda ?error"
     "|cudaError|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_"
     r"|\bSystemError"  # the interpreter finds itself in an impossible state
@@ -70,20 +70,20 @@ class EndingKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a process ended. text: for a message, as "SIGKILL" or "exit code 1". last_words: of a
+    """How a process ended. text: for a message, as "SIGKILL" or "exit code 1". crash_report: of a
     crash, the Python stack of each thread.
     """
 
     kind: EndingKind
     text: str
-    last_words: str = ""
+    crash_report: str = ""
 
     @property
     def may_have_written_anywhere(self) -> bool:
         return self.kind in (EndingKind.CRASHED, EndingKind.UNKNOWN)
 
 
-def leave_last_words(mark_fd: int) -> None:
+def enable_crash_report(mark_fd: int) -> None:
     """Promise that this process says in its mark when it crashes. For one that is watched: these
     words reach no log by themselves.
 
@@ -94,13 +94,13 @@ def leave_last_words(mark_fd: int) -> None:
         return
     faulthandler.disable()  # enabling what is enabled would leave Ray's handlers in front
     faulthandler.enable(file=os.fdopen(os.dup(mark_fd), "w"), all_threads=True)
-    os.write(mark_fd, PROMISE)
+    os.write(mark_fd, CRASH_REPORT_PROMISE)
 
 
 class DeathWatch:
     """Tells how a process of this node ended. To be created while it lives, by another process of
-    its engine: one that holds a mark open counts as marked (`end_marked`). Keeps two files open.
-    Without pidfds, every ending is unknown.
+    its engine: one that holds a mark open counts as marked (`end_marked_processes`). Keeps two
+    files open. Without pidfds, every ending is unknown.
     """
 
     def __init__(self, process: ProcessId) -> None:
@@ -138,7 +138,7 @@ class DeathWatch:
             status = _status(self._pidfd)
             if status is None and self._wait(0, deadline_s):
                 status = _status(self._pidfd)
-        return _ending(status, self._last_words())
+        return _ending(status, self._crash_report())
 
     def _wait(self, events: int, deadline_s: float) -> bool:
         """Wait for the end (`POLLIN`), or for the parent to have noticed (no events)."""
@@ -146,15 +146,15 @@ class DeathWatch:
         poller.register(self._pidfd, events)
         return bool(poller.poll(1e3 * max(0.0, deadline_s - time.monotonic())))
 
-    def _last_words(self) -> str | None:
+    def _crash_report(self) -> str | None:
         """What the process said of its crash, "" if it said nothing; None without a promise."""
         if self._mark_fd == -1:
             return None
         text = os.pread(self._mark_fd, os.fstat(self._mark_fd).st_size, 0)
-        if PROMISE not in text:
+        if CRASH_REPORT_PROMISE not in text:
             return None
-        begin = text.find(b"\n" + CRASH)
-        return "" if begin == -1 else text[begin:].decode(errors="replace").strip()
+        report_start = text.find(b"\n" + CRASH_PREFIX)
+        return "" if report_start == -1 else text[report_start:].decode(errors="replace").strip()
 
 
 def _status(pidfd: int) -> int | None:
@@ -167,20 +167,20 @@ def _status(pidfd: int) -> int | None:
     return int(status) if mask & PIDFD_INFO_EXIT else None
 
 
-def _ending(status: int | None, last_words: str | None) -> Ending:
-    """`status`: None if the kernel did not tell. `last_words`: see `_last_words`."""
+def _ending(status: int | None, crash_report: str | None) -> Ending:
+    """`status`: None if the kernel did not tell. `crash_report`: see `_crash_report`."""
     status_text = "" if status is None else _status_text(status)
-    if last_words:  # even if it was killed later, because its crash hung
-        crash = last_words.splitlines()[0].removeprefix(CRASH.decode())
+    if crash_report:  # even if it was killed later, because its crash hung
+        crash = crash_report.splitlines()[0].removeprefix(CRASH_PREFIX.decode())
         text = f"{crash}, {status_text}" if status_text else crash
-        return Ending(kind=EndingKind.CRASHED, text=text, last_words=last_words)
+        return Ending(kind=EndingKind.CRASHED, text=text, crash_report=crash_report)
     if status is not None:
         kind = EndingKind.EXITED
         if os.WIFSIGNALED(status):
             is_from_outside = os.WTERMSIG(status) in SIGNALS_FROM_OUTSIDE
             kind = EndingKind.KILLED if is_from_outside else EndingKind.CRASHED
         return Ending(kind=kind, text=status_text)
-    if last_words is not None:
+    if crash_report is not None:
         return Ending(kind=EndingKind.KILLED, text="killed, or ended by itself, without a crash")
     return Ending(kind=EndingKind.UNKNOWN, text="neither the kernel nor the process told")
 
@@ -194,19 +194,20 @@ def _status_text(status: int) -> str:
         return f"signal {os.WTERMSIG(status)}"
 
 
-def may_have_spoiled_memory(error: BaseException | str) -> bool:
+def may_have_corrupted_memory(error: BaseException | str) -> bool:
     """Whether what a living rank reports, an error or its message, means that the memory of the
     ranks cannot be trusted: an error of the device, or of the interpreter, or ranks that contradict
     each other. Other exceptions, no room, a peer that is gone: no.
     """
     if isinstance(error, str):
-        return SPOILING_ERRORS.search(error) is not None
+        return CORRUPTING_ERRORS.search(error) is not None
     return any(
-        SPOILING_ERRORS.search(f"{type(cause).__name__}: {cause}") for cause in _with_causes(error)
+        CORRUPTING_ERRORS.search(f"{type(cause).__name__}: {cause}")
+        for cause in _error_and_causes(error)
     )
 
 
-def _with_causes(error: BaseException) -> list[BaseException]:
+def _error_and_causes(error: BaseException) -> list[BaseException]:
     """An error and all that led to it, each once: two may name each other as their cause."""
     errors = [error]
     for current in errors:  # which grows

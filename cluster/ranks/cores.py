@@ -73,14 +73,14 @@ class CoreShare:
         the cores when there are more ranks than cores.
         """
         own_claim = self._claim
-        num_ranks = {own_claim.engine: own_claim.ranks_on_node}  # by engine
+        rank_counts = {own_claim.engine: own_claim.ranks_on_node}  # by engine
         for other_claim in self._living_claims():
             if set(other_claim.cores) & set(own_claim.cores):
-                num_ranks[other_claim.engine] = other_claim.ranks_on_node
+                rank_counts[other_claim.engine] = other_claim.ranks_on_node
         num_ranks_before = sum(
-            count for engine, count in num_ranks.items() if engine < own_claim.engine
+            count for engine, count in rank_counts.items() if engine < own_claim.engine
         )
-        cores_per_rank = len(own_claim.cores) // sum(num_ranks.values())
+        cores_per_rank = len(own_claim.cores) // sum(rank_counts.values())
         if cores_per_rank == 0:
             return own_claim.cores, 1
         start = (num_ranks_before + own_claim.local_rank) * cores_per_rank

@@ -28,7 +28,7 @@ from configs.engine import ResolvedConfig
 from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.memory.inheritance import RankMemory
-from workers.models.local import check_again
+from workers.models.local import recheck_checkpoint
 from workers.models.size import parameters_line
 from workers.report import GRACE_S, WorkerReport
 
@@ -65,7 +65,7 @@ class RankMaker:
         config: ResolvedConfig,
         placement: Placement,
         engine_id: str,
-        rank_actor: type[RankActor] = RankActor,
+        rank_actor_class: type[RankActor] = RankActor,
     ) -> None:
         self.config = config
         self.num_ranks = config.engine.tensor_parallel_size
@@ -74,7 +74,7 @@ class RankMaker:
         # too.
         self._gpus_of_bundle: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
-        self._rank_actor = rank_actor
+        self._rank_actor = rank_actor_class
 
     def note_gpus(self, place: Place, gpus: list[str]) -> None:
         """Note the GPUs that Ray gave to a process at `place` that is not a spare."""
@@ -90,26 +90,30 @@ class RankMaker:
         ]
 
     def create(
-        self, place: Place, spare_among: Seq[Place] = (), inherits: RankMemory | None = None
+        self,
+        place: Place,
+        places_if_spare: Seq[Place] = (),
+        inherited_memory: RankMemory | None = None,
     ) -> RankHandle:
-        """A new actor. With `spare_among`, the places of all ranks, it is a spare, which reserves
-        nothing in its bundle: it will use the resources of its rank, and its memory (`inherits`).
+        """A new actor. With `places_if_spare`, the places of all ranks, it is a spare, which
+        reserves nothing in its bundle: it will use the resources of its rank, and its memory
+        (`inherited_memory`).
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         concurrency_groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
-        takes_gpu = self.config.device == "cuda" and not spare_among
+        takes_gpu = self.config.device == "cuda" and not places_if_spare
         actor_class = remote(concurrency_groups=concurrency_groups)(self._rank_actor).options(
-            num_cpus=0 if spare_among else 1,
+            num_cpus=0 if places_if_spare else 1,
             num_gpus=1 if takes_gpu else 0,
             max_restarts=0,
             max_task_retries=0,
             enable_task_events=False,
             runtime_env=actor_environment(),
-            scheduling_strategy=self.placement.in_bundle(place.bundle),
+            scheduling_strategy=self.placement.bundle_strategy(place.bundle),
         )
-        gpus = self.gpus_of_node(place.node_id, spare_among) if spare_among else None
+        gpus = self.gpus_of_node(place.node_id, places_if_spare) if places_if_spare else None
         return RankHandle(
-            actor_class.remote(self.config, place.rank, self._engine_id, gpus, inherits)
+            actor_class.remote(self.config, place.rank, self._engine_id, gpus, inherited_memory)
         )
 
 
@@ -145,7 +149,7 @@ class RankGroup:
         doing when the time was up.
         """
         if first_report is not None:
-            limit_s = Timeouts.of(self._config.engine).give_up_s
+            limit_s = Timeouts.from_options(self._config.engine).give_up_s
             if self._rank_maker.placement.restore(limit_s, lambda: not self._is_closed):
                 end_ranks([spare for spare in self._spares if spare is not None])
                 self._spares = [None] * self._rank_maker.num_ranks
@@ -164,7 +168,7 @@ class RankGroup:
         they hold: what is left to do is `take_over`. Raises as `start`.
         """
         places = self._rank_maker.placement.places()
-        self._start_ranks(places, first_report, first_report.num_blocks, stands_by=True)
+        self._start_ranks(places, first_report, first_report.num_blocks, is_standby=True)
 
     def take_over(self, epoch: int) -> None:
         """Begin an epoch with ranks that have stood by. The processes of the last epoch have ended.
@@ -174,33 +178,33 @@ class RankGroup:
         if not self._rank_maker.placement.is_whole():
             raise WorkerError("a node was lost")
         for is_last_attempt in (False, True):
-            calls = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
+            refs = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
             try:
-                self._get_all(calls, "take over", CALL_TIMEOUT_S)
+                self._get_all(refs, "take over", CALL_TIMEOUT_S)
                 return
             except LostCallsError:
                 if is_last_attempt:
                     raise
 
-    def answers(self, limit_s: float) -> bool:
+    def all_ranks_answer(self, limit_s: float) -> bool:
         """Whether all ranks answer in time."""
-        calls = [handle.actor.identify.remote() for handle in self.ranks]
-        ready, _ = ray.wait(calls, num_returns=len(calls), timeout=limit_s)
-        return len(ready) == len(calls) and not failures(calls, limit_s=0.0)
+        refs = [handle.actor.identify.remote() for handle in self.ranks]
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        return len(ready) == len(refs) and not failures(refs, limit_s=0.0)
 
     def has_cache_of(self, other: RankGroup) -> bool:
         """Whether the KV caches of these ranks are those of another group's, and outlive it."""
         memories = [
-            (mine.memory, theirs.memory)
-            for mine, theirs in zip(self.ranks, other.ranks, strict=True)
+            (handle.memory, other_handle.memory)
+            for handle, other_handle in zip(self.ranks, other.ranks, strict=True)
         ]
         return all(
-            mine is not None
-            and theirs is not None
-            and mine.cache is not None
-            and theirs.cache is not None
-            and mine.cache.inode == theirs.cache.inode
-            for mine, theirs in memories
+            own_memory is not None
+            and other_memory is not None
+            and own_memory.cache is not None
+            and other_memory.cache is not None
+            and own_memory.cache.inode == other_memory.cache.inode
+            for own_memory, other_memory in memories
         )
 
     def _start_ranks(
@@ -209,32 +213,34 @@ class RankGroup:
         first_report: GroupReport | None,
         num_kv_blocks: int | None,
         *,
-        stands_by: bool = False,
+        is_standby: bool = False,
     ) -> GroupReport:
         began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
         try:
-            if first_report is not None and not stands_by:  # those have their weights already
-                check_again(self._config)
-            self._identify(places, limit_s, stands_by)
+            if first_report is not None and not is_standby:  # those have their weights already
+                recheck_checkpoint(self._config)
+            self._identify(places, limit_s, is_standby)
             gpus_by_rank = [
                 self._rank_maker.gpus_of_node(place.node_id, places) for place in places
             ]
             on_one_node = len({place.node_id for place in places}) == 1
             address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
-            starts = [
+            start_refs = [
                 handle.actor.start.remote(
-                    address, place, self.epoch, node_gpus, num_kv_blocks, stands_by=stands_by
+                    address, place, self.epoch, node_gpus, num_kv_blocks, is_standby=is_standby
                 )
                 for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
-            reports: list[WorkerReport] = self._get_all(starts, "start", limit_s)
+            reports: list[WorkerReport] = self._get_all(start_refs, "start", limit_s)
             self._check_checkpoint(first_report, reports, places)
             if self._config.model.experts is not None:
                 _check_processors(reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
-            allocations = [handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks]
+            allocation_refs = [
+                handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks
+            ]
             remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
-            memories = self._get_all(allocations, "allocate the KV cache", remaining_s)
+            memories = self._get_all(allocation_refs, "allocate the KV cache", remaining_s)
         except StepTimeoutError:
             raise WorkerError(
                 f"the ranks did not start within {limit_s:g} s: {self._phases()}"
@@ -327,7 +333,7 @@ class RankGroup:
         end_ranks([spare])
         return None
 
-    def _identify(self, places: list[Place], limit_s: float, stands_by: bool) -> None:
+    def _identify(self, places: list[Place], limit_s: float, is_standby: bool) -> None:
         """Learn the processes and their GPUs. Raises `WorkerError` as soon as a node is lost."""
         refs = [handle.actor.identify.remote() for handle in self.ranks]
         deadline_s, pending = time.monotonic() + limit_s, list(refs)
@@ -338,7 +344,7 @@ class RankGroup:
         identities = self._get_all(refs, "create the ranks", 0.0)
         for handle, place, (process, gpus) in zip(self.ranks, places, identities, strict=True):
             handle.process = process
-            if not stands_by and handle not in self._spares:
+            if not is_standby and handle not in self._spares:
                 self._rank_maker.note_gpus(place, gpus)
 
     def _check_checkpoint(

@@ -27,7 +27,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.error_kinds import kind_of
-from cluster.ray_errors import NoAnswerError, call, start_call
+from cluster.ray_errors import NoAnswerError, result_of, start_call
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import living_nodes
 from cluster.timeouts import NODE_TIMEOUT_S
@@ -57,7 +57,7 @@ class ProcessId:
     mark_fd: int = -1
 
 
-def mark(engine_id: str) -> ProcessId:
+def mark_this_process(engine_id: str) -> ProcessId:
     """Mark this process as one of an engine's. From then on, SIGUSR2 makes it write the Python
     stack of each of its threads into the mark, even if the interpreter is blocked.
     """
@@ -94,20 +94,20 @@ def end_processes(processes: list[ProcessId], grace_s: float = END_GRACE_S) -> N
     """End processes, each on its node, and return when they are dead. Those that do not end by
     themselves within `grace_s` are killed. Raises `EngineError` naming those that stay alive.
     """
-    by_node: dict[str, list[tuple[int, int]]] = {}
+    processes_by_node: dict[str, list[tuple[int, int]]] = {}
     for process in processes:
-        by_node.setdefault(process.node_id, []).append((process.pid, process.start_ticks))
-    for node_id, node_processes in by_node.items():
-        on_node(node_id, end_here, node_processes, grace_s)
+        processes_by_node.setdefault(process.node_id, []).append((process.pid, process.start_ticks))
+    for node_id, node_processes in processes_by_node.items():
+        run_on_node(node_id, end_local_processes, node_processes, grace_s)
 
 
-def end_marked(engine_id: str, node_ids: set[str]) -> None:
+def end_marked_processes(engine_id: str, node_ids: set[str]) -> None:
     """End every process of an engine on these nodes, as `end_processes`."""
     for node_id in node_ids:
-        on_node(node_id, end_marked_here, engine_id)
+        run_on_node(node_id, end_marked_local_processes, engine_id)
 
 
-def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
+def processes_on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
     """The processes on this node, by index; none where the kernel cannot watch processes."""
     if not has_pidfds() or not any(processes):
         return {}
@@ -119,7 +119,7 @@ def on_this_node(processes: list[ProcessId | None]) -> dict[int, ProcessId]:
     }
 
 
-def watch_here(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -> None:
+def watch_local_processes(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -> None:
     """Call `on_end` with the key of each process on this node when it ends, on a thread that ends
     with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
     busy machine.
@@ -145,7 +145,7 @@ def watch_here(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -
         threading.Thread(target=watch, name="ends", daemon=True).start()
 
 
-def is_stopped_here(process: ProcessId) -> bool:
+def is_local_process_stopped(process: ProcessId) -> bool:
     """Whether a process on this node was stopped by a signal, or is gone."""
     try:
         stat_line = Path(f"/proc/{process.pid}/stat").read_text()
@@ -155,14 +155,14 @@ def is_stopped_here(process: ProcessId) -> bool:
     return state in "TtZX"
 
 
-def describe(process: ProcessId) -> str:
+def describe_process(process: ProcessId) -> str:
     """The state of a process, and the Python stacks of its threads if it can still write them."""
     return str(
-        on_node(process.node_id, describe_local_process, process, limit_s=DESCRIBE_TIMEOUT_S)
+        run_on_node(process.node_id, describe_local_process, process, limit_s=DESCRIBE_TIMEOUT_S)
     )
 
 
-def on_node(
+def run_on_node(
     node_id: str, function: Callable[..., Any], *arguments: Any, limit_s: float = NODE_TIMEOUT_S
 ) -> Any:
     """Run a function on a node; it may run more than once.
@@ -188,7 +188,7 @@ def on_node(
             if time.monotonic() > deadline_s:
                 raise NoAnswerError(f"could not {action}: no answer within {limit_s:g} s")
         try:
-            return call(ref, action)
+            return result_of(ref, action)
         except EaglerayError as error:  # the node, or the process there, has died meanwhile
             has_died = isinstance(error, EngineDeadError) or kind_of(error).is_transient
             if not has_died or time.monotonic() > deadline_s:
@@ -204,7 +204,7 @@ def _is_alive(node_id: str) -> bool:
 # -- on the node itself ----------------------------------------------------------------------------
 
 
-def end_here(processes: list[tuple[int, int]], grace_s: float = END_GRACE_S) -> None:
+def end_local_processes(processes: list[tuple[int, int]], grace_s: float = END_GRACE_S) -> None:
     """See `end_processes`. `processes`: (pid, start ticks)."""
     if not has_pidfds():
         _end_without_pidfds([pid for pid, _ in processes])
@@ -263,7 +263,9 @@ def open_pidfd(pid: int, start_ticks: int) -> int | None:
 
 
 def _end_without_pidfds(pids: list[int]) -> None:
-    """`end_here` for systems that have neither descriptors nor start times of processes."""
+    """`end_local_processes` for systems that have neither descriptors nor start times
+    of processes.
+    """
     deadline_s = time.monotonic() + END_TIMEOUT_S
     living_pids = list(pids)
     while living_pids and time.monotonic() < deadline_s:
@@ -296,13 +298,15 @@ def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
             del pid_of_pidfd[pidfd]
 
 
-def end_marked_here(engine_id: str) -> None:
-    """See `end_marked`. Spares this process."""
+def end_marked_local_processes(engine_id: str) -> None:
+    """See `end_marked_processes`. Spares this process."""
     processes = []
     for pid in marked_local_pids(engine_id):
         with suppress(OSError):  # it has ended since
             processes.append((pid, _start_ticks(pid)))
-    end_here([(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()])
+    end_local_processes(
+        [(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()]
+    )
 
 
 def marked_local_pids(engine_id: str) -> list[int]:
@@ -320,7 +324,7 @@ def marked_local_pids(engine_id: str) -> list[int]:
 
 
 def describe_local_process(process: ProcessId) -> str:
-    """See `describe`."""
+    """See `describe_process`."""
     pid = process.pid
     try:
         if _start_ticks(pid) != process.start_ticks:

@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import logging
 
-from cluster.ranks.causes import DeathWatch, may_have_spoiled_memory
+from cluster.ranks.causes import DeathWatch, may_have_corrupted_memory
 from cluster.ranks.group import RankGroup
-from cluster.ranks.processes import on_this_node
+from cluster.ranks.processes import processes_on_this_node
 
-LIMIT_S = 0.5  # for the raylet to notice that a process of its node has ended
+EXIT_NOTICE_LIMIT_S = 0.5  # for the raylet to notice that a process of its node has ended
 
 logger = logging.getLogger("eagleray.driver")
 
 
-class Endings:
+class GroupDeathWatch:
     """Watches the ranks of a group that serves, as far as they are on this node. To be created
     while they live.
     """
 
     def __init__(self, group: RankGroup) -> None:
-        local_processes = on_this_node([handle.process for handle in group.ranks])
+        local_processes = processes_on_this_node([handle.process for handle in group.ranks])
         self._death_watches = [DeathWatch(process) for process in local_processes.values()]
-        self._num_elsewhere = len(group.ranks) - len(local_processes)
+        self._num_remote_ranks = len(group.ranks) - len(local_processes)
 
-    def why_untrusted(self, *reasons: str) -> str:
+    def distrust_reason(self, *reasons: str) -> str:
         """Why the memory of the ranks, whose processes have ended, cannot be trusted; empty if it
         can. `reasons`: why the group was given up. May be asked once.
         """
-        endings = [watch.ending(LIMIT_S) for watch in self._death_watches]
+        endings = [watch.ending(EXIT_NOTICE_LIMIT_S) for watch in self._death_watches]
         self.close()
-        for words in filter(None, (ending.last_words for ending in endings)):
-            logger.error("the last words of a rank: %s", words)
-        for reason in filter(may_have_spoiled_memory, reasons):
+        for crash_report in filter(None, (ending.crash_report for ending in endings)):
+            logger.error("the last words of a rank: %s", crash_report)
+        for reason in filter(may_have_corrupted_memory, reasons):
             return reason.split("\n")[0]
-        if self._num_elsewhere:
+        if self._num_remote_ranks:
             return "nobody has seen how ranks on other nodes ended"
         crashes = [ending.text for ending in endings if ending.may_have_written_anywhere]
         return f"a rank ended by {crashes[0]}" if crashes else ""

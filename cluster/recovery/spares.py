@@ -19,7 +19,7 @@ from workers.memory.inheritance import RankMemory
 
 # Spares are made when the engine has served for a moment: a program that generates once and ends
 # needs none. They warm up with the lowest priority, so they are made beside the work.
-DELAY_S = 2.0
+SPARES_DELAY_S = 2.0
 RETRY_AFTER_S = 5.0  # if they could not be made
 IDENTIFY_TIMEOUT_S = 1.0
 
@@ -36,7 +36,7 @@ class Spares:
         self._warming_spares: dict[
             Any, RankHandle
         ] = {}  # by the ref that is ready when the spare is
-        self._due_s = time.monotonic() + DELAY_S
+        self._due_s = time.monotonic() + SPARES_DELAY_S
 
     def prepare(self, memories: Seq[RankMemory | None]) -> None:
         """Make spares if they are due, and note those that have become ready. `memories`: of the
@@ -102,16 +102,16 @@ class Spares:
         refs = [spare.actor.identify.remote() for spare in spares]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=IDENTIFY_TIMEOUT_S)
-        by_rank: list[RankHandle | None] = []
+        spares_by_rank: list[RankHandle | None] = []
         for spare, ref in zip(spares, refs, strict=True):
             try:
                 spare.process, _ = ray.get(ref, timeout=0)
-                by_rank.append(spare)
+                spares_by_rank.append(spare)
             except RayError as error:
                 logger.warning("a spare does not answer: %s", str(error).split("\n")[0])
                 end_ranks([spare])
-                by_rank.append(None)
-        return by_rank
+                spares_by_rank.append(None)
+        return spares_by_rank
 
     def close(self) -> None:
         """End the spares."""

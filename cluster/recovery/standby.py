@@ -14,8 +14,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker
-from cluster.ranks.processes import on_this_node, watch_here
-from cluster.recovery.spares import DELAY_S, Spares
+from cluster.ranks.processes import processes_on_this_node, watch_local_processes
+from cluster.recovery.spares import SPARES_DELAY_S, Spares
 
 # How long a group that is about to stand by is waited for when it has to take over, and how long
 # its ranks may take to answer.
@@ -38,22 +38,22 @@ class Standby:
         self._spares = Spares(rank_maker, mode)
         self._forms_groups = rank_maker.config.device == "cpu"
         self._group: RankGroup | None = None
-        self._start: Future[None] | None = None  # of the group
+        self._start_future: Future[None] | None = None  # of the group
         self._has_lost_process = False
         self._delay_s = FIRST_DELAY_S
         self._executor = ThreadPoolExecutor(1, "stand-by")
 
-    def begin(self) -> None:
+    def note_serving(self) -> None:
         """The engine serves from now on."""
-        self._spares.delay(DELAY_S)
+        self._spares.delay(SPARES_DELAY_S)
 
-    def prepare(self, present: RankGroup, first_report: GroupReport) -> None:
+    def prepare(self, present_group: RankGroup, first_report: GroupReport) -> None:
         """Make spares for the present group if they are due, and a group of them when they are
         warm.
         """
         try:
             if self._group is None:
-                self._spares.prepare([handle.memory for handle in present.ranks])
+                self._spares.prepare([handle.memory for handle in present_group.ranks])
                 if self._forms_groups and self._spares.are_warm:
                     self._stand_by(first_report)
             elif not self._is_starting and not self._await_start(0.0):
@@ -64,7 +64,7 @@ class Standby:
 
     def ready(self) -> list[RankHandle]:
         """The processes that could take over at once. Any thread."""
-        group, start = self._group, self._start
+        group, start = self._group, self._start_future
         if group is None or start is None:
             return [] if self._forms_groups else self._spares.ready()
         has_started = start.done() and start.exception() is None
@@ -76,11 +76,11 @@ class Standby:
         """
         group = self._group
         if group is not None and (
-            not self._await_start(START_LIMIT_S) or not group.answers(ANSWER_LIMIT_S)
+            not self._await_start(START_LIMIT_S) or not group.all_ranks_answer(ANSWER_LIMIT_S)
         ):
             self._drop_group()
             group = None
-        self._group = self._start = None
+        self._group = self._start_future = None
         return group, self._spares.take()
 
     def close(self) -> None:
@@ -93,10 +93,10 @@ class Standby:
         spares = self._spares.hand_over()
         self._has_lost_process = False
         group = self._make_group(self._rank_maker, ranks=spares)
-        self._start = self._executor.submit(group.stand_by, first_report)
+        self._start_future = self._executor.submit(group.stand_by, first_report)
         self._group = group
-        processes = on_this_node([spare.process for spare in spares])
-        watch_here(processes, lambda _: self._note_end(group))
+        processes = processes_on_this_node([spare.process for spare in spares])
+        watch_local_processes(processes, lambda _: self._note_end(group))
 
     def _note_end(self, group: RankGroup) -> None:
         """A process of a group has ended, which may have taken over since."""
@@ -106,18 +106,18 @@ class Standby:
     @property
     def _is_starting(self) -> bool:
         """Whether the group may yet be able to take over."""
-        assert self._start is not None
-        return not self._has_lost_process and not self._start.done()
+        assert self._start_future is not None
+        return not self._has_lost_process and not self._start_future.done()
 
     def _await_start(self, limit_s: float) -> bool:
         """Wait until the group can take over, for at most `limit_s`. False if it cannot by then,
         which is logged, or has lost a process. If it can, later delays begin with the shortest.
         """
-        assert self._start is not None
+        assert self._start_future is not None
         if self._has_lost_process:
             return False
         try:
-            self._start.result(limit_s)
+            self._start_future.result(limit_s)
         except Exception as error:
             self._log(error)
             return False
@@ -126,7 +126,7 @@ class Standby:
 
     def _drop_group(self) -> None:
         """End the group, or the spares; the next ones are made later."""
-        group, self._group, self._start = self._group, None, None
+        group, self._group, self._start_future = self._group, None, None
         self._spares.delay(self._delay_s)
         self._delay_s = min(2 * self._delay_s, MAX_DELAY_S)
         try:

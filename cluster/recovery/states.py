@@ -70,7 +70,7 @@ class Recovery:
         self._next_attempt_s = now_s + delay_s
         self.state = RecoveryState.BACKOFF if delay_s else RecoveryState.ASSEMBLING
 
-    def is_too_late(self, reason: str) -> bool:
+    def give_up_if_too_late(self, reason: str) -> bool:
         """Whether to stop trying, because the next transition, such as the end of the last epoch,
         has failed for too long; the last time because of `reason`.
         """

@@ -18,7 +18,7 @@ from typing import Any
 from cluster.error_kinds import ErrorKind, kind_of, reason_of
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker, end_ranks
 from cluster.ranks.processes import ProcessId
-from cluster.recovery.endings import Endings
+from cluster.recovery.endings import GroupDeathWatch
 from cluster.recovery.standby import Standby
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.watch import Watch
@@ -57,7 +57,7 @@ class Supervisor:
         self._clock = clock
         self._rank_maker = rank_maker
         self._engine_config = rank_maker.config.engine
-        self.recovery = Recovery(clock, Timeouts.of(self._engine_config).give_up_s)
+        self.recovery = Recovery(clock, Timeouts.from_options(self._engine_config).give_up_s)
         self._busy_since_s = busy_since_s
         self._has_work = has_work
         self._on_group = on_group
@@ -67,8 +67,8 @@ class Supervisor:
         self._watch: Watch | None = None
         self._first_report: GroupReport | None = None
         self._standby = self.make_standby(rank_maker, self._engine_config.spares, self.make_group)
-        self._endings: Endings | None = None  # of the ranks that serve
-        self._untrusted_because = ""  # why the memory of the last ones cannot be trusted
+        self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
+        self._distrust_reason = ""  # why the memory of the last ones cannot be trusted
         self._cache_survives = False  # in the group that is assembled
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
@@ -95,14 +95,14 @@ class Supervisor:
             self._group.close()
             raise
         self._is_serving = True
-        self._endings = Endings(self._group)
+        self._death_watch = GroupDeathWatch(self._group)
         return self._group, self._first_report
 
     def watch(self) -> None:
         """Begin to watch the first group."""
         assert self._group is not None
-        self._watch = self._watch_of(self._group)
-        self._standby.begin()
+        self._watch = self._make_watch(self._group)
+        self._standby.note_serving()
         self._thread.start()
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class Supervisor:
         if self.recovery.state is not RecoveryState.SERVING or watch is None or group is None:
             return False
         has_result = self._last_applied_epoch == group.epoch
-        return watch.all_answer and (has_result or not self._has_work())
+        return watch.all_ranks_answer and (has_result or not self._has_work())
 
     def processes(self) -> dict[str, ProcessId]:
         """The processes of the present epoch and the spares, as far as known. Any thread."""
@@ -151,7 +151,7 @@ class Supervisor:
 
     # -- the thread --------------------------------------------------------------------------------
 
-    def _watch_of(self, group: RankGroup) -> Watch:
+    def _make_watch(self, group: RankGroup) -> Watch:
         return self.make_watch(group, self._wake_event.set, self._engine_config.stuck_after_s)
 
     def _run(self) -> None:
@@ -179,7 +179,7 @@ class Supervisor:
             logger.warning("the supervisor tries again: %s", reason.split("\n")[0])
             if self.recovery.note_fault(reason):
                 self._loss_reason = reason
-            elif self.recovery.is_too_late(reason):
+            elif self.recovery.give_up_if_too_late(reason):
                 self._die(f"no result for too long; {self.recovery.report()}")
 
     def _check_group(self) -> None:
@@ -188,7 +188,7 @@ class Supervisor:
             assert self._group is not None and self._watch is not None
             if self._last_applied_epoch == self._group.epoch:
                 recovery.note_progress()
-            elif self._watch.all_answer and not self._has_work():
+            elif self._watch.all_ranks_answer and not self._has_work():
                 recovery.note_idle()
             reason = self._take_step_failure() or self._watch.find_fault(self._busy_since_s())
             if reason is None:
@@ -232,11 +232,11 @@ class Supervisor:
             self._assembly.exception(ASSEMBLY_END_TIMEOUT_S)
             self._assembly = None
         if self._is_serving:
-            endings, self._endings = self._endings, None
-            self._untrusted_because = "nobody has seen how its ranks ended"
-            if endings is not None:
+            death_watch, self._death_watch = self._death_watch, None
+            self._distrust_reason = "nobody has seen how its ranks ended"
+            if death_watch is not None:
                 step_reason = self._take_step_failure() or ""
-                self._untrusted_because = endings.why_untrusted(self._loss_reason, step_reason)
+                self._distrust_reason = death_watch.distrust_reason(self._loss_reason, step_reason)
             self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
             self._is_serving = False
@@ -261,11 +261,11 @@ class Supervisor:
             return
         self._cache_survives = (
             standby_group is not None
-            and not self._untrusted_because
+            and not self._distrust_reason
             and standby_group.has_cache_of(lost_group)
         )
-        if self._untrusted_because:
-            logger.warning("the KV cache is computed again: %s", self._untrusted_because)
+        if self._distrust_reason:
+            logger.warning("the KV cache is computed again: %s", self._distrust_reason)
         if standby_group is not None:
             self._group = standby_group
             self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)
@@ -288,7 +288,7 @@ class Supervisor:
                 self._lose(f"the next group could not be assembled: {reason_of(error)}")
             return
         if self._watch is None and group.ranks and all(handle.process for handle in group.ranks):
-            self._watch = self._watch_of(group)
+            self._watch = self._make_watch(group)
         if self._watch is not None:
             reason = self._watch.find_fault(self._assembly_began_s)
             if reason is not None:
@@ -297,8 +297,8 @@ class Supervisor:
     def _serve(self, group: RankGroup) -> None:
         self._assembly = None
         if self._watch is None:
-            self._watch = self._watch_of(group)
-        self._endings = Endings(group)
+            self._watch = self._make_watch(group)
+        self._death_watch = GroupDeathWatch(group)
         self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.ranks.group import RankGroup
-from cluster.ranks.processes import describe, is_stopped_here, on_this_node, watch_here
+from cluster.ranks.processes import (
+    describe_process,
+    is_local_process_stopped,
+    processes_on_this_node,
+    watch_local_processes,
+)
 from cluster.ray_errors import was_lost
 from cluster.timeouts import HEARTBEAT_S, RANK_ANSWER_TIMEOUT_S
 from scheduler.errors import EaglerayError
@@ -32,7 +37,7 @@ logger = logging.getLogger("eagleray.driver")
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _RankHealth:
     """The signs of life of one rank."""
 
     last_answer_s: float
@@ -56,20 +61,22 @@ class Watch:
         self._stuck_after_s = stuck_after_s
         self._clock = clock or time.monotonic
         self._last_check_s = now_s = self._clock()
-        self._pulses = [_Pulse(last_answer_s=now_s, last_progress_s=now_s) for _ in group.ranks]
+        self._health_by_rank = [
+            _RankHealth(last_answer_s=now_s, last_progress_s=now_s) for _ in group.ranks
+        ]
         self._deaths: list[tuple[int, str]] = []  # rank and reason
-        self._local_processes = on_this_node([handle.process for handle in group.ranks])
-        watch_here(self._local_processes, self._note_exit)
+        self._local_processes = processes_on_this_node([handle.process for handle in group.ranks])
+        watch_local_processes(self._local_processes, self._note_exit)
         self._watch_for_ends()
 
     @property
-    def all_answer(self) -> bool:
+    def all_ranks_answer(self) -> bool:
         """Whether every rank has answered recently."""
-        late_s = self._clock() - RANK_ANSWER_TIMEOUT_S
+        overdue_before_s = self._clock() - RANK_ANSWER_TIMEOUT_S
         unanswered = [
-            p.unanswered_since_s for p in self._pulses if p.unanswered_since_s is not None
+            p.unanswered_since_s for p in self._health_by_rank if p.unanswered_since_s is not None
         ]
-        return not self._deaths and all(since_s > late_s for since_s in unanswered)
+        return not self._deaths and all(since_s > overdue_before_s for since_s in unanswered)
 
     def find_fault(self, busy_since_s: float | None) -> str | None:
         """What is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
@@ -82,56 +89,62 @@ class Watch:
         now_s = self._clock()
         own_stall_s = now_s - self._last_check_s - HEARTBEAT_S
         self._last_check_s = now_s
-        for rank, pulse in enumerate(self._pulses):
+        for rank, health in enumerate(self._health_by_rank):
             if own_stall_s > MIN_STALL_S:
-                pulse.last_progress_s += own_stall_s
-                if pulse.unanswered_since_s is not None:
-                    pulse.unanswered_since_s += own_stall_s
-            is_needed = busy_since_s is not None or self._may_be_stuck_idle(rank)
-            if is_needed and not pulse.has_heartbeat_call:
-                pulse.has_heartbeat_call = True
-                pulse.unanswered_since_s = pulse.unanswered_since_s or now_s
+                health.last_progress_s += own_stall_s
+                if health.unanswered_since_s is not None:
+                    health.unanswered_since_s += own_stall_s
+            needs_heartbeat = busy_since_s is not None or self._may_be_stuck_idle(rank)
+            if needs_heartbeat and not health.has_heartbeat_call:
+                health.has_heartbeat_call = True
+                health.unanswered_since_s = health.unanswered_since_s or now_s
                 call = self.group.ranks[rank].actor.progress.remote().future()
                 call.add_done_callback(functools.partial(self._handle_answer, rank))
-        for rank, pulse in enumerate(self._pulses):
-            silent_since_s = pulse.unanswered_since_s
+        for rank, health in enumerate(self._health_by_rank):
+            silent_since_s = health.unanswered_since_s
             if silent_since_s is not None and now_s - silent_since_s > self._stuck_after_s:
                 return self._report(rank, "has not answered")
         if busy_since_s is not None:
-            last_progress_s = max(busy_since_s, *(pulse.last_progress_s for pulse in self._pulses))
+            last_progress_s = max(
+                busy_since_s, *(health.last_progress_s for health in self._health_by_rank)
+            )
             if now_s - last_progress_s > self._stuck_after_s:
-                return self._report(self._furthest_behind(), "has not moved")
+                return self._report(self._slowest_rank(), "has not moved")
         return None
 
     def _watch_for_ends(self) -> None:
         """Have a call wait for the end of each rank."""
-        for rank, pulse in enumerate(self._pulses):
-            if not pulse.has_end_call:
-                pulse.has_end_call = True
+        for rank, health in enumerate(self._health_by_rank):
+            if not health.has_end_call:
+                health.has_end_call = True
                 call = self.group.ranks[rank].actor.wait_for_end.remote().future()
                 call.add_done_callback(functools.partial(self._handle_end, rank))
 
     def _may_be_stuck_idle(self, rank: int) -> bool:
         """Whether a rank may be stuck although it has no work."""
         process = self._local_processes.get(rank)
-        silent_s = self._clock() - self._pulses[rank].last_answer_s
-        return process is None or silent_s >= IDLE_HEARTBEAT_S or is_stopped_here(process)
+        silent_s = self._clock() - self._health_by_rank[rank].last_answer_s
+        return process is None or silent_s >= IDLE_HEARTBEAT_S or is_local_process_stopped(process)
 
-    def _furthest_behind(self) -> int:
+    def _slowest_rank(self) -> int:
         """The rank that the others wait for: the one that has run the fewest collectives."""
-        counts = [p.progress.num_collectives if p.progress else -1 for p in self._pulses]
+        counts = [p.progress.num_collectives if p.progress else -1 for p in self._health_by_rank]
         return counts.index(min(counts))
 
     def _report(self, stuck_rank: int, symptom: str) -> str:
         lines = []
-        for rank, (pulse, handle) in enumerate(zip(self._pulses, self.group.ranks, strict=True)):
-            activity = pulse.progress.describe() if pulse.progress else "not known"
+        for rank, (health, handle) in enumerate(
+            zip(self._health_by_rank, self.group.ranks, strict=True)
+        ):
+            activity = health.progress.describe() if health.progress else "not known"
             try:
-                state = describe(handle.process) if handle.process is not None else "not known"
+                state = (
+                    describe_process(handle.process) if handle.process is not None else "not known"
+                )
             except EaglerayError as error:
                 state = str(error)
             lines.append(f"rank {rank} at {activity}: {state}")
-        progress = self._pulses[stuck_rank].progress
+        progress = self._health_by_rank[stuck_rank].progress
         return (
             f"rank {stuck_rank} {symptom} for {self._stuck_after_s:g} s"
             f" (at {progress.describe() if progress else 'its start'})\n" + "\n".join(lines)
@@ -145,7 +158,7 @@ class Watch:
 
     def _handle_end(self, rank: int, ended_call: Any) -> None:
         if was_lost(ended_call):
-            self._pulses[rank].has_end_call = False  # the next check makes the call again
+            self._health_by_rank[rank].has_end_call = False  # the next check makes the call again
             self._wake()
             return
         reason = str(ended_call.exception() or "it has ended")
@@ -157,12 +170,12 @@ class Watch:
         self._wake()
 
     def _handle_answer(self, rank: int, ended_call: Any) -> None:
-        pulse = self._pulses[rank]
-        pulse.has_heartbeat_call = False
+        health = self._health_by_rank[rank]
+        health.has_heartbeat_call = False
         if ended_call.exception() is not None:
             return  # the rank has died, or the call was lost and is made again
         progress = ended_call.result()
         now_s = self._clock()
-        pulse.last_answer_s, pulse.unanswered_since_s = now_s, None
-        if progress != pulse.progress:
-            pulse.progress, pulse.last_progress_s = progress, now_s
+        health.last_answer_s, health.unanswered_since_s = now_s, None
+        if progress != health.progress:
+            health.progress, health.last_progress_s = progress, now_s

@@ -16,11 +16,11 @@ import ray
 from scheduler.errors import ConfigError
 
 # Of the addresses of a name, those of a protocol that this machine does not have do not count.
-_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+_NO_SUCH_PROTOCOL_ERRNOS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 PROBE_TIMEOUT_S = 3.0
 
 
-def cluster_on_this_machine() -> str | None:
+def local_cluster_address() -> str | None:
     """The address that `ray start` recorded here, if something still listens there: a killed
     cluster leaves its record behind.
     """
@@ -30,7 +30,7 @@ def cluster_on_this_machine() -> str | None:
         address = record.read_text().strip()
     except OSError:
         return None
-    return address if is_host_and_port(address) and listens(address) else None
+    return address if is_host_and_port(address) and is_listening(address) else None
 
 
 def host_and_port(host: str, port: int) -> str:
@@ -53,15 +53,19 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     failures: list[OSError] = []
     try:
-        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, _, _, _, address in dict.fromkeys(places):
+        address_infos = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        for family, _, _, _, address in dict.fromkeys(address_infos):
             try:
                 sockets.append(_bind(family, address))
             except OSError as error:
                 failures.append(error)
-        serious = [error for error in failures if error.errno not in _NOT_HERE]
-        if serious or not sockets:
-            raise (serious or failures)[0]
+        serious_failures = [
+            error for error in failures if error.errno not in _NO_SUCH_PROTOCOL_ERRNOS
+        ]
+        if serious_failures or not sockets:
+            raise (serious_failures or failures)[0]
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: no valid port, name
         for bound_socket in sockets:
             bound_socket.close()
@@ -77,8 +81,8 @@ def _bind(family: int, address: Any) -> socket.socket:
     try:
         bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            is_for_all = address[0] == "::" and socket.has_dualstack_ipv6()
-            bound_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_for_all)
+            is_dual_stack = address[0] == "::" and socket.has_dualstack_ipv6()
+            bound_socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, not is_dual_stack)
         bound_socket.bind(address)
     except BaseException:
         bound_socket.close()
@@ -86,9 +90,9 @@ def _bind(family: int, address: Any) -> socket.socket:
     return bound_socket
 
 
-def same_address(one: str, other: str) -> bool:
+def is_same_address(one: str, other: str) -> bool:
     """Whether two addresses name the same port on the same machine."""
-    return is_host_and_port(one) and _on_machine(one) == _on_machine(other)
+    return is_host_and_port(one) and _ip_and_port(one) == _ip_and_port(other)
 
 
 def is_host_and_port(address: str) -> bool:
@@ -97,7 +101,7 @@ def is_host_and_port(address: str) -> bool:
     return bool(host) and "/" not in address and port.isdecimal()
 
 
-def listens(address: str) -> bool:
+def is_listening(address: str) -> bool:
     """Whether something accepts connections there."""
     host, _, port = address.rpartition(":")
     try:
@@ -107,7 +111,7 @@ def listens(address: str) -> bool:
     return True
 
 
-def _on_machine(address: str) -> tuple[str, str]:
+def _ip_and_port(address: str) -> tuple[str, str]:
     """(IP address, or that of this node for a loopback address; port)"""
     host, _, port = address.rpartition(":")
     try:

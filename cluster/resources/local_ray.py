@@ -21,7 +21,7 @@ from ray._private.node import Node
 from scheduler.errors import EngineError
 
 # Settings of a local cluster that we start, unless the environment sets them.
-LOCAL_RAY = {
+LOCAL_RAY_SETTINGS = {
     # Ray runs its workers at nice 15, so any other program would take nearly all of a core that it
     # shares with a rank.
     "RAY_worker_niceness": "0",
@@ -37,10 +37,10 @@ LOCAL_RAY = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 
-STOP_S = 1.0  # how long a process may take to stop; one that waits for a disk does not
+STOP_TIMEOUT_S = 1.0  # how long a process may take to stop; one that waits for a disk does not
 
 # Methods of `Node` that start a process which does nothing for a local Ray without a dashboard.
-IDLE_PROCESSES = (
+IDLE_PROCESS_STARTERS = (
     "start_monitor",  # for the autoscaler, which has no nodes to add
     "start_log_monitor",  # forwards the output of actors, which the program has not asked for
     "start_api_server",  # reports only usage statistics, but `ray.init` waits for it
@@ -48,39 +48,43 @@ IDLE_PROCESSES = (
 
 
 @contextmanager
-def only_what_engines_use() -> Iterator[None]:
+def minimal_local_ray() -> Iterator[None]:
     """A context for `ray.init` of a local Ray without a dashboard: sets those settings that the
-    environment does not have already, and starts none of `IDLE_PROCESSES`.
+    environment does not have already, and starts none of `IDLE_PROCESS_STARTERS`.
 
     Those processes take 2 s of processor time at the start, which delays it on two cores, and 1% of
     a core until Ray ends.
     """
-    added = {name: value for name, value in LOCAL_RAY.items() if name not in os.environ}
-    usual = {name: getattr(Node, name) for name in IDLE_PROCESSES if hasattr(Node, name)}
-    os.environ.update(added)
-    for name in usual:
+    added_settings = {
+        name: value for name, value in LOCAL_RAY_SETTINGS.items() if name not in os.environ
+    }
+    original_methods = {
+        name: getattr(Node, name) for name in IDLE_PROCESS_STARTERS if hasattr(Node, name)
+    }
+    os.environ.update(added_settings)
+    for name in original_methods:
         setattr(Node, name, _start_nothing)
     try:
         yield
     finally:
-        for name in added:
+        for name in added_settings:
             del os.environ[name]
-        for name, method in usual.items():
+        for name, method in original_methods.items():
             setattr(Node, name, method)
 
 
-def check_alive() -> None:
+def check_local_ray_alive() -> None:
     """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
     others. Without its head, they would end only after a minute, and this program with them.
     """
     node: Any = ray._private.worker._global_node
-    dead = dict(node.dead_processes()) if node is not None else {}
-    if not dead:
+    dead_by_name = dict(node.dead_processes()) if node is not None else {}
+    if not dead_by_name:
         return
     for name, process in node.live_processes():
         if name == "raylet":
             _kill_with_descendants(process.pid)
-    raise EngineError(f"a process of Ray has died: {', '.join(dead)}")
+    raise EngineError(f"a process of Ray has died: {', '.join(dead_by_name)}")
 
 
 def _kill_with_descendants(pid: int) -> None:
@@ -90,8 +94,8 @@ def _kill_with_descendants(pid: int) -> None:
     children = []
     with suppress(OSError):  # it has ended
         os.kill(pid, signal.SIGSTOP)
-        until_s = time.monotonic() + STOP_S
-        while not _has_stopped(pid) and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + STOP_TIMEOUT_S
+        while not _has_stopped(pid) and time.monotonic() < deadline_s:
             time.sleep(0.001)
         for task in Path(f"/proc/{pid}/task").iterdir():
             children += [int(child) for child in (task / "children").read_text().split()]
@@ -106,4 +110,4 @@ def _has_stopped(pid: int) -> bool:
 
 
 def _start_nothing(node: Node, **_: Any) -> None:
-    """Replaces a method of `IDLE_PROCESSES`."""
+    """Replaces a method of `IDLE_PROCESS_STARTERS`."""

@@ -24,10 +24,16 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.resources.room import bundle_of, check_room, living_nodes, shortage, strategy_for
-from configs.paths import CHECKOUT, IS_INSTALLED
+from cluster.resources.room import (
+    bundle_of,
+    check_room,
+    living_nodes,
+    shortage_message,
+    strategy_for,
+)
+from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, WorkerError
-from workers.faults import VARIABLE as FAULTS
+from workers.faults import FAULTS_VARIABLE as FAULTS
 
 PLACEMENT_TIMEOUT_S = 30.0
 CHECK_PERIOD_S = 0.25
@@ -39,9 +45,10 @@ logger = logging.getLogger("eagleray")
 # Environment variables that torch reads when it is imported: whether its large tensors lie in huge
 # pages; how often a thread of its OpenMP library looks for work before it sleeps, and whether it
 # sleeps at all.
-HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-OPENMP_SPINS, OPENMP_WAITS = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
-_SPINS = "3000"  # about 0.1 ms; left to itself it is 10 ms, while others wait for the core
+HUGE_PAGES_VARIABLE = "THP_MEM_ALLOC_ENABLE"
+SPIN_COUNT_VARIABLE, WAIT_POLICY_VARIABLE = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+# About 0.1 ms; left to itself it is 10 ms, while others wait for the core.
+_DEFAULT_SPIN_COUNT = "3000"
 
 
 def actor_environment() -> dict[str, Any]:
@@ -53,14 +60,16 @@ def actor_environment() -> dict[str, Any]:
     here: the driver does not have one, but the ranks that it starts do.
     """
     # What was installed is found without.
-    folders = [] if IS_INSTALLED else [str(CHECKOUT)]
+    folders = [] if IS_INSTALLED else [str(SOURCE_ROOT)]
     folders += filter(None, [os.environ.get("PYTHONPATH")])
-    spins = os.environ.get(OPENMP_SPINS, None if OPENMP_WAITS in os.environ else _SPINS)
+    spin_count = os.environ.get(
+        SPIN_COUNT_VARIABLE, None if WAIT_POLICY_VARIABLE in os.environ else _DEFAULT_SPIN_COUNT
+    )
     faults = os.environ.get(FAULTS)  # set by tests alone
     variables = {
         **({"PYTHONPATH": ":".join(folders)} if folders else {}),
-        HUGE_PAGES: os.environ.get(HUGE_PAGES, "1"),
-        **({OPENMP_SPINS: spins} if spins is not None else {}),
+        HUGE_PAGES_VARIABLE: os.environ.get(HUGE_PAGES_VARIABLE, "1"),
+        **({SPIN_COUNT_VARIABLE: spin_count} if spin_count is not None else {}),
         **({FAULTS: faults} if faults else {}),
     }
     return {"env_vars": variables}
@@ -87,7 +96,7 @@ class Placement:
 
     def __init__(
         self,
-        size: int,
+        num_bundles: int,
         device: str,
         name: str,
         group: PlacementGroup | None = None,
@@ -98,13 +107,13 @@ class Placement:
         engine has. `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have
         yet.
         """
-        self.size = size
+        self.num_bundles = num_bundles
         self.device = device
         self.name = name
         self.wait_for_nodes_s = wait_for_nodes_s
-        self._callers = group
-        self._known = group
-        self._generation = 0
+        self._caller_group = group
+        self._group = group
+        self._fencing_token = 0
         self.missing_resources = ""  # what is missing, while a group is pending
 
     def reserve(self) -> None:
@@ -113,14 +122,14 @@ class Placement:
         Raises `ConfigError` when the cluster lacks the resources, or when they do not become free
         in time.
         """
-        if self._callers is not None:
+        if self._caller_group is not None:
             return
         if not self.wait_for_nodes_s:
-            check_room(self.size, self.device)
+            check_room(self.num_bundles, self.device)
         limit_s = max(PLACEMENT_TIMEOUT_S, self.wait_for_nodes_s)
-        if not self._place(limit_s, lambda: True):
+        if not self._try_reserve(limit_s, lambda: True):
             problem = f"after {limit_s:.0f} s, there is still no room for"
-            raise ConfigError(shortage(self.size, self.device, problem))
+            raise ConfigError(shortage_message(self.num_bundles, self.device, problem))
 
     def restore(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """If a node was lost, place every bundle on a living node again: on those that are left, or
@@ -131,44 +140,46 @@ class Placement:
         """
         if self.is_whole():
             return False
-        if self._callers is None:
+        if self._caller_group is None:
             logger.warning("the placement group %s has lost a node", self.name)
             self.remove()
-            is_placed = self._place(limit_s, is_wanted)
+            is_placed = self._try_reserve(limit_s, is_wanted)
         else:
-            is_placed = self._wait(limit_s, is_wanted)
+            is_placed = self._wait_until_placed(limit_s, is_wanted)
         if not is_placed:
             problem = f"after {limit_s:.0f} s, there is no room on other nodes for"
-            raise WorkerError(shortage(self.size, self.device, problem))
+            raise WorkerError(shortage_message(self.num_bundles, self.device, problem))
         return True
 
-    def disown_copies(self) -> None:
+    def fence_stale_copies(self) -> None:
         """From now on, copies in other processes leave the groups of this one alone: a driver that
         was given up may still run where nobody reaches it.
         """
-        self._generation += 1
+        self._fencing_token += 1
 
     def is_whole(self) -> bool:
         """Whether every bundle is reserved on a node that is alive."""
         table = self._table()
         if table.get("state") != "CREATED":
             return False
-        alive = {node["NodeID"] for node in living_nodes()}
-        return set(table["bundles_to_node_id"].values()) <= alive
+        living_node_ids = {node["NodeID"] for node in living_nodes()}
+        return set(table["bundles_to_node_id"].values()) <= living_node_ids
 
     def places(self) -> list[Place]:
         """The place of each rank. Raises `WorkerError` unless every bundle has a node."""
-        by_bundle = self._table().get("bundles_to_node_id", {})
-        nodes = [by_bundle.get(bundle) for bundle in range(self.size)]
+        node_of_bundle = self._table().get("bundles_to_node_id", {})
+        nodes = [node_of_bundle.get(bundle) for bundle in range(self.num_bundles)]
         if not all(nodes):
             raise WorkerError(f"the placement group {self.name} has bundles without a node")
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        order = sorted(range(self.size), key=lambda bundle: (nodes.index(nodes[bundle]), bundle))
-        sorted_nodes = [nodes[bundle] for bundle in order]
+        bundle_of_rank = sorted(
+            range(self.num_bundles), key=lambda bundle: (nodes.index(nodes[bundle]), bundle)
+        )
+        sorted_nodes = [nodes[bundle] for bundle in bundle_of_rank]
         return [
             Place(
                 rank=rank,
-                bundle=order[rank],
+                bundle=bundle_of_rank[rank],
                 node_id=node,
                 host=hosts.get(node, ""),
                 local_rank=sorted_nodes[:rank].count(node),
@@ -177,14 +188,14 @@ class Placement:
             for rank, node in enumerate(sorted_nodes)
         ]
 
-    def in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+    def bundle_strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         """The scheduling strategy for an actor that should run in the bundle. Raises `WorkerError`
         without a group.
         """
         self._table()
-        if self._known is None:
+        if self._group is None:
             raise WorkerError(f"the placement group {self.name} is gone")
-        return PlacementGroupSchedulingStrategy(self._known, placement_group_bundle_index=bundle)
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def node_ids(self) -> set[str]:
         """The nodes that have bundles."""
@@ -192,71 +203,73 @@ class Placement:
 
     def remove(self) -> None:
         """Remove the bundles, if they are ours; Ray ends what runs in them."""
-        if self._callers is None:
-            for generation in range(self._generation + 1):
-                for group, _ in self._ours(generation):
+        if self._caller_group is None:
+            for fencing_token in range(self._fencing_token + 1):
+                for group, _ in self._own_groups(fencing_token):
                     remove_placement_group(group)
-            self._known = None
+            self._group = None
 
     def _table(self) -> dict[str, Any]:
         """Ray's record of the present group, whichever process made it; empty if there is none."""
-        if self._known is not None:
-            table: dict[str, Any] = placement_group_table(self._known)
-            if self._callers is not None or table.get("state") != "REMOVED":
+        if self._group is not None:
+            table: dict[str, Any] = placement_group_table(self._group)
+            if self._caller_group is not None or table.get("state") != "REMOVED":
                 return table
-        found = self._ours(self._generation)
-        self._known, table = found[0] if found else (None, {})
+        own_groups = self._own_groups(self._fencing_token)
+        self._group, table = own_groups[0] if own_groups else (None, {})
         return table
 
-    def _ours(self, generation: int) -> list[tuple[PlacementGroup, dict[str, Any]]]:
+    def _own_groups(self, fencing_token: int) -> list[tuple[PlacementGroup, dict[str, Any]]]:
         """The groups of one generation, with Ray's record of each."""
-        prefix = f"{self.name}-{generation}-"
+        prefix = f"{self.name}-{fencing_token}-"
         return [
             (PlacementGroup(PlacementGroupID(bytes.fromhex(key))), table)
             for key, table in placement_group_table().items()
             if table["name"].startswith(prefix) and table["state"] != "REMOVED"
         ]
 
-    def _place(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+    def _try_reserve(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Whether a group could be reserved. While it is pending, Ray's autoscaler, if there is
         one, adds nodes for it. When nodes come or go, another strategy may become possible.
         """
-        until = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         while True:
-            strategy = strategy_for(self.size, self.device)
+            strategy = strategy_for(self.num_bundles, self.device)
             # Ray frees the name of a group that is removed only later, so each has its own.
-            name = f"{self.name}-{self._generation}-{uuid.uuid4().hex[:8]}"
-            self._known = placement_group(
-                [bundle_of(self.device)] * self.size, strategy=strategy, name=name
+            name = f"{self.name}-{self._fencing_token}-{uuid.uuid4().hex[:8]}"
+            self._group = placement_group(
+                [bundle_of(self.device)] * self.num_bundles, strategy=strategy, name=name
             )
 
-            def is_another(strategy: str = strategy) -> bool:
-                return strategy_for(self.size, self.device) != strategy
+            def is_strategy_outdated(strategy: str = strategy) -> bool:
+                return strategy_for(self.num_bundles, self.device) != strategy
 
-            left_s = until - time.monotonic()
-            if self._wait(left_s, lambda: is_wanted() and not is_another()):
+            remaining_s = deadline_s - time.monotonic()
+            if self._wait_until_placed(
+                remaining_s, lambda: is_wanted() and not is_strategy_outdated()
+            ):
                 return True
             self.remove()
-            if time.monotonic() >= until or not is_wanted():
+            if time.monotonic() >= deadline_s or not is_wanted():
                 return False
 
-    def _wait(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
+    def _wait_until_placed(self, limit_s: float, is_wanted: Callable[[], bool]) -> bool:
         """Whether the present group is placed in time. Logs now and then what it waits for."""
         began_s = logged_s = time.monotonic()
         pause_s = 0.005
         try:
             while not self.is_whole():
                 now_s = time.monotonic()
-                if now_s - began_s > limit_s or self._known is None or not is_wanted():
+                if now_s - began_s > limit_s or self._group is None or not is_wanted():
                     return False
                 if pause_s == CHECK_PERIOD_S:
-                    self.missing_resources = shortage(
-                        self.size, self.device, "there is no room yet for"
+                    self.missing_resources = shortage_message(
+                        self.num_bundles, self.device, "there is no room yet for"
                     )
                 if now_s - logged_s > LOG_PERIOD_S:
                     logged_s = now_s
-                    passed = f"waiting for {now_s - began_s:.0f} s, at most {limit_s:.0f} s"
-                    logger.warning("%s: %s", passed, self.missing_resources)
+                    waited_text = f"waiting for {now_s - began_s:.0f} s, at most {limit_s:.0f} s"
+                    logger.warning("%s: %s", waited_text, self.missing_resources)
                 time.sleep(pause_s)
                 pause_s = min(CHECK_PERIOD_S, 2 * pause_s)
         finally:

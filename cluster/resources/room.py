@@ -48,47 +48,51 @@ def bundle_of(device: str) -> dict[str, float]:
     return {"CPU": 1.0} | ({"GPU": 1.0} if device == "cuda" else {})
 
 
-def ranks_held(device: str) -> list[int]:
+def rank_capacities(device: str) -> list[int]:
     """How many ranks each living node could hold if nothing else used it."""
     bundle = bundle_of(device)
     nodes = [node["Resources"] for node in living_nodes()]
     return [int(min(node.get(k, 0) // v for k, v in bundle.items())) for node in nodes]
 
 
-def check_room(tensor_parallel_size: int, device: str, groups: int = 1) -> None:
+def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> None:
     """Raise `ConfigError` when the cluster does not have the resources for this many groups, no
     matter who uses them now.
     """
-    if sum(ranks_held(device)) < tensor_parallel_size * groups:
+    if sum(rank_capacities(device)) < tensor_parallel_size * num_groups:
         problem = "the Ray cluster does not have the resources for"
-        if groups > 1:
-            problem += f" {groups} replicas with"
-        raise ConfigError(shortage(tensor_parallel_size, device, problem, groups))
+        if num_groups > 1:
+            problem += f" {num_groups} replicas with"
+        raise ConfigError(shortage_message(tensor_parallel_size, device, problem, num_groups))
 
 
 def strategy_for(tensor_parallel_size: int, device: str) -> str:
     """The strategy of a placement group: one node if one can hold all ranks, otherwise as few nodes
     as possible.
     """
-    fits_one = max(ranks_held(device), default=0) >= tensor_parallel_size
-    return "STRICT_PACK" if fits_one else "PACK"
+    fits_one_node = max(rank_capacities(device), default=0) >= tensor_parallel_size
+    return "STRICT_PACK" if fits_one_node else "PACK"
 
 
-def shortage(tensor_parallel_size: int, device: str, problem: str, groups: int = 1) -> str:
+def shortage_message(
+    tensor_parallel_size: int, device: str, problem: str, num_groups: int = 1
+) -> str:
     """A message that begins with `problem`: what is needed, what each node has and has free, and
     what to do.
     """
     bundle = bundle_of(device)
-    needed = {name: amount * tensor_parallel_size * groups for name, amount in bundle.items()}
-    free = available_resources_per_node()
+    needed = {name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()}
+    free_by_node = available_resources_per_node()
     rows = []
     for node in living_nodes():
-        total, left = node["Resources"], free.get(node["NodeID"], {})
-        has = ", ".join(f"{total.get(k, 0):g} {k} ({left.get(k, 0):g} free)" for k in needed)
-        rows.append(f"{node['NodeManagerAddress']}: {has}")
-    want = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+        total, free_resources = node["Resources"], free_by_node.get(node["NodeID"], {})
+        resources_text = ", ".join(
+            f"{total.get(k, 0):g} {k} ({free_resources.get(k, 0):g} free)" for k in needed
+        )
+        rows.append(f"{node['NodeManagerAddress']}: {resources_text}")
+    needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
     return (
-        f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {want}; nodes have"
+        f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
         f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"
         " end"
     )

@@ -19,20 +19,20 @@ from typing import Any
 import ray
 
 from cluster.resources.addresses import (
-    cluster_on_this_machine,
     is_host_and_port,
-    listens,
-    same_address,
+    is_listening,
+    is_same_address,
+    local_cluster_address,
 )
-from cluster.resources.local_ray import only_what_engines_use
-from configs.paths import CHECKOUT, IS_INSTALLED
+from cluster.resources.local_ray import minimal_local_ray
+from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError
 
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
 # fit on a laptop.
 MIN_LOCAL_CPUS = 16
 # Set by Ray for programs that `ray job submit` runs.
-JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
 class RaySession:
@@ -45,7 +45,7 @@ class RaySession:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: list[str] = []
-        self._ours: str | None = None  # the Ray we started
+        self._own_ray_id: str | None = None  # the Ray we started
         self._address = ""  # the address we started it with
 
     def connect(self, address: str | None, tensor_parallel_size: int) -> str:
@@ -56,7 +56,7 @@ class RaySession:
         """
         with self._lock:
             if ray.is_initialized():
-                self._check_running_is(address)
+                self._check_running_address(address)
             else:
                 try:
                     with _deferred_sigint():
@@ -64,48 +64,48 @@ class RaySession:
                 except BaseException:
                     ray.shutdown()
                     raise
-                self._ours = _running()
-            lease = _running()
+                self._own_ray_id = _running_ray_id()
+            lease = _running_ray_id()
             self._leases.append(lease)
             return lease
 
     def holds(self, lease: str) -> bool:
         """Whether the Ray of this lease is still running in this process."""
-        return ray.is_initialized() and _running() == lease
+        return ray.is_initialized() and _running_ray_id() == lease
 
     def owns(self, lease: str) -> bool:
         """Whether the Ray of this lease is a local one that we started, which ends with its last
         lease.
         """
-        return lease == self._ours and self._address == "local"
+        return lease == self._own_ray_id and self._address == "local"
 
     def release(self, lease: str) -> None:
         """Leave; the last engine stops the Ray that we started."""
         with self._lock:
             self._leases.remove(lease)
-            if lease not in self._leases and lease == self._ours and self.holds(lease):
+            if lease not in self._leases and lease == self._own_ray_id and self.holds(lease):
                 ray.shutdown()
 
-    def _check_running_is(self, address: str | None) -> None:
+    def _check_running_address(self, address: str | None) -> None:
         """A Ray that the program has started is accepted for "local", and any Ray is accepted for
         "auto" and without an address.
         """
-        known = self._address if self._ours == _running() else "local"
-        if not address or address in ("auto", known):
+        accepted_address = self._address if self._own_ray_id == _running_ray_id() else "local"
+        if not address or address in ("auto", accepted_address):
             return
-        running = ray.get_runtime_context().gcs_address
-        if not same_address(address, running):
+        running_address = ray.get_runtime_context().gcs_address
+        if not is_same_address(address, running_address):
             raise ConfigError(
                 f"ray_address is {address!r}, but this process is part of the Ray cluster at"
-                f" {running!r} and can be part of only one. Leave ray_address out, or first stop"
-                " what uses that cluster (ray.shutdown)"
+                f" {running_address!r} and can be part of only one. Leave ray_address out, or first"
+                " stop what uses that cluster (ray.shutdown)"
             )
 
 
 SESSION = RaySession()
 
 
-def _running() -> str:
+def _running_ray_id() -> str:
     """Identifies the Ray that is running in this process."""
     node_id: str = ray.get_runtime_context().get_node_id()
     return node_id
@@ -121,49 +121,53 @@ def _deferred_sigint() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    interrupted: list[int] = []
-    at_int = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
-    at_term = signal.getsignal(signal.SIGTERM)
+    caught_signals: list[int] = []
+    sigint_handler = signal.signal(signal.SIGINT, lambda number, _: caught_signals.append(number))
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, at_int)
-        signal.signal(signal.SIGTERM, at_term)
-    if interrupted:
+        signal.signal(signal.SIGINT, sigint_handler)
+        signal.signal(signal.SIGTERM, sigterm_handler)
+    if caught_signals:
         raise KeyboardInterrupt
 
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     """Start or join a Ray; returns its address, or "local"."""
     check_arguments(sys.argv)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)
     init_context: AbstractContextManager[None] = nullcontext()
     if address == "local":
         num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
         options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
-        init_context = only_what_engines_use()
-        failed = "start a local Ray"
+        init_context = minimal_local_ray()
+        action = "start a local Ray"
         advice = (
             "Its files go to RAY_TMPDIR, TMPDIR or /tmp: use a short path to a writable folder with"
             " enough room"
         )
     else:
-        if is_host_and_port(address) and not listens(address):
+        if is_host_and_port(address) and not is_listening(address):
             raise ConfigError(
                 f"nothing listens at the Ray address {address!r}. Check ray_address and RAY_ADDRESS"
             )
         # A program that was submitted as a job has the cluster's working directory already.
-        is_job = JOB in os.environ
-        ours = {"py_modules": [str(CHECKOUT)]} if IS_INSTALLED else {"working_dir": str(CHECKOUT)}
-        options = {} if is_job else {"runtime_env": ours}
-        failed = f"join the Ray cluster at {address!r}"
+        is_job = JOB_VARIABLE in os.environ
+        own_runtime_env = (
+            {"py_modules": [str(SOURCE_ROOT)]}
+            if IS_INSTALLED
+            else {"working_dir": str(SOURCE_ROOT)}
+        )
+        options = {} if is_job else {"runtime_env": own_runtime_env}
+        action = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:
         with init_context:
-            ray.init(address=address, **options, **quiet)
+            ray.init(address=address, **options, **quiet_options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot {failed}: {str(error).rstrip('. ')}. {advice}") from error
+        raise ConfigError(f"cannot {action}: {str(error).rstrip('. ')}. {advice}") from error
     return address
 
 
@@ -171,7 +175,7 @@ def find_address(address: str | None) -> str:
     """The cluster to join: the one given, or that of RAY_ADDRESS, or one that `ray start` began on
     this machine; otherwise "local", a new one.
     """
-    return address or os.environ.get("RAY_ADDRESS") or cluster_on_this_machine() or "local"
+    return address or os.environ.get("RAY_ADDRESS") or local_cluster_address() or "local"
 
 
 def check_arguments(arguments: list[str]) -> None:

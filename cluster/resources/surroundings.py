@@ -14,12 +14,12 @@ import tempfile
 from pathlib import Path
 
 # Caches of compiled code, by the variable that moves each, and where it is in the home directory.
-_CACHES = {"EAGLERAY_CACHE_DIR": ".cache/eagleray", "TRITON_CACHE_DIR": ".triton/cache"}
+_CACHE_FOLDERS = {"EAGLERAY_CACHE_DIR": ".cache/eagleray", "TRITON_CACHE_DIR": ".triton/cache"}
 # These choose another place for the first of them.
-_CHOSEN = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
+_OVERRIDING_VARIABLES = ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME")
 
 
-def fill_in_for_the_system() -> None:
+def set_missing_variables() -> None:
     """Set HOME, LOGNAME and the folders of caches where the system gives none that can be used."""
     user_id = os.getuid()
     try:
@@ -28,12 +28,14 @@ def fill_in_for_the_system() -> None:
         os.environ.setdefault("HOME", str(_private_folder("home") or "/"))
         os.environ.setdefault("LOGNAME", f"user{user_id}")
     home = Path.home()
-    for variable, place in _CACHES.items():
-        is_chosen = variable == "EAGLERAY_CACHE_DIR" and any(map(os.environ.get, _CHOSEN))
-        if is_chosen or variable in os.environ or _can_be_made(home / place):
+    for variable, cache_path in _CACHE_FOLDERS.items():
+        is_chosen = variable == "EAGLERAY_CACHE_DIR" and any(
+            map(os.environ.get, _OVERRIDING_VARIABLES)
+        )
+        if is_chosen or variable in os.environ or _can_be_made(home / cache_path):
             continue
         if (folder := _private_folder("cache")) is not None:
-            os.environ[variable] = str(folder / place)
+            os.environ[variable] = str(folder / cache_path)
 
 
 def _can_be_made(path: Path) -> bool:
@@ -55,8 +57,8 @@ def _private_folder(name: str) -> Path | None:
     try:
         path = Path(tempfile.gettempdir()) / f"eagleray-{name}-{os.getuid()}"
         path.mkdir(mode=0o700, exist_ok=True)
-        found = path.lstat()
+        folder_status = path.lstat()
     except OSError:
         return None
-    is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-    return path if is_ours and not found.st_mode & 0o022 else None
+    is_ours = stat.S_ISDIR(folder_status.st_mode) and folder_status.st_uid == os.getuid()
+    return path if is_ours and not folder_status.st_mode & 0o022 else None

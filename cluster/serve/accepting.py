@@ -12,10 +12,10 @@ import logging
 import socket
 from collections.abc import Callable
 
-from cluster.serve.port import PortShare
+from cluster.serve.port import SharedPortMember
 
-PATIENCE_S = 0.003  # longer than an idle process takes to wake up
-NO_ROOM_PAUSE_S = 1.0  # as asyncio, when there are no more descriptors
+ACCEPT_DELAY_S = 0.003  # longer than an idle process takes to wake up
+NO_DESCRIPTORS_PAUSE_S = 1.0  # as asyncio, when there are no more descriptors
 
 logger = logging.getLogger("eagleray")
 
@@ -25,24 +25,24 @@ class Acceptor:
 
     def __init__(
         self,
-        port_share: PortShare,
+        port_member: SharedPortMember,
         make_protocol: Callable[[], asyncio.Protocol],
-        num_connections: Callable[[], int],
+        count_connections: Callable[[], int],
     ) -> None:
-        """`num_connections`: those that this process has."""
+        """`count_connections`: those that this process has."""
         self._loop = asyncio.get_running_loop()
-        self._port_share = port_share
+        self._port_member = port_member
         self._make_protocol = make_protocol
-        self._num_connections = num_connections
-        self._opening: set[asyncio.Task[object]] = set()
+        self._count_connections = count_connections
+        self._open_tasks: set[asyncio.Task[object]] = set()
         self._is_closed = False
-        for listener in port_share.listeners:
+        for listener in port_member.listeners:
             self._listen(listener)
 
     def close(self) -> None:
         """Leave new connections to the other processes."""
         self._is_closed = True
-        for listener in self._port_share.listeners:
+        for listener in self._port_member.listeners:
             self._loop.remove_reader(listener)
 
     def _listen(self, listener: socket.socket) -> None:
@@ -51,18 +51,18 @@ class Acceptor:
 
     def _handle_waiting(self, listener: socket.socket) -> None:
         """A connection waits, unless another process has taken it by now."""
-        if self._port_share.is_ahead(self._num_connections() + len(self._opening)):
+        if self._port_member.is_ahead(self._count_connections() + len(self._open_tasks)):
             self._loop.remove_reader(listener)
-            self._loop.call_later(PATIENCE_S, self._take_if_left, listener)
+            self._loop.call_later(ACCEPT_DELAY_S, self._accept_if_left, listener)
         else:
-            self._take(listener)
+            self._accept(listener)
 
-    def _take_if_left(self, listener: socket.socket) -> None:
+    def _accept_if_left(self, listener: socket.socket) -> None:
         self._listen(listener)
         if not self._is_closed:
-            self._take(listener)
+            self._accept(listener)
 
-    def _take(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -70,12 +70,12 @@ class Acceptor:
         except OSError as error:
             logger.error("no connection can be taken at the moment: %s", error)
             self._loop.remove_reader(listener)
-            self._loop.call_later(NO_ROOM_PAUSE_S, self._listen, listener)
+            self._loop.call_later(NO_DESCRIPTORS_PAUSE_S, self._listen, listener)
             return
         connection.setblocking(False)
-        opening = self._loop.create_task(self._open(connection))
-        self._opening.add(opening)
-        opening.add_done_callback(self._opening.discard)
+        open_task = self._loop.create_task(self._open(connection))
+        self._open_tasks.add(open_task)
+        open_task.add_done_callback(self._open_tasks.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:

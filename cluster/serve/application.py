@@ -14,14 +14,14 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig
 
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
 from cluster.serve.router import LeaseRouter
 from cluster.timeouts import HEALTH_PERIOD_S, Timeouts
-from configs.engine import num_seqs
+from configs.engine import resolve_max_num_seqs
 from configs.serve import ServeConfig
 from scheduler.params import SamplingParams
 
@@ -30,7 +30,7 @@ MAX_ONGOING_REQUESTS = 100_000  # so that our own limits are reached before Serv
 MAX_STARTS = 2  # of a replica, before Serve gives up
 # How long a replica without Serve's proxy waits before it ends, and between looks at what still
 # runs: its requests come past Serve, so it need not wait until Serve's routers know that it ends.
-END_PERIOD_S = 0.1
+SHUTDOWN_WAIT_PERIOD_S = 0.1
 
 logger = logging.getLogger("eagleray")
 
@@ -42,16 +42,16 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
-    prepare(config.engine, SamplingParams.from_dict(config.sampling))
-    timeouts = Timeouts.of(config.engine)
-    if raised_limits := timeouts.describe_raised():
+    make_engine_setup(config.engine, SamplingParams.from_dict(config.sampling))
+    timeouts = Timeouts.from_options(config.engine)
+    if raised_limits := timeouts.describe_raised_limits():
         logger.info("to fit the options of the engine: %s", raised_limits)
     num_ranks = config.engine.tensor_parallel_size
     if not ray.is_initialized():
         ray.init(address="auto")
     device = pick_device(config.engine.device, num_ranks)
     if not config.engine.wait_for_nodes_s:
-        check_room(num_ranks, device, groups=config.replicas)
+        check_room(num_ranks, device, num_groups=config.replicas)
     shared_options: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "max_queued_requests": -1,
@@ -63,7 +63,7 @@ def application(config: ServeConfig) -> serve.Application:
         "logging_config": {"enable_access_log": False},
     }
     if config.listens_itself:
-        shared_options["graceful_shutdown_wait_loop_s"] = END_PERIOD_S
+        shared_options["graceful_shutdown_wait_loop_s"] = SHUTDOWN_WAIT_PERIOD_S
     engine_options: dict[str, Any] = shared_options | {
         "name": DEPLOYMENT_NAME,
         "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],
@@ -93,7 +93,7 @@ def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
         min_replicas=config.replicas,
         max_replicas=config.max_replicas,
         target_ongoing_requests=config.target_ongoing_requests
-        or max(1, num_seqs(config.engine, device) // 2),
+        or max(1, resolve_max_num_seqs(config.engine, device) // 2),
         upscale_delay_s=config.upscale_delay_s,
         downscale_delay_s=config.downscale_delay_s,
         look_back_period_s=averaging_window_s,

@@ -16,5 +16,5 @@ async def answers_in_time(
     """
     calls: list[Any] = await handle.broadcast(method, *args)._fetch_replica_results_async()
     answers = (asyncio.wait_for(call.get_async(), limit_s) for call in calls)
-    gathered = await asyncio.gather(*answers, return_exceptions=True)
-    return [answer for answer in gathered if not isinstance(answer, BaseException)]
+    answers_or_errors = await asyncio.gather(*answers, return_exceptions=True)
+    return [answer for answer in answers_or_errors if not isinstance(answer, BaseException)]

@@ -23,7 +23,7 @@ from ray.exceptions import ActorDiedError, RayError
 
 from cluster.api.app import SWITCH_INTERVAL_S
 from cluster.api.metrics import engine_families
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
 from cluster.serve.health import DriverHealth
@@ -41,7 +41,7 @@ DEPLOYMENT_NAME = "engine"
 QUICK_DRIVER_LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
 DRIVER_LOOKUP_TIMEOUT_S = 10.0
 HOLDER_CHECK_PERIOD_S = 5.0
-LAST_NEWS_S = 0.5  # more than the last token takes from the driver to a process of the API
+LAST_NEWS_DELAY_S = 0.5  # more than the last token takes from the driver to a process of the API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,11 +94,11 @@ class EngineReplica:
         self._model_name = config.model_name
         self._drain_limit_s = config.drain_timeout_s
         sampling = SamplingParams.from_dict(config.sampling)
-        setup = await asyncio.to_thread(prepare, config.engine, sampling)
+        setup = await asyncio.to_thread(make_engine_setup, config.engine, sampling)
         placement_group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
-        timeouts = Timeouts.of(config.engine)
-        self._health = DriverHealth(self._engine.frontend, timeouts.replaced_s)
+        timeouts = Timeouts.from_options(config.engine)
+        self._health = DriverHealth(self._engine.frontend, timeouts.replacement_s)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         # Calls that run on a thread: one of each at a time, however many wait for its result.
         self._driver_lookup: asyncio.Future[Any] | None = None
@@ -117,9 +117,9 @@ class EngineReplica:
         that got this engine although it wanted to avoid it has no other choice, so it waits longer
         for the driver.
         """
-        is_last_choice = self._replica_id in lease_request.avoided_ids
+        is_last_resort = self._replica_id in lease_request.avoided_replica_ids
         driver = await self._live_driver(
-            DRIVER_LOOKUP_TIMEOUT_S if is_last_choice else QUICK_DRIVER_LOOKUP_TIMEOUT_S
+            DRIVER_LOOKUP_TIMEOUT_S if is_last_resort else QUICK_DRIVER_LOOKUP_TIMEOUT_S
         )
         yield Lease(replica_id=self._replica_id, driver=driver)
         if driver is not None:
@@ -136,7 +136,9 @@ class EngineReplica:
     async def _live_driver(self, limit_s: float) -> Any | None:
         lookup = self._driver_lookup
         if lookup is None or lookup.done():
-            lookup = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.driver.live))
+            lookup = asyncio.ensure_future(
+                asyncio.to_thread(self._engine.frontend.driver.live_actor)
+            )
             self._driver_lookup = lookup
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.
@@ -180,10 +182,10 @@ class EngineReplica:
         """Serve awaits this before it ends the replica. Waits for the requests of processes that
         share the engine, which Serve does not know of.
         """
-        until_s = time.monotonic() + self._drain_limit_s
+        deadline_s = time.monotonic() + self._drain_limit_s
         with contextlib.suppress(EaglerayError):  # it has ended before
-            while await self._is_busy() and time.monotonic() < until_s:
-                await asyncio.sleep(LAST_NEWS_S)
+            while await self._is_busy() and time.monotonic() < deadline_s:
+                await asyncio.sleep(LAST_NEWS_DELAY_S)
 
     async def _is_busy(self) -> bool:
         stats = await self.stats()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cluster.api.metrics import Family
 
-MAX_REMEMBERED = 64  # processes that have ended, or do not answer
+MAX_REMEMBERED_PROCESSES = 64  # processes that have ended, or do not answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +20,8 @@ class ProcessCounters:
     """What one process knows. own: its own; others: those of other processes, by replica id."""
 
     replica_id: str
-    own: list[Family]
-    others: dict[str, list[Family]]
+    own_families: list[Family]
+    other_families: dict[str, list[Family]]
 
 
 class GatheredCounters:
@@ -30,31 +30,38 @@ class GatheredCounters:
     def __init__(self, replica_id: str, own_families: Callable[[], list[Family]]) -> None:
         self._replica_id = replica_id
         self._own_families = own_families
-        self._others: dict[str, list[Family]] = {}
+        self._other_families: dict[str, list[Family]] = {}
 
-    def known(self) -> ProcessCounters:
+    def known_counters(self) -> ProcessCounters:
         """What to tell the process that is asked for all."""
         return ProcessCounters(
-            replica_id=self._replica_id, own=self._own_families(), others=self._others
+            replica_id=self._replica_id,
+            own_families=self._own_families(),
+            other_families=self._other_families,
         )
 
-    def of_all(self, answers: list[ProcessCounters]) -> list[list[Family]]:
+    def families_of_all(self, answers: list[ProcessCounters]) -> list[list[Family]]:
         """The families of each process, from the answers of those that gave one. Of the others
         there is what only counts up, as it was last known.
         """
-        answered = {answer.replica_id: answer.own for answer in answers}
-        answered[self._replica_id] = self._own_families()
-        lost: dict[str, list[Family]] = {}
-        for others in [self._others, *(answer.others for answer in answers)]:
-            for replica_id, families in others.items():
-                if replica_id not in answered:
-                    lost[replica_id] = max(lost.get(replica_id, []), families, key=_total)
-        remembered = dict(list(lost.items())[-MAX_REMEMBERED:])
-        for replica_id, families in answered.items():
+        answered_families = {answer.replica_id: answer.own_families for answer in answers}
+        answered_families[self._replica_id] = self._own_families()
+        lost_families: dict[str, list[Family]] = {}
+        for other_families in [
+            self._other_families,
+            *(answer.other_families for answer in answers),
+        ]:
+            for replica_id, families in other_families.items():
+                if replica_id not in answered_families:
+                    lost_families[replica_id] = max(
+                        lost_families.get(replica_id, []), families, key=_total
+                    )
+        remembered_families = dict(list(lost_families.items())[-MAX_REMEMBERED_PROCESSES:])
+        for replica_id, families in answered_families.items():
             if replica_id != self._replica_id:
-                remembered[replica_id] = [f for f in families if f.kind != "gauge"]
-        self._others = remembered
-        return [*answered.values(), *lost.values()]
+                remembered_families[replica_id] = [f for f in families if f.kind != "gauge"]
+        self._other_families = remembered_families
+        return [*answered_families.values(), *lost_families.values()]
 
 
 def _total(families: list[Family]) -> float:

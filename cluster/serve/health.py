@@ -24,11 +24,11 @@ class DriverHealth:
     """
 
     def __init__(
-        self, frontend: Frontend, replaced_s: float, period_s: float = DRIVER_CHECK_PERIOD_S
+        self, frontend: Frontend, replacement_s: float, period_s: float = DRIVER_CHECK_PERIOD_S
     ) -> None:
-        """`replaced_s`: the longest that the replacement of a driver may take."""
+        """`replacement_s`: the longest that the replacement of a driver may take."""
         self._driver = frontend.driver
-        self._replaced_s = replaced_s
+        self._replacement_s = replacement_s
         self._period_s = period_s
         self._call_began_s: float | None = None  # of a call that has no answer yet
         self._death: EngineDeadError | None = None
@@ -40,18 +40,20 @@ class DriverHealth:
         """Raises `EngineDeadError` if the engine has stopped for good, or if its driver was not
         replaced in time. Does not wait.
         """
-        death, call_began_s = self._death or self._driver.death, self._call_began_s
+        death, call_began_s = self._death or self._driver.death_error, self._call_began_s
         if death is not None:
             raise death
-        if call_began_s is not None and time.monotonic() - call_began_s > self._replaced_s:
-            raise EngineDeadError(f"the driver was not replaced within {self._replaced_s:g} s")
+        if call_began_s is not None and time.monotonic() - call_began_s > self._replacement_s:
+            raise EngineDeadError(f"the driver was not replaced within {self._replacement_s:g} s")
 
     def close(self) -> None:
         """Stop calling the driver."""
         self._is_closed.set()
 
     def _run(self) -> None:
-        while not (self._death or self._driver.death) and not self._is_closed.wait(self._period_s):
+        while not (self._death or self._driver.death_error) and not self._is_closed.wait(
+            self._period_s
+        ):
             self._call_began_s = time.monotonic()
             try:
                 self._driver.check()

@@ -43,13 +43,13 @@ class LeaseCall:
         """stream: the response that the deployment handle has returned."""
         self._stream = stream
         self.lease_future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._answer = asyncio.ensure_future(anext(stream))
-        self._answer.add_done_callback(self._handle_answer)
+        self._answer_task = asyncio.ensure_future(anext(stream))
+        self._answer_task.add_done_callback(self._handle_answer)
 
     def end(self) -> None:
         """Give the lease back, or stop waiting for it: then `lease_future` is canceled."""
         self.lease_future.cancel()
-        if self._answer.done():
+        if self._answer_task.done():
             self._stream.cancel()
 
     def _handle_answer(self, answer: asyncio.Task[Lease]) -> None:
@@ -77,7 +77,7 @@ class RoutedRequest:
     lost_replica_ids: list[str] = field(default_factory=list)
 
     def has_ended(self) -> bool:
-        return self.generation.done.done()
+        return self.generation.done_future.done()
 
 
 class EngineLeases:
@@ -89,33 +89,36 @@ class EngineLeases:
         block_size: int,
         holder: Any | None = None,
         *,
-        is_only_one: bool = True,
+        is_only_chooser: bool = True,
     ) -> None:
-        """`holder`: the actor in which this is, if it is one. `is_only_one`: see `PrefixTable`.
+        """`holder`: the actor in which this is, if it is one. `is_only_chooser`: see `PrefixTable`.
         Made on the event loop of `lease`.
         """
         self._lease_method = engines.options(method_name="lease", stream=True)
         self._block_size = block_size
         self._holder = holder
         self._loop = asyncio.get_running_loop()
-        self._table = PrefixTable(is_only_one=is_only_one)
+        self._table = PrefixTable(is_only_chooser=is_only_chooser)
         self._table_lock = threading.Lock()
 
-    async def lease(self, routed: RoutedRequest) -> Lease | None:
+    async def lease(self, routed_request: RoutedRequest) -> Lease | None:
         """Lease an engine that has a driver; asks until there is one. None if the request ends."""
-        request = routed.generation.requests[0]
+        request = routed_request.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
-        session_id, avoided_ids = routed.generation.session_id, list(routed.lost_replica_ids)
+        session_id, avoided_replica_ids = (
+            routed_request.generation.session_id,
+            list(routed_request.lost_replica_ids),
+        )
         hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
         hashed_session = session_hash(session_id) if session_id is not None else None
-        while not routed.has_ended():
-            self.stop_counting(routed)  # at the engine of an earlier lease
+        while not routed_request.has_ended():
+            self.stop_counting(routed_request)  # at the engine of an earlier lease
             choose = functools.partial(
-                self._choose, routed, hashes, hashed_session, tuple(avoided_ids)
+                self._choose, routed_request, hashes, hashed_session, tuple(avoided_replica_ids)
             )
-            lease_request = LeaseRequest(tuple(avoided_ids), choose, self._holder)
-            call = routed.lease_call = LeaseCall(self._lease_method.remote(lease_request))
-            if routed.has_ended():  # `give_back` may have been called just before
+            lease_request = LeaseRequest(tuple(avoided_replica_ids), choose, self._holder)
+            call = routed_request.lease_call = LeaseCall(self._lease_method.remote(lease_request))
+            if routed_request.has_ended():  # `give_back` may have been called just before
                 call.end()
             try:
                 lease = await call.lease_future
@@ -126,40 +129,43 @@ class EngineLeases:
                 await asyncio.sleep(RETRY_PAUSE_S)
             except asyncio.CancelledError:
                 call.end()
-                if not routed.has_ended():
+                if not routed_request.has_ended():
                     raise
             else:
                 if lease.driver is not None:
                     return lease
                 call.end()
-                is_last_choice = lease.replica_id in avoided_ids
-                await asyncio.sleep(RETRY_PAUSE_S if is_last_choice else RETRY_PAUSE_S / 10)
-                avoided_ids.append(lease.replica_id)
+                is_last_resort = lease.replica_id in avoided_replica_ids
+                await asyncio.sleep(RETRY_PAUSE_S if is_last_resort else RETRY_PAUSE_S / 10)
+                avoided_replica_ids.append(lease.replica_id)
         return None
 
-    def give_back(self, routed: RoutedRequest) -> None:
+    def give_back(self, routed_request: RoutedRequest) -> None:
         """End the lease of a request, or the wait for one."""
-        call, routed.lease_call = routed.lease_call, None  # it refers to the request
+        # It refers to the request.
+        call, routed_request.lease_call = routed_request.lease_call, None
         if call is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
                 self._loop.call_soon_threadsafe(call.end)
 
-    def stop_counting(self, routed: RoutedRequest) -> None:
+    def stop_counting(self, routed_request: RoutedRequest) -> None:
         """A request is no longer open at the engine that was chosen for it."""
         with self._table_lock:
-            self._table.end(routed)
+            self._table.end(routed_request)
 
     def _choose(
         self,
-        routed: RoutedRequest,
+        routed_request: RoutedRequest,
         hashes: Seq[int],
         hashed_session: int | None,
-        avoided_ids: Seq[str],
+        avoided_replica_ids: Seq[str],
         replica_ids: Collection[str],
     ) -> str:
         """The replica id of the engine for a request. On the router's thread."""
         with self._table_lock:
-            chosen_id = self._table.choose(routed, replica_ids, hashes, hashed_session, avoided_ids)
-            if routed.has_ended():  # `stop_counting` may have been called just before
-                self._table.end(routed)
+            chosen_id = self._table.choose(
+                routed_request, replica_ids, hashes, hashed_session, avoided_replica_ids
+            )
+            if routed_request.has_ended():  # `stop_counting` may have been called just before
+                self._table.end(routed_request)
         return chosen_id

@@ -34,7 +34,7 @@ CANNOT_START_MESSAGE = "the engine was lost and could not be started again"
 logger = logging.getLogger("eagleray")
 
 
-class Application:
+class RunningApplication:
     """An application that this program has started."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Application:
             raise EngineError(
                 f"Ray Serve did not answer within {CONTROLLER_TIMEOUT_S:g} s; try again"
             ) from None
-        if not self._has_ended(limit_s):
+        if not self._wait_until_ended(limit_s):
             raise EngineError(
                 f"the application {self._name!r} has not ended within {limit_s:g} s; 'launch.py"
                 " status' shows what is left of it"
@@ -124,7 +124,7 @@ class Application:
         """
         try:
             _controller().delete_apps.remote([self._name])
-            if self._has_ended(END_TIMEOUT_S):
+            if self._wait_until_ended(END_TIMEOUT_S):
                 return True
         except Exception as error:
             logger.warning("Ray Serve is gone: %s", _first_line(error))
@@ -137,12 +137,12 @@ class Application:
             for actor in list_named_actors(all_namespaces=True):
                 if actor["name"].startswith(f"SERVE_REPLICA::{self._name}#"):
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-            return self._has_ended(END_TIMEOUT_S)
+            return self._wait_until_ended(END_TIMEOUT_S)
         except Exception as error:  # Serve has not started, or is gone
             logger.debug("the replicas could not be ended: %s", error)
             return False
 
-    def _has_ended(self, limit_s: float) -> bool:
+    def _wait_until_ended(self, limit_s: float) -> bool:
         deadline_s = time.monotonic() + limit_s
         while (remaining_s := deadline_s - time.monotonic()) > 0:
             try:

@@ -15,7 +15,7 @@ from cluster.api.app import Api
 from cluster.api.connections import server_config
 from cluster.resources.addresses import bound_sockets
 from cluster.serve.accepting import Acceptor
-from cluster.serve.port import PortShare
+from cluster.serve.port import SharedPortMember
 from configs.serve import ServeConfig
 
 
@@ -26,24 +26,26 @@ class HttpListener:
 
     def __init__(self, api: Api, config: ServeConfig) -> None:
         """Raises `ConfigError` or `EngineError` if it cannot listen there."""
-        port_share = PortShare(config.shared_port) if config.shared_port is not None else None
+        port_member = (
+            SharedPortMember(config.shared_port) if config.shared_port is not None else None
+        )
         sockets = [] if config.listen_address is None else bound_sockets(*config.listen_address)
         self._server = uvicorn.Server(server_config(api, log_level="warning"))
         # Ray Serve has signal handlers of its own.
         setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
-        self._serving = asyncio.create_task(self._server.serve(sockets=sockets))
+        self._serve_task = asyncio.create_task(self._server.serve(sockets=sockets))
         self._acceptor: Acceptor | None = None
-        if port_share is not None:
-            api.admission.open_outputs = port_share.open_outputs
-            num_connections = self._server.server_state.connections.__len__
-            self._acceptor = Acceptor(port_share, self._make_protocol, num_connections)
+        if port_member is not None:
+            api.admission.open_outputs = port_member.open_outputs
+            count_connections = self._server.server_state.connections.__len__
+            self._acceptor = Acceptor(port_member, self._make_protocol, count_connections)
 
     def check(self) -> None:
         """Raise why it has ended, if it has."""
-        if self._serving.done():
-            self._serving.result()
+        if self._serve_task.done():
+            self._serve_task.result()
 
-    def take_no_more(self) -> None:
+    def stop_accepting(self) -> None:
         """Leave new connections to the other processes, if there are any."""
         if self._acceptor is not None:
             self._acceptor.close()

@@ -48,19 +48,20 @@ class EnginePool:
         lease_limit_s: float,
         holder: Any | None = None,
         *,
-        is_only_one: bool = True,
+        is_only_chooser: bool = True,
     ) -> None:
         """`answer_limit_s`: how long an engine may take to answer, `lease_limit_s`: how long a
         request may wait for an engine. `holder`: the actor in which this is, if it is one.
-        `is_only_one`: no other process leases these engines for the same clients.
+        `is_only_chooser`: no other process leases these engines for the same clients.
         """
         self._engines = engines
-        self._leases = EngineLeases(engines, block_size, holder, is_only_one=is_only_one)
+        self._leases = EngineLeases(engines, block_size, holder, is_only_chooser=is_only_chooser)
         self._answer_limit_s = answer_limit_s
         self._lease_limit_s = lease_limit_s
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._routed: dict[int, RoutedRequest] = {}  # unfinished, by the id of the generation
+        # Unfinished, by the id of the generation.
+        self._routed_requests: dict[int, RoutedRequest] = {}
         self._senders: dict[Any, RequestSender] = {}  # by the actor id of the driver
         self._news_callbacks: list[Callable[[], None]] = []
 
@@ -71,17 +72,19 @@ class EnginePool:
         """
         routed_requests = [RoutedRequest(generation) for generation in generations]
         with self._lock:
-            self._routed |= {id(routed.generation): routed for routed in routed_requests}
+            self._routed_requests |= {
+                id(routed_request.generation): routed_request for routed_request in routed_requests
+            }
         for generation in generations:
             # The future keeps its callbacks, so none of them may keep the generation.
             callback = functools.partial(self._handle_done, id(generation))
-            generation.done.add_done_callback(callback)
+            generation.done_future.add_done_callback(callback)
         try:
             async with asyncio.timeout(self._lease_limit_s):
                 await self._lease_and_send(routed_requests)
         except TimeoutError:
             self.abort(generations)
-            raise _no_answer(self._lease_limit_s) from None
+            raise _no_answer_error(self._lease_limit_s) from None
         except BaseException:
             self.abort(generations)
             raise
@@ -92,23 +95,23 @@ class EnginePool:
 
     def abort(self, generations: list[Generation]) -> None:
         """End generations early."""
-        by_frontend: dict[Frontend, list[Generation]] = {}
+        generations_by_frontend: dict[Frontend, list[Generation]] = {}
         for generation in generations:
             with self._lock:
-                routed = self._routed.get(id(generation))
-                frontend = routed.frontend if routed is not None else None
+                routed_request = self._routed_requests.get(id(generation))
+                frontend = routed_request.frontend if routed_request is not None else None
             if frontend is not None:
-                by_frontend.setdefault(frontend, []).append(generation)
+                generations_by_frontend.setdefault(frontend, []).append(generation)
             else:  # it has ended, or is moving: then it is ended where it arrives
                 for output in generation.outputs:
                     if not output.has_ended:
                         output.abort()
                 generation.end()
-        for frontend, frontend_generations in by_frontend.items():
+        for frontend, frontend_generations in generations_by_frontend.items():
             frontend.abort(frontend_generations)
         self._call_news_callbacks()
 
-    def after_news(self, callback: Callable[[], None]) -> None:
+    def add_news_callback(self, callback: Callable[[], None]) -> None:
         """Register `callback`, to be called after each batch of news, on the thread that handled
         it.
         """
@@ -135,22 +138,29 @@ class EnginePool:
         lost meanwhile. No request waits for the engine of another one.
         """
         leases = await asyncio.gather(*map(self._leases.lease, routed_requests))
-        by_sender: dict[RequestSender, list[RoutedRequest]] = {}
-        for routed, lease in zip(routed_requests, leases, strict=True):
+        requests_by_sender: dict[RequestSender, list[RoutedRequest]] = {}
+        for routed_request, lease in zip(routed_requests, leases, strict=True):
             if lease is not None:
                 with self._lock:
                     sender = self._sender(lease.driver)
-                    routed.replica_id, routed.frontend = lease.replica_id, sender.frontend
-                by_sender.setdefault(sender, []).append(routed)
-        await asyncio.gather(*(self._send_to(*part) for part in by_sender.items()))
+                    routed_request.replica_id, routed_request.frontend = (
+                        lease.replica_id,
+                        sender.frontend,
+                    )
+                requests_by_sender.setdefault(sender, []).append(routed_request)
+        await asyncio.gather(*(self._send_to(*part) for part in requests_by_sender.items()))
 
     async def _send_to(self, sender: RequestSender, routed_requests: list[RoutedRequest]) -> None:
         """Send requests to one engine, or elsewhere if it is lost."""
         try:
-            await sender.send([routed.generation for routed in routed_requests])
+            await sender.send([routed_request.generation for routed_request in routed_requests])
         except (EngineDeadError, NoAnswerError) as error:
             self._note_loss(routed_requests, error)
-            if unfinished := [routed for routed in routed_requests if not routed.has_ended()]:
+            if unfinished := [
+                routed_request
+                for routed_request in routed_requests
+                if not routed_request.has_ended()
+            ]:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await self._lease_and_send(unfinished)
 
@@ -163,8 +173,8 @@ class EnginePool:
                 answer_limit_s=self._answer_limit_s,
                 on_dead=lambda generations, error: self._move(driver_id, generations, error),
             )
-            frontend.after_news(self._call_news_callbacks)
-            frontend.driver.follow()
+            frontend.add_news_callback(self._call_news_callbacks)
+            frontend.driver.watch_end()
             self._senders[driver_id] = RequestSender(frontend)
         return self._senders[driver_id]
 
@@ -172,25 +182,29 @@ class EnginePool:
         """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
             sender = self._senders.pop(driver_id, None)
-            routed_requests = [self._routed[id(g)] for g in generations if id(g) in self._routed]
+            routed_requests = [
+                self._routed_requests[id(g)] for g in generations if id(g) in self._routed_requests
+            ]
         if routed_requests:
             logger.warning("%d requests move to other engines: %s", len(routed_requests), error)
         if sender is not None:
             sender.frontend.close()
         self._note_loss(routed_requests, error)
-        for routed in routed_requests:
-            if not routed.has_ended():
-                asyncio.run_coroutine_threadsafe(self._lease_and_send_or_fail(routed), self._loop)
+        for routed_request in routed_requests:
+            if not routed_request.has_ended():
+                asyncio.run_coroutine_threadsafe(
+                    self._lease_and_send_or_fail(routed_request), self._loop
+                )
         self._call_news_callbacks()
 
-    async def _lease_and_send_or_fail(self, routed: RoutedRequest) -> None:
+    async def _lease_and_send_or_fail(self, routed_request: RoutedRequest) -> None:
         """Place a request that has lost its engine; if that is not possible, it fails alone."""
-        generation = routed.generation
+        generation = routed_request.generation
         try:
             async with asyncio.timeout(self._lease_limit_s):
-                await self._lease_and_send([routed])
+                await self._lease_and_send([routed_request])
         except TimeoutError:
-            generation.fail(_no_answer(self._lease_limit_s))
+            generation.fail(_no_answer_error(self._lease_limit_s))
         except EaglerayError as failure:
             generation.fail(failure)
         except Exception as failure:  # a bug here must not leave callers waiting
@@ -200,15 +214,15 @@ class EnginePool:
 
     def _note_loss(self, routed_requests: list[RoutedRequest], error: EaglerayError) -> None:
         """These requests have lost their engine. Those that were at too many engines fail."""
-        for routed in routed_requests:
+        for routed_request in routed_requests:
             with self._lock:
-                routed.frontend = None
-            self._leases.give_back(routed)
-            routed.lost_replica_ids.append(routed.replica_id)
-            num_lost = len(routed.lost_replica_ids)
-            routed.generation.rename(str(num_lost))
+                routed_request.frontend = None
+            self._leases.give_back(routed_request)
+            routed_request.lost_replica_ids.append(routed_request.replica_id)
+            num_lost = len(routed_request.lost_replica_ids)
+            routed_request.generation.rename(str(num_lost))
             if num_lost > MAX_MOVES:
-                routed.generation.fail(
+                routed_request.generation.fail(
                     EngineDeadError(
                         f"this request was at {num_lost} engines that were lost one after another;"
                         f" the last one: {error}"
@@ -218,12 +232,12 @@ class EnginePool:
     def _handle_done(self, generation_id: int, done_future: Future[None]) -> None:
         """Called when a request has ended, or its caller was canceled."""
         with self._lock:
-            routed = self._routed.pop(generation_id)
-            frontend = routed.frontend
-        self._leases.stop_counting(routed)
+            routed_request = self._routed_requests.pop(generation_id)
+            frontend = routed_request.frontend
+        self._leases.stop_counting(routed_request)
         if done_future.cancelled() and frontend is not None:
-            frontend.abort([routed.generation])
-        self._leases.give_back(routed)
+            frontend.abort([routed_request.generation])
+        self._leases.give_back(routed_request)
 
     def _call_news_callbacks(self) -> None:
         for callback in self._news_callbacks:
@@ -240,10 +254,10 @@ class EnginePool:
             return future.result(limit_s)
         except TimeoutError:
             future.cancel()
-            raise _no_answer(limit_s) from None
+            raise _no_answer_error(limit_s) from None
 
 
-def _no_answer(limit_s: float) -> OverloadedError:
+def _no_answer_error(limit_s: float) -> OverloadedError:
     return OverloadedError(f"no engine answered within {limit_s:.0f} s")
 
 
@@ -251,11 +265,11 @@ def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
     """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not all_stats:
         raise OverloadedError("no engine answers")
-    first_ready = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
+    first_ready_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]
     return replace(
-        first_ready,
+        first_ready_stats,
         **{name: sum(getattr(stats, name) for stats in all_stats) for name in SUMMED_STATS},
         step_seconds={
             part: sum(stats.step_seconds.get(part, 0.0) for stats in all_stats)

@@ -6,7 +6,7 @@ what waits when a process dies is taken by the others (docs/decisions/0032-share
 processes are not children of the command, so the socket reaches them through a Unix socket. With it
 goes the memory in which they count their connections and open outputs, each at a place of its own.
 
-    SharedPort (in the command) ──sockets, memory, place──▶ PortShare (in each process)
+    SharedPortOwner (in the command) ──sockets, memory, place──▶ SharedPortMember (in each process)
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from cluster.api.admission import OpenOutputs
 from cluster.resources.addresses import bound_sockets
 from scheduler.errors import EngineError
 
-QUEUE_LENGTH = 2048  # connections that wait until a process takes them; as many as uvicorn's
+LISTEN_BACKLOG = 2048  # connections that wait until a process takes them; as many as uvicorn's
 # A process that is lost keeps its place until it is dead, beside the one that replaces it.
-NUM_SPARE_SLOTS = 16
+NUM_SPARE_PLACES = 16
 JOIN_TIMEOUT_S = 10.0
 # By how many connections a process may have more than another before it lets others take the next
 # one: a share of the mean, and at least so many.
 MARGIN_SHARE, MIN_MARGIN = 0.125, 2
 ABSENT = -1  # instead of a number of connections: nobody has this place
 _MAX_SOCKETS = 16  # a host name has few addresses
-_PLACE = struct.Struct("=I")
+_PLACE_FORMAT = struct.Struct("=I")
 
 logger = logging.getLogger("eagleray")
 
 
-class SharedPort:
+class SharedPortOwner:
     """The command's side. Runs on threads of its own until it is closed.
 
     path: of the Unix socket at which processes join; only this user can reach it.
@@ -56,61 +56,64 @@ class SharedPort:
                 undo_stack.enter_context(listener)
             folder = undo_stack.enter_context(tempfile.TemporaryDirectory(prefix="eagleray-"))
             self.path = str(Path(folder) / "port")
-            num_places = num_processes + NUM_SPARE_SLOTS
+            num_places = num_processes + NUM_SPARE_PLACES
             file = undo_stack.enter_context(tempfile.TemporaryFile())
             file.truncate(2 * 8 * num_places)
             self._memory_fd = file.fileno()
             counts = memoryview(mmap.mmap(self._memory_fd, 0)).cast("q")
-            self._open_outputs, self._connections = counts[:num_places], counts[num_places:]
+            self._open_output_counts, self._connection_counts = (
+                counts[:num_places],
+                counts[num_places:],
+            )
             for place in range(num_places):
-                self._connections[place] = ABSENT
+                self._connection_counts[place] = ABSENT
             self._free_places = deque(range(num_places))
-            self._joining = undo_stack.enter_context(socket.socket(socket.AF_UNIX))
-            self._joining.bind(self.path)
-            self._joining.listen()
+            self._join_socket = undo_stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._join_socket.bind(self.path)
+            self._join_socket.listen()
             self._undo_stack = undo_stack.pop_all()
         threading.Thread(target=self._take_processes, name="eagleray-port", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, as far as this process goes."""
         with suppress(OSError):  # some systems shut down connections only
-            self._joining.shutdown(socket.SHUT_RDWR)  # `close` alone would not end `accept`
+            self._join_socket.shutdown(socket.SHUT_RDWR)  # `close` alone would not end `accept`
         self._undo_stack.close()
 
     def _take_processes(self) -> None:
         while True:
             try:
-                process, _ = self._joining.accept()
+                process_socket, _ = self._join_socket.accept()
             except OSError:  # it was closed
                 return
-            threading.Thread(target=self._follow, args=(process,), daemon=True).start()
+            threading.Thread(target=self._follow, args=(process_socket,), daemon=True).start()
 
-    def _follow(self, process: socket.socket) -> None:
+    def _follow(self, process_socket: socket.socket) -> None:
         """Share the port with a process until it ends, and with it its connection to here."""
-        with process:
+        with process_socket:
             try:
                 place = self._free_places.pop()
             except IndexError:
                 logger.warning("a process finds no place at the port; too many have not ended yet")
                 return
             try:
-                self._share(process, place)
-                process.recv(1)
+                self._share(process_socket, place)
+                process_socket.recv(1)
             except OSError as error:
                 logger.debug("a process has left the port: %s", error)
             finally:
-                self._open_outputs[place], self._connections[place] = 0, ABSENT
+                self._open_output_counts[place], self._connection_counts[place] = 0, ABSENT
                 self._free_places.append(place)
 
-    def _share(self, process: socket.socket, place: int) -> None:
+    def _share(self, process_socket: socket.socket, place: int) -> None:
         for listener in self._listeners:
-            listener.listen(QUEUE_LENGTH)
-        self._connections[place] = 0
+            listener.listen(LISTEN_BACKLOG)
+        self._connection_counts[place] = 0
         fds = [*(listener.fileno() for listener in self._listeners), self._memory_fd]
-        socket.send_fds(process, [_PLACE.pack(place)], fds)
+        socket.send_fds(process_socket, [_PLACE_FORMAT.pack(place)], fds)
 
 
-class PortShare:
+class SharedPortMember:
     """One process's side. listeners: to take connections from, without waiting; open_outputs: of
     all processes.
     """
@@ -118,11 +121,13 @@ class PortShare:
     def __init__(self, path: str) -> None:
         """Raises `EngineError` if the command does not share its port."""
         # The command notices by its end that this process has ended.
-        self._membership = socket.socket(socket.AF_UNIX)
-        self._membership.settimeout(JOIN_TIMEOUT_S)
+        self._command_socket = socket.socket(socket.AF_UNIX)
+        self._command_socket.settimeout(JOIN_TIMEOUT_S)
         try:
-            self._membership.connect(path)
-            data, fds, _, _ = socket.recv_fds(self._membership, _PLACE.size, _MAX_SOCKETS + 1)
+            self._command_socket.connect(path)
+            data, fds, _, _ = socket.recv_fds(
+                self._command_socket, _PLACE_FORMAT.size, _MAX_SOCKETS + 1
+            )
         except OSError as error:
             raise EngineError(f"the port could not be shared: {error}") from error
         if not data:
@@ -133,16 +138,16 @@ class PortShare:
             listener.setblocking(False)
         counts = memoryview(mmap.mmap(memory_fd, 0)).cast("q")
         os.close(memory_fd)
-        [self._place] = _PLACE.unpack(data)
+        [self._place] = _PLACE_FORMAT.unpack(data)
         num_places = len(counts) // 2
         self.open_outputs = OpenOutputs(counts[:num_places], self._place)
-        self._connections = counts[num_places:]
+        self._connection_counts = counts[num_places:]
 
     def is_ahead(self, num_connections: int) -> bool:
         """Whether this process, which has so many connections, has clearly more than the one that
         has fewest.
         """
-        self._connections[self._place] = num_connections
-        present = [number for number in self._connections if number != ABSENT]
-        margin = max(MIN_MARGIN, MARGIN_SHARE * sum(present) / len(present))
-        return num_connections > min(present) + margin
+        self._connection_counts[self._place] = num_connections
+        counts_present = [number for number in self._connection_counts if number != ABSENT]
+        margin = max(MIN_MARGIN, MARGIN_SHARE * sum(counts_present) / len(counts_present))
+        return num_connections > min(counts_present) + margin

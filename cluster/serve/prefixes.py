@@ -48,19 +48,20 @@ def session_hash(session_id: str) -> int:
 class PrefixTable:
     """Chooses engines for requests, by name. Not safe for several threads."""
 
-    def __init__(self, max_hashes: int = MAX_HASHES, *, is_only_one: bool = True) -> None:
-        """`is_only_one`: no other process chooses engines for the same clients. If others do, a
+    def __init__(self, max_hashes: int = MAX_HASHES, *, is_only_chooser: bool = True) -> None:
+        """`is_only_chooser`: no other process chooses engines for the same clients. If others do, a
         session that is new here may not be new to them, so it has an engine on which all agree.
         """
         self._max_hashes = max_hashes
-        self._is_only_one = is_only_one
+        self._is_only_chooser = is_only_chooser
         # The engines that got a prompt with this prefix, or a request of this session; least
         # recently used first.
         self._engines_by_hash: OrderedDict[int, set[str]] = OrderedDict()
         self._engines: frozenset[str] = frozenset()  # those of the last choice
         self._engine_by_request: dict[Hashable, str] = {}  # of open requests
-        self._num_open: Counter[str] = Counter()
-        self._last_choice: Counter[str] = Counter()  # the number of the choice that last chose it
+        self._num_open_requests: Counter[str] = Counter()
+        # The number of the choice that last chose it.
+        self._last_choice_number: Counter[str] = Counter()
         self._num_choices = 0
 
     def choose(
@@ -81,26 +82,34 @@ class PrefixTable:
         if (chosen_engine := self._engine_by_request.get(request, "")) in candidates:
             return chosen_engine
         self.end(request)
-        loads = [self._num_open[engine] for engine in candidates]
+        loads = [self._num_open_requests[engine] for engine in candidates]
         mean_load = sum(loads) / len(loads)
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
         num_matching = self._num_matching_hashes(hashes)
-        by_hash = self._engines_by_hash
+        engines_by_hash = self._engines_by_hash
         session_engines = set[str]()
         if hashed_session is not None:
-            session_engines = by_hash.get(hashed_session) or self._home(hashed_session, candidates)
+            session_engines = engines_by_hash.get(hashed_session) or self._rendezvous_engine(
+                hashed_session, candidates
+            )
 
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
-            num_open = self._num_open[engine]
-            is_full, is_new_to_session = num_open > max_load, engine not in session_engines
-            last_choice = self._last_choice[engine]
-            return is_full, is_new_to_session, -num_matching[engine], num_open, last_choice
+            num_open_requests = self._num_open_requests[engine]
+            is_full, is_new_to_session = num_open_requests > max_load, engine not in session_engines
+            last_choice_number = self._last_choice_number[engine]
+            return (
+                is_full,
+                is_new_to_session,
+                -num_matching[engine],
+                num_open_requests,
+                last_choice_number,
+            )
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine
-        self._num_open[chosen_engine] += 1
+        self._num_open_requests[chosen_engine] += 1
         self._num_choices += 1
-        self._last_choice[chosen_engine] = self._num_choices
+        self._last_choice_number[chosen_engine] = self._num_choices
         if hashed_session is not None:
             self._engines_by_hash[hashed_session] = {chosen_engine}
             self._engines_by_hash.move_to_end(hashed_session)
@@ -115,13 +124,13 @@ class PrefixTable:
         """A request has ended, or was not sent."""
         engine = self._engine_by_request.pop(request, None)
         if engine is not None:
-            self._num_open[engine] -= 1
+            self._num_open_requests[engine] -= 1
 
-    def _home(self, hashed_session: int, engines: Collection[str]) -> set[str]:
+    def _rendezvous_engine(self, hashed_session: int, engines: Collection[str]) -> set[str]:
         """The engine of a session of which this table knows nothing, if it is to have one: by
         rendezvous hashing, so that it changes for few sessions when an engine comes or goes.
         """
-        if self._is_only_one:
+        if self._is_only_chooser:
             return set()
 
         def weight(engine: str) -> int:
@@ -132,7 +141,7 @@ class PrefixTable:
     def _keep_only(self, engines: frozenset[str]) -> None:
         """Forget all engines but these."""
         self._engines = engines
-        for counter in (self._num_open, self._last_choice):
+        for counter in (self._num_open_requests, self._last_choice_number):
             for lost_engine in counter.keys() - engines:
                 del counter[lost_engine]
         open_requests = self._engine_by_request.items()

@@ -23,13 +23,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster.api.access import Access
 from cluster.api.admission import ApiLimits
 from cluster.api.app import SWITCH_INTERVAL_S, Api
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.api.metrics import Family, engine_families
-from cluster.client.allocator import return_large_blocks
+from cluster.client.allocator import return_large_allocations
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, RequestOutput
 from cluster.client.prompts import Message, Prompt, as_list, conversations
-from cluster.client.setup import EngineSetup, prepare
+from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
 from cluster.serve.calls import answers_in_time
@@ -67,10 +67,10 @@ class ApiReplica:
         """
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        return_large_blocks()
+        return_large_allocations()
         sampling = SamplingParams.from_dict(config.sampling)
         self._model_name = config.model_name
-        setup = await asyncio.to_thread(prepare, config.engine, sampling)
+        setup = await asyncio.to_thread(make_engine_setup, config.engine, sampling)
         self._own_engine: EngineProcesses | None = None
         self._health: DriverHealth | None = None
         self._pool: EnginePool | None = None
@@ -79,7 +79,7 @@ class ApiReplica:
             self._client = await self._start_engine(config, setup)
         else:
             self._client = await self._connect_to_engines(config, setup, engines)
-        self._api = _api(config, setup, self._client)
+        self._api = _make_api(config, setup, self._client)
         self._api.gather_metrics = self._gather_metrics
         self._drain_limit_s = config.drain_timeout_s
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -93,18 +93,18 @@ class ApiReplica:
         """Start this replica's own engine; returns a client of it."""
         placement_group = ray.util.get_current_placement_group()
         self._own_engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
-        replaced_s = Timeouts.of(config.engine).replaced_s
-        self._health = DriverHealth(engine.frontend, replaced_s)
+        replacement_s = Timeouts.from_options(config.engine).replacement_s
+        self._health = DriverHealth(engine.frontend, replacement_s)
         return Client(setup.request_builder(engine.report.limits), engine.frontend)
 
     async def _connect_to_engines(
         self, config: ServeConfig, setup: EngineSetup, engines: DeploymentHandle[Any]
     ) -> Client:
         """Wait for the first engine of a deployment; returns a client of all its engines."""
-        timeouts = Timeouts.of(config.engine)
-        limits: Any = await asyncio.wait_for(engines.limits.remote(), timeouts.first_engine_s)
+        timeouts = Timeouts.from_options(config.engine)
+        limits: Any = await asyncio.wait_for(engines.limits.remote(), timeouts.first_engine_wait_s)
         assert isinstance(limits, SchedulerLimits)
-        if config.is_single:
+        if config.has_single_engine:
             shared_engine = await asyncio.to_thread(SharedEngine, engines, timeouts)
             return Client(setup.request_builder(limits), shared_engine.frontend)
         self._pool = EnginePool(
@@ -113,7 +113,7 @@ class ApiReplica:
             timeouts.stuck_after_s,
             timeouts.lease_wait_s,
             holder=ray.get_runtime_context().current_actor,
-            is_only_one=config.api_replicas == 1,
+            is_only_chooser=config.api_replicas == 1,
         )
         return Client(setup.request_builder(limits), self._pool, self._pool.send)
 
@@ -165,7 +165,7 @@ class ApiReplica:
 
     async def counters(self) -> ProcessCounters:
         """The counters of this process, and what it knows of those of others."""
-        return self._counters.known()
+        return self._counters.known_counters()
 
     async def engine_statuses(self) -> list[EngineStatus]:
         """The engines that answer, and where they run."""
@@ -188,7 +188,7 @@ class ApiReplica:
         Serve's proxy, which Serve does not know of.
         """
         if self._listener is not None:
-            self._listener.take_no_more()
+            self._listener.stop_accepting()
             await self._api.drain(self._drain_limit_s)
 
     async def _families_for_ray(self) -> list[Family]:
@@ -200,20 +200,22 @@ class ApiReplica:
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
         answers = await answers_in_time(handle, "counters", limit_s=GATHER_TIMEOUT_S)
-        families = self._counters.of_all(answers)
+        families = self._counters.families_of_all(answers)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
-            all_stats = await (self._pool.all_stats() if self._pool else self._stats_of_one())
+            all_stats = await (
+                self._pool.all_stats() if self._pool else self._single_engine_stats()
+            )
             families += map(engine_families, all_stats)
         return families
 
-    async def _stats_of_one(self) -> list[EngineStats]:
+    async def _single_engine_stats(self) -> list[EngineStats]:
         return [await self._api.stats()]
 
 
-def _api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
+def _make_api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
     return Api(
         client,
-        Served(
+        ServedModel(
             name=config.model_name,
             builder=client.builder,
             tokenizer=setup.tokenizer,
@@ -225,12 +227,12 @@ def _api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
         access=Access(
             api_key=config.api_key,
             bound_host=config.bound_host,
-            allowed_hosts=config.names(config.allowed_hosts),
-            allowed_origins=config.names(config.allowed_origins),
+            allowed_hosts=config.split_names(config.allowed_hosts),
+            allowed_origins=config.split_names(config.allowed_origins),
         ),
         echo_request_id=config.listens_itself,  # Serve's proxy adds it itself
         limits=ApiLimits(
-            max_open=config.max_open,
+            max_open_outputs=config.max_open_outputs,
             max_body_bytes=config.max_body_bytes,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
         ),

@@ -18,17 +18,17 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 class LeaseRequest:
     """The argument of a call that asks for a lease.
 
-    avoided_ids: of replicas that have just failed. choose: picks one of the given replica ids;
-    called on the router's thread, and not sent along. holder: the actor that will hold the lease,
-    None if it is no actor.
+    avoided_replica_ids: of replicas that have just failed. choose: picks one of the given replica
+    ids; called on the router's thread, and not sent along. holder: the actor that will hold the
+    lease, None if it is no actor.
     """
 
-    avoided_ids: tuple[str, ...] = ()
+    avoided_replica_ids: tuple[str, ...] = ()
     choose: Callable[[Collection[str]], str] | None = None
     holder: Any | None = None
 
     def __reduce__(self) -> tuple[type[LeaseRequest], tuple[Any, ...]]:
-        return LeaseRequest, (self.avoided_ids, None, self.holder)
+        return LeaseRequest, (self.avoided_replica_ids, None, self.holder)
 
 
 class LeaseRouter(RequestRouter):

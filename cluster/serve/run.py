@@ -26,16 +26,16 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
-from cluster.client.setup import EngineSetup, prepare
+from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.resources.addresses import check_port, host_and_port
-from cluster.resources.local_ray import check_alive
+from cluster.resources.local_ray import check_local_ray_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
-from cluster.serve.port import SharedPort
+from cluster.serve.port import SharedPortOwner
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
-from workers.models.local import check_again
+from workers.models.local import recheck_checkpoint
 
 DRAIN_GRACE_S = 5.0
 LISTEN_TIMEOUT_S = 10.0
@@ -69,7 +69,7 @@ def run_serve(job: ServeJob) -> None:
                 "--detach needs a Ray cluster that outlives this command: start one with 'ray start"
                 " --head', or name one with --ray-address"
             )
-    setup = prepare(job.config.engine, SamplingParams.from_dict(job.config.sampling))
+    setup = make_engine_setup(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _handled_signals() as signal_handler:
         num_ranks = job.config.engine.tensor_parallel_size
         session_lease = SESSION.connect(
@@ -78,7 +78,7 @@ def run_serve(job: ServeJob) -> None:
         try:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, num_ranks)
-                check_room(num_ranks, device, groups=job.config.replicas)
+                check_room(num_ranks, device, num_groups=job.config.replicas)
             _serve(job, setup, signal_handler, began_s, SESSION.owns(session_lease))
         finally:
             SESSION.release(session_lease)
@@ -98,54 +98,62 @@ class _SignalHandler:
 
 
 def _serve(
-    job: ServeJob, setup: EngineSetup, signals: _SignalHandler, began_s: float, ends_with_ray: bool
+    job: ServeJob,
+    setup: EngineSetup,
+    signal_handler: _SignalHandler,
+    began_s: float,
+    owns_ray: bool,
 ) -> None:
-    """Serve until a signal, and finish. `ends_with_ray`: whether Ray ends with this program."""
+    """Serve until a signal, and finish. `owns_ray`: whether Ray ends with this program."""
     from ray import serve
 
-    from cluster.serve.lifetime import Application
+    from cluster.serve.lifetime import RunningApplication
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    has_serve_to_itself = not serve.status().applications
-    job = _adapt_to_running_serve(job, ends_with_ray=ends_with_ray)
-    application = Application(
+    was_serve_unused = not serve.status().applications
+    job = _adapt_to_running_serve(job, owns_ray=owns_ray)
+    application = RunningApplication(
         job.name,
-        functools.partial(check_again, setup.foreseen),
-        check_alive if ends_with_ray else lambda: None,
+        functools.partial(recheck_checkpoint, setup.foreseen_config),
+        check_local_ray_alive if owns_ray else lambda: None,
     )
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
-    is_direct = ends_with_ray and job.route_prefix == "/"
-    num_apis = job.config.api_replicas
-    port = SharedPort(job.host, job.port, num_apis) if is_direct and num_apis > 1 else None
+    listens_itself = owns_ray and job.route_prefix == "/"
+    num_api_replicas = job.config.api_replicas
+    port = (
+        SharedPortOwner(job.host, job.port, num_api_replicas)
+        if listens_itself and num_api_replicas > 1
+        else None
+    )
     try:
-        handle = _start(job, port, is_direct=is_direct)
+        handle = _start(job, port, listens_itself=listens_itself)
         _wait_until_listening(job)
-        signals.is_serving = True
+        signal_handler.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
         address = host_and_port(job.host, job.port)
         logger.info("ready on http://%s%s after %.1f s", address, path, seconds)
         if job.detach:
             logger.info("it stays; 'launch.py down %s' ends it", job.name)
             return
-        application.watch(signals.stop_event)
+        application.watch(signal_handler.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain(handle, job.config.drain_timeout_s)
     except BaseException:
-        if not ends_with_ray:  # a Ray that ends ends everything
+        if not owns_ray:  # a Ray that ends ends everything
             application.kill()  # Serve would wait for the running requests
         raise
     finally:
         if port is not None:
             port.close()
-    if not application.end() and not ends_with_ray:
+    if not application.end() and not owns_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
-    must_end_serve = not ends_with_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
-    if must_end_serve and has_serve_to_itself and not serve.status().applications:
+    must_end_serve = not owns_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+    if must_end_serve and was_serve_unused and not serve.status().applications:
         serve.shutdown()
 
 
-def _adapt_to_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
+def _adapt_to_running_serve(job: ServeJob, *, owns_ray: bool) -> ServeJob:
     """The job, with the address on which Serve listens already, if it does. Raises `ConfigError`
     if the name or the port is taken.
     """
@@ -163,12 +171,12 @@ def _adapt_to_running_serve(job: ServeJob, *, ends_with_ray: bool) -> ServeJob:
         if (job.host, job.port) != (host, port):
             job = dataclasses.replace(job, host=host, port=port)
             logger.info("Serve listens on %s already", host_and_port(host, port))
-    elif not ends_with_ray:
+    elif not owns_ray:
         check_port(job.host, job.port)
     return job
 
 
-def _start(job: ServeJob, port: SharedPort | None, *, is_direct: bool) -> Any:
+def _start(job: ServeJob, port: SharedPortOwner | None, *, listens_itself: bool) -> Any:
     """Start the application; returns a handle of it. Raises `ConfigError`, `EngineError`."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
@@ -177,12 +185,12 @@ def _start(job: ServeJob, port: SharedPort | None, *, is_direct: bool) -> Any:
 
     config = dataclasses.replace(
         job.config,
-        listen_address=(job.host, job.port) if is_direct and port is None else None,
+        listen_address=(job.host, job.port) if listens_itself and port is None else None,
         shared_port=port.path if port is not None else None,
         bound_host=job.host,
     )
     serve.start(
-        proxy_location="Disabled" if is_direct else "HeadOnly",
+        proxy_location="Disabled" if listens_itself else "HeadOnly",
         http_options={"host": job.host, "port": job.port, "keep_alive_timeout_s": 75},
         logging_config={"log_level": "WARNING", "enable_access_log": False},
     )
@@ -251,10 +259,12 @@ def _check_names(job: ServeJob) -> None:
 def _handled_signals() -> Iterator[_SignalHandler]:
     """Handlers of SIGTERM, SIGINT and, unless it is ignored, SIGHUP for the block."""
     signal_handler = _SignalHandler()
-    numbers = [signal.SIGTERM, signal.SIGINT]
+    signal_numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)
-    previous_handlers = {number: signal.signal(number, signal_handler.handle) for number in numbers}
+        signal_numbers.append(signal.SIGHUP)
+    previous_handlers = {
+        number: signal.signal(number, signal_handler.handle) for number in signal_numbers
+    }
     try:
         yield signal_handler
     finally:

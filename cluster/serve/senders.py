@@ -22,7 +22,7 @@ class RequestSender:
     def __init__(self, frontend: Frontend) -> None:
         self.frontend = frontend
         self._threads = ThreadPoolExecutor(NUM_SEND_THREADS, "eagleray-send")
-        self._last_timeout_s = float("-inf")  # when a call last got no answer
+        self._last_timeout_at_s = float("-inf")  # when a call last got no answer
 
     async def send(self, generations: Seq[Generation]) -> None:
         """`Frontend.submit` without blocking the event loop. Raises what that raises. If another
@@ -34,12 +34,14 @@ class RequestSender:
         await loop.run_in_executor(self._threads, self._submit, list(generations), queued_at_s)
 
     def _submit(self, generations: list[Generation], queued_at_s: float) -> None:
-        if self._last_timeout_s > queued_at_s:
+        if self._last_timeout_at_s > queued_at_s:
             raise NoAnswerError("the engine did not answer another request")
         try:
             self.frontend.submit(generations)
         except NoAnswerError:
-            self._last_timeout_s = time.monotonic()
+            self._last_timeout_at_s = time.monotonic()
             raise
-        aborted = [generation for generation in generations if generation.done.done()]
-        self.frontend.finish(aborted)
+        aborted_generations = [
+            generation for generation in generations if generation.done_future.done()
+        ]
+        self.frontend.finish(aborted_generations)

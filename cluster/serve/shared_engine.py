@@ -41,32 +41,32 @@ class SharedEngine:
         come.
         """
         self._engine = engine
-        self._limit_s = timeouts.replaced_s
+        self._replacement_limit_s = timeouts.replacement_s
         self.frontend = Frontend(
-            self._wait_for_driver(timeouts.first_engine_s),
+            self._wait_for_driver(timeouts.first_engine_wait_s),
             replace=self._next_driver,
             answer_limit_s=timeouts.stuck_after_s,
             recovery_waits_for=lambda: (
                 self._ask("recovery_waits_for", ENGINE_STATS_TIMEOUT_S) or ""
             ),
         )
-        self.frontend.driver.follow()
+        self.frontend.driver.watch_end()
         threading.Thread(target=self._watch, name="eagleray-engine", daemon=True).start()
 
     def _next_driver(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
         """The driver in place of one that is lost. Raises `EngineDeadError`."""
         logger.warning("another driver is waited for: %s", str(error).split("\n")[0])
         # The engine's replica asks its driver, too. If that answers there, it is tried again.
-        lost_id = None if isinstance(error, NoAnswerError) else driver._ray_actor_id
-        return self._wait_for_driver(self._limit_s, lost_id)
+        lost_driver_id = None if isinstance(error, NoAnswerError) else driver._ray_actor_id
+        return self._wait_for_driver(self._replacement_limit_s, lost_driver_id)
 
-    def _wait_for_driver(self, limit_s: float, lost_id: Any = None) -> Any:
-        until_s = time.monotonic() + limit_s
+    def _wait_for_driver(self, limit_s: float, lost_driver_id: Any = None) -> Any:
+        deadline_s = time.monotonic() + limit_s
         while True:
             driver = self._ask("driver", CALL_TIMEOUT_S)
-            if driver is not None and driver._ray_actor_id != lost_id:
+            if driver is not None and driver._ray_actor_id != lost_driver_id:
                 return driver
-            if time.monotonic() > until_s:
+            if time.monotonic() > deadline_s:
                 raise EngineDeadError(f"there was no engine for {limit_s:g} s")
             time.sleep(RETRY_PAUSE_S)
 
@@ -87,6 +87,6 @@ class SharedEngine:
         while True:
             time.sleep(DRIVER_CHECK_PERIOD_S)
             driver = self.frontend.driver
-            if (death := driver.death) is not None:
+            if (death := driver.death_error) is not None:
                 with contextlib.suppress(EaglerayError):  # the next attempt may succeed
-                    driver.revive(driver.actor, death)
+                    driver.replace_driver(driver.actor, death)

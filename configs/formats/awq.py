@@ -4,27 +4,28 @@ github.com/casper-hansen/AutoAWQ.
 
 from __future__ import annotations
 
-from configs.formats.stored import WORDS, Section, StoredFormat
+from configs.formats.stored import INT32, Section, StoredFormat
 
-METHOD = "awq"
-POSSIBLE = "AWQ (version 'gemm', 4 bits, any group size)"
-_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight consecutive rows, from the lowest bits of a word on
+QUANT_METHOD = "awq"
+SUPPORTED_VARIANTS = "AWQ (version 'gemm', 4 bits, any group size)"
+# Of eight consecutive rows, from the lowest bits of a word on.
+_CODE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
-    config.choose("version", "gemm", "GEMM", default="gemm")
-    config.choose("zero_point", True, False, default=True)  # zero points are stored either way
-    config.choose("lm_head", False, default=False)
+    config.require("version", "gemm", "GEMM", default="gemm")
+    config.require("zero_point", True, False, default=True)  # zero points are stored either way
+    config.require("lm_head", False, default=False)
     return StoredFormat(
         name="AWQ",
-        codes="qweight",
-        dtype=WORDS,
-        bits=config.choose("bits", 4),
-        order=_ORDER,
+        codes_part="qweight",
+        dtype=INT32,
+        bits=config.require("bits", 4),
+        code_order=_CODE_ORDER,
         packs_rows=True,
         is_transposed=True,
-        scales="scales",
-        zeros="qzeros",
+        scales_part="scales",
+        zeros_part="qzeros",
         group_size=config.group_size(default=128),
     )

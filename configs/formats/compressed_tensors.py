@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from configs.formats.stored import F8_E4M3, I8, WORDS, Section, StoredFormat, in_sequence
+from configs.formats.stored import F8_E4M3, I8, INT32, Section, StoredFormat, sequential_order
 
-METHOD = "compressed-tensors"
-POSSIBLE = (
+QUANT_METHOD = "compressed-tensors"
+SUPPORTED_VARIANTS = (
     "compressed-tensors (int-quantized: 8 bits per channel; pack-quantized: 4 or 8 bits, any group"
     " size, symmetric or not; float-quantized: e4m3, per tensor, channel or block)"
 )
@@ -23,85 +23,87 @@ _SCALE = "weight_scale"
 
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
-    reader = _READERS[config.choose("format", *_READERS)]
-    groups = list(config.section("config_groups").values)
-    if len(groups) != 1:
-        raise config.error("number of config_groups", len(groups), "those with 1")
-    group = config.section("config_groups").section(groups[0])
-    group.choose("targets", ["Linear"])
-    group.choose("output_activations", None)
-    config.choose("kv_cache_scheme", None)
-    config.choose("transform_config", None, {})  # rotations that a rank would have to compute
-    config.section("sparsity_config").choose("format", "dense", default="dense")
+    reader = _READERS[config.require("format", *_READERS)]
+    group_names = list(config.section("config_groups").values)
+    if len(group_names) != 1:
+        raise config.error("number of config_groups", len(group_names), "those with 1")
+    group = config.section("config_groups").section(group_names[0])
+    group.require("targets", ["Linear"])
+    group.require("output_activations", None)
+    config.require("kv_cache_scheme", None)
+    config.require("transform_config", None, {})  # rotations that a rank would have to compute
+    config.section("sparsity_config").require("format", "dense", default="dense")
     return reader(group, config)
 
 
 def _int_quantized(group: Section, config: Section) -> StoredFormat:
-    config.choose("ignore", ["lm_head"])  # codes and values cannot be in one product
+    config.require("ignore", ["lm_head"])  # codes and values cannot be in one product
     weights, inputs = group.section("weights"), group.section("input_activations")
-    weights.choose("num_bits", 8)
-    inputs.choose("num_bits", 8)
+    weights.require("num_bits", 8)
+    inputs.require("num_bits", 8)
     for operand in (weights, inputs):
-        operand.choose("type", "int")
-        operand.choose("symmetric", True)
-    weights.choose("strategy", "channel")
-    inputs.choose("strategy", "token")
-    weights.choose("dynamic", False)
-    inputs.choose("dynamic", True)
+        operand.require("type", "int")
+        operand.require("symmetric", True)
+    weights.require("strategy", "channel")
+    inputs.require("strategy", "token")
+    weights.require("dynamic", False)
+    inputs.require("dynamic", True)
     return StoredFormat(
         name="compressed-tensors (int-quantized)",
-        codes="weight",
+        codes_part="weight",
         dtype=I8,
         bits=8,
-        scales=_SCALE,
+        scales_part=_SCALE,
     )
 
 
 def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     weights = group.section("weights")
-    weights.choose("type", "int")
-    weights.choose("dynamic", False, default=False)
-    group.choose("input_activations", None)
-    bits = weights.choose("num_bits", 4, 8)
-    in_groups = weights.choose("strategy", "group", "channel") == "group"
-    order = weights.choose("actorder", "group", "dynamic", "weight", "static", "", default="")
+    weights.require("type", "int")
+    weights.require("dynamic", False, default=False)
+    group.require("input_activations", None)
+    bits = weights.require("num_bits", 4, 8)
+    is_grouped = weights.require("strategy", "group", "channel") == "group"
+    activation_order = weights.require(
+        "actorder", "group", "dynamic", "weight", "static", "", default=""
+    )
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
-        codes="weight_packed",
-        dtype=WORDS,
+        codes_part="weight_packed",
+        dtype=INT32,
         bits=bits,
-        order=in_sequence(bits),
-        scales=_SCALE,
-        zeros=None if weights.choose("symmetric", True, False) else "weight_zero_point",
+        code_order=sequential_order(bits),
+        scales_part=_SCALE,
+        zeros_part=None if weights.require("symmetric", True, False) else "weight_zero_point",
         # Both are stored with this added, so that they are not negative; it cancels out.
         zero_offset=2 ** (bits - 1) if weights.values["symmetric"] else 0,
-        index="weight_g_idx" if order in ("group", "dynamic") else None,
-        group_size=weights.group_size() if in_groups else -1,
-        ignored=("weight_shape", "weight_g_idx"),
+        group_index_part="weight_g_idx" if activation_order in ("group", "dynamic") else None,
+        group_size=weights.group_size() if is_grouped else -1,
+        ignored_parts=("weight_shape", "weight_g_idx"),
     )
 
 
 def _float_quantized(group: Section, config: Section) -> StoredFormat:
     weights = group.section("weights")
-    weights.choose("num_bits", 8)
-    weights.choose("type", "float")
-    weights.choose("symmetric", True)
-    weights.choose("dynamic", False, default=False)
+    weights.require("num_bits", 8)
+    weights.require("type", "float")
+    weights.require("symmetric", True)
+    weights.require("dynamic", False, default=False)
     block_rows, group_size = {"tensor": (-1, -1), "channel": (1, -1), "block": (128, 128)}[
-        weights.choose("strategy", "tensor", "channel", "block")
+        weights.require("strategy", "tensor", "channel", "block")
     ]
     if group_size != -1:
-        weights.choose("block_structure", [block_rows, group_size])
+        weights.require("block_structure", [block_rows, group_size])
     return StoredFormat(
         name="compressed-tensors (float-quantized)",
-        codes="weight",
+        codes_part="weight",
         dtype=F8_E4M3,
         bits=8,
-        scales=_SCALE,
+        scales_part=_SCALE,
         block_rows=block_rows,
         group_size=group_size,
         has_whole_groups=False,
-        ignored=("input_scale",),
+        ignored_parts=("input_scale",),
     )
 
 

@@ -6,23 +6,23 @@ from __future__ import annotations
 
 from configs.formats.stored import F8_E4M3, Section, StoredFormat
 
-METHOD = "fp8"
-POSSIBLE = "FP8 (e4m3, blocks of 128 x 128)"
-BLOCK = 128
+QUANT_METHOD = "fp8"
+SUPPORTED_VARIANTS = "FP8 (e4m3, blocks of 128 x 128)"
+BLOCK_SIZE = 128
 
 
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
-    config.choose("fmt", "e4m3", default="e4m3")
-    config.choose("activation_scheme", "dynamic", default="dynamic")
-    config.choose("weight_block_size", [BLOCK, BLOCK])
+    config.require("fmt", "e4m3", default="e4m3")
+    config.require("activation_scheme", "dynamic", default="dynamic")
+    config.require("weight_block_size", [BLOCK_SIZE, BLOCK_SIZE])
     return StoredFormat(
         name="FP8",
-        codes="weight",
+        codes_part="weight",
         dtype=F8_E4M3,
         bits=8,
-        scales="weight_scale_inv",
-        block_rows=BLOCK,
-        group_size=BLOCK,
+        scales_part="weight_scale_inv",
+        block_rows=BLOCK_SIZE,
+        group_size=BLOCK_SIZE,
         has_whole_groups=False,
     )

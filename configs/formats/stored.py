@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.errors import ConfigError
 
 WORD_BITS = 32
-WORDS, I8, F8_E4M3 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
+INT32, I8, F8_E4M3 = "I32", "I8", "F8_E4M3"  # dtypes of codes, spelled as in safetensors
 FLOAT16, BFLOAT16 = "F16", "BF16"
 _USUAL_GROUP_SIZES = (16, 32, 64, 128, 256)
 
@@ -34,30 +34,31 @@ class StoredFormat:
         which is added to stored ones; without an index, the inputs of a group follow one another.
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
-    order: which of the codes of a word lies there, from the lowest bits on. Words hold zero points
+    code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
+    points
         of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
     is_transposed: the tensors are [X, Y] and [G, Y].
     block_rows: rows that share a scale, -1 for all.
     group_size: inputs that share a scale, -1 for all.
     has_whole_groups: a matrix cannot end within a group.
-    ignored: parts that may be stored and are not needed.
+    ignored_parts: parts that may be stored and are not needed.
     """
 
     name: str
-    codes: str
+    codes_part: str
     dtype: str
     bits: int
-    scales: str
-    order: tuple[int, ...] = ()
+    scales_part: str
+    code_order: tuple[int, ...] = ()
     packs_rows: bool = False
     is_transposed: bool = False
-    zeros: str | None = None
+    zeros_part: str | None = None
     zero_offset: int = 0
-    index: str | None = None
+    group_index_part: str | None = None
     block_rows: int = 1
     group_size: int = -1
     has_whole_groups: bool = True
-    ignored: tuple[str, ...] = ()
+    ignored_parts: tuple[str, ...] = ()
 
     @property
     def is_int8(self) -> bool:
@@ -69,52 +70,58 @@ class StoredFormat:
         """Whether these are the codes of quantization "fp8"."""
         return self.dtype == F8_E4M3
 
-    def tensors(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self, name: str, shape: tuple[int, int]) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that hold the matrix `name`, which ends in "weight"."""
         size_out, size_in = shape
-        groups = 1 if self.group_size == -1 else -(-size_in // self.group_size)
-        packed = (self._words(size_out), size_in) if self.packs_rows else (size_out, size_in)
-        if self.dtype == WORDS and not self.packs_rows:
-            packed = (size_out, self._words(size_in))
-        shapes = {self.codes: packed, self.scales: (-(-size_out // self.block_rows), groups)}
-        if self.zeros is not None:
-            shapes[self.zeros] = (self._words(size_out), groups)
+        num_groups = 1 if self.group_size == -1 else -(-size_in // self.group_size)
+        packed_shape = (
+            (self._num_words(size_out), size_in) if self.packs_rows else (size_out, size_in)
+        )
+        if self.dtype == INT32 and not self.packs_rows:
+            packed_shape = (size_out, self._num_words(size_in))
+        shapes = {
+            self.codes_part: packed_shape,
+            self.scales_part: (-(-size_out // self.block_rows), num_groups),
+        }
+        if self.zeros_part is not None:
+            shapes[self.zeros_part] = (self._num_words(size_out), num_groups)
         if self.is_transposed:
             shapes = {part: (inputs, rows) for part, (rows, inputs) in shapes.items()}
         tensors: dict[str, tuple[int, ...]] = {
             part_name(name, part): part_shape for part, part_shape in shapes.items()
         }
         if self.block_rows == -1:
-            tensors[part_name(name, self.scales)] = (1,)
-        if self.index is not None:
-            tensors[part_name(name, self.index)] = (size_in,)
+            tensors[part_name(name, self.scales_part)] = (1,)
+        if self.group_index_part is not None:
+            tensors[part_name(name, self.group_index_part)] = (size_in,)
         return tensors
 
     def code_dtypes(self, name: str) -> dict[str, str]:
         """The tensors of the matrix `name` that hold integers or codes, with their dtypes."""
-        dtypes = {self.codes: self.dtype, self.zeros: WORDS, self.index: WORDS}
+        dtypes = {self.codes_part: self.dtype, self.zeros_part: INT32, self.group_index_part: INT32}
         return {part_name(name, part): dtype for part, dtype in dtypes.items() if part is not None}
 
     def check(self, where: str, name: str, shape: tuple[int, int]) -> None:
         """Raise `ConfigError` for a matrix that this format cannot store."""
         size_out, size_in = shape
         if self.has_whole_groups and self.group_size != -1 and size_in % self.group_size:
-            possible = [
+            possible_sizes = [
                 size for size in _USUAL_GROUP_SIZES if size_in % size == 0 and size < size_in
             ]
             raise ConfigError(
                 f"{where}: {name} has {size_in} inputs, which are not whole groups of"
                 f" {self.group_size}; {self.name} can store it in groups of"
-                f" {', '.join(map(str, (*possible, size_in)))}. Use a checkpoint with such groups"
+                f" {', '.join(map(str, (*possible_sizes, size_in)))}. Use a checkpoint with such"
+                " groups"
             )
-        if self.packs_rows and size_out % len(self.order):
+        if self.packs_rows and size_out % len(self.code_order):
             raise ConfigError(
                 f"{where}: {name} has {size_out} outputs; {self.name} stores multiples of"
-                f" {len(self.order)}. Use a checkpoint of another format"
+                f" {len(self.code_order)}. Use a checkpoint of another format"
             )
 
-    def _words(self, num_codes: int) -> int:
-        return -(-num_codes // len(self.order))
+    def _num_words(self, num_codes: int) -> int:
+        return -(-num_codes // len(self.code_order))
 
 
 def part_name(name: str, part: str) -> str:
@@ -122,7 +129,7 @@ def part_name(name: str, part: str) -> str:
     return name.removesuffix("weight") + part
 
 
-def in_sequence(bits: int) -> tuple[int, ...]:
+def sequential_order(bits: int) -> tuple[int, ...]:
     """The order of a word whose first code has the lowest bits."""
     return tuple(range(WORD_BITS // bits))
 
@@ -138,12 +145,14 @@ class Section:
     format_name: str
     prefix: str = ""
 
-    def choose(self, key: str, *possible: Any, default: Any = None) -> Any:
+    def require(self, key: str, *supported_values: Any, default: Any = None) -> Any:
         """The value of a key, `default` if it is absent or null. Raises `ConfigError`."""
         value = self.values.get(key)
         value = default if value is None else value
-        if not any(type(value) is type(choice) and value == choice for choice in possible):
-            raise self.error(key, value, f"those with {' or '.join(map(repr, possible))} there")
+        if not any(type(value) is type(choice) and value == choice for choice in supported_values):
+            raise self.error(
+                key, value, f"those with {' or '.join(map(repr, supported_values))} there"
+            )
         return value
 
     def group_size(self, default: int | None = None) -> int:
@@ -163,10 +172,10 @@ class Section:
             prefix=f"{self.prefix}{key}.",
         )
 
-    def error(self, key: str, value: object, possible: str) -> ConfigError:
+    def error(self, key: str, value: object, supported_text: str) -> ConfigError:
         """What to raise for a value that is not supported."""
         return ConfigError(
             f"{self.where}: quantization_config has {self.prefix}{key} {value!r}; of"
-            f" {self.format_name} checkpoints, {possible} are supported. Use such a checkpoint, or"
-            " one that is not quantized"
+            f" {self.format_name} checkpoints, {supported_text} are supported. Use such a"
+            " checkpoint, or one that is not quantized"
         )

@@ -11,19 +11,24 @@ from scheduler.errors import ConfigError
 
 # By `quant_method`.
 READERS: dict[str, Callable[[Section], StoredFormat]] = {
-    awq.METHOD: awq.read,
-    gptq.METHOD: gptq.read,
-    fp8.METHOD: fp8.read,
-    compressed_tensors.METHOD: compressed_tensors.read,
+    awq.QUANT_METHOD: awq.read,
+    gptq.QUANT_METHOD: gptq.read,
+    fp8.QUANT_METHOD: fp8.read,
+    compressed_tensors.QUANT_METHOD: compressed_tensors.read,
 }
-POSSIBLE = (awq.POSSIBLE, gptq.POSSIBLE, fp8.POSSIBLE, compressed_tensors.POSSIBLE)
+SUPPORTED_VARIANTS = (
+    awq.SUPPORTED_VARIANTS,
+    gptq.SUPPORTED_VARIANTS,
+    fp8.SUPPORTED_VARIANTS,
+    compressed_tensors.SUPPORTED_VARIANTS,
+)
 
 
-def read_format(raw: Mapping[str, Any], where: str) -> StoredFormat | None:
+def read_format(raw_config: Mapping[str, Any], where: str) -> StoredFormat | None:
     """The format in a decoded `config.json`, None if matrices are not quantized. Raises
     `ConfigError`.
     """
-    config = raw.get("quantization_config")
+    config = raw_config.get("quantization_config")
     if not config:
         return None
     if not isinstance(config, Mapping):
@@ -32,6 +37,6 @@ def read_format(raw: Mapping[str, Any], where: str) -> StoredFormat | None:
     if not isinstance(method, str) or method not in READERS:
         raise ConfigError(
             f"{where}: quantization_config has quant_method {method!r}; possible are"
-            f" {'; '.join(POSSIBLE)}. Use such a checkpoint, or one that is not quantized"
+            f" {'; '.join(SUPPORTED_VARIANTS)}. Use such a checkpoint, or one that is not quantized"
         )
     return READERS[method](Section(values=config, where=where, format_name=method))

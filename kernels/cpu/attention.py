@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from kernels.cpu.fp8 import loaded
+from kernels.cpu.fp8 import from_cache_dtype
 from kernels.cpu.jit import (
     FAST_MATH,
     Array,
@@ -26,21 +26,21 @@ from kernels.cpu.jit import (
     exp_nonpositive,
     fast_entry_jit,
     fast_jit,
-    float_of_ordered,
+    float_of_ordered_bits,
     inlined_jit,
     narrow,
     ordered_bits,
     widen,
 )
-from kernels.cpu.kv_layout import as_laid_out
+from kernels.cpu.kv_layout import kernel_cache_views
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import get_num_threads
 from kernels.cpu.recording import empty, keep
-from kernels.cpu.tile import LANES, PAIR, STEP_BYTES, add_16_columns, add_64_columns
+from kernels.cpu.tile import LANES, PAIR_SIZE, STEP_BYTES, add_16_columns, add_64_columns
 from kernels.metadata import AttentionMetadata
 
 _QUERIES_PER_TILE = 16
-_BFLOAT16, _FLOAT32 = np.empty(0, np.uint16), np.empty(0, np.float32)
+_BFLOAT16_EXAMPLE, _FLOAT32_EXAMPLE = np.empty(0, np.uint16), np.empty(0, np.float32)
 
 
 def paged_attention(
@@ -52,7 +52,7 @@ def paged_attention(
 ) -> Tensor:
     """As `paged_attention_reference`."""
     out_THD = empty(q_THD.shape, q_THD.dtype)
-    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, q_THD.dtype)
+    k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, q_THD.dtype)
     _paged_attention(
         keep(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE)),
         as_array(q_THD),
@@ -63,7 +63,7 @@ def paged_attention(
         attn.seq_lens_B.numpy(),
         attn.block_table_BW.numpy(),
         np.float32(scale),
-        _BFLOAT16 if k_laid_out.shape[-1] == PAIR else _FLOAT32,
+        _BFLOAT16_EXAMPLE if k_laid_out.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE,
         get_num_threads(),
     )
     return out_THD
@@ -98,16 +98,18 @@ def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_addr
     """See `_add_product`. The last of an odd number of elements is multiplied alone: the element
     stored beside it is undefined.
     """
-    num_pairs = depth // PAIR
+    num_pairs = depth // PAIR_SIZE
     _add_tiles(a_MK, 0, b_KNW, c_MN, num_pairs, prefetch_address)
-    if depth % PAIR:
+    if depth % PAIR_SIZE:
         last_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
         for n in range(b_KNW.shape[1]):
             last_1NW[0, n, 0], last_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
         _add_tiles(a_MK, num_pairs, last_1NW, c_MN, np.int64(1), prefetch_address)
 
 
-def _add_widened(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_address: int) -> None:
+def _add_widened_product(
+    a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_address: int
+) -> None:
     """See `_add_product`."""
     rows, columns = c_MN.shape
     _add_tiles(a_MK, 0, b_KNW, c_MN, depth, prefetch_address)
@@ -146,7 +148,7 @@ def _choose_product(
     a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_address: int
 ) -> None:
     # numba wants the signature of what is returned, down to the annotations.
-    return _add_pairs if a_MK.dtype == types.uint16 else _add_widened  # type: ignore[return-value]
+    return _add_pairs if a_MK.dtype == types.uint16 else _add_widened_product  # type: ignore[return-value]
 
 
 @inlined_jit
@@ -172,7 +174,7 @@ def _softmax_block(
         for p in range(num_seen):
             s_MP[m, p] *= scale
             ordered_max = max(ordered_max, ordered_bits(s_MP[m, p]))
-        new_max = float_of_ordered(ordered_max)
+        new_max = float_of_ordered_bits(ordered_max)
         if new_max > max_M[m]:
             rescale = exp_nonpositive(max_M[m] - new_max)
             sum_M[m] *= rescale
@@ -201,7 +203,7 @@ def _attend_tile(
     table_W: Array,
     head: int,
     scale: np.float32,
-    like: Array,
+    dtype_example: Array,
     prefetch_address: int,
 ) -> None:
     """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
@@ -211,10 +213,10 @@ def _attend_tile(
     num_heads, head_dim = q_THD.shape[1:]
     group_size = num_heads // num_kv_heads
     num_rows = num_queries * group_size
-    q_MD = np.empty((num_rows, head_dim), like.dtype)
+    q_MD = np.empty((num_rows, head_dim), dtype_example.dtype)
     acc_MD = np.empty((num_rows, head_dim), np.float32)
     s_MP = np.empty((num_rows, block_size), np.float32)
-    p_MP = np.empty((num_rows, block_size), like.dtype)
+    p_MP = np.empty((num_rows, block_size), dtype_example.dtype)
     max_M = np.empty(num_rows, np.float32)
     sum_M = np.empty(num_rows, np.float32)
     ends_M = np.empty(num_rows, np.int64)
@@ -232,8 +234,8 @@ def _attend_tile(
     num_blocks = (end_position + block_size - 1) // block_size
     for block in range(num_blocks):
         block_id = np.int64(table_W[block])
-        k_DPW = loaded(k_NKDPW[block_id, head], like)
-        v_PDW = loaded(v_NKPDW[block_id, head], like)
+        k_DPW = from_cache_dtype(k_NKDPW[block_id, head], dtype_example)
+        v_PDW = from_cache_dtype(v_NKPDW[block_id, head], dtype_example)
         s_MP[:] = np.float32(0)
         _add_product(q_MD, k_DPW, s_MP, head_dim, v_PDW.ctypes.data)
         _softmax_block(s_MP, p_MP, scale, acc_MD, max_M, sum_M, ends_M, block * block_size)
@@ -265,7 +267,7 @@ def _attend(
     lens_B: Array,
     table_BW: Array,
     scale: np.float32,
-    like: Array,
+    dtype_example: Array,
 ) -> None:
     """Task `index`: the tiles of the first `heads_per_group` heads come first, by tile, then by
     head.
@@ -294,7 +296,7 @@ def _attend(
         table_BW[row],
         head,
         scale,
-        like,
+        dtype_example,
         k_NKDPW[next_block, next_head].ctypes.data,
     )
 
@@ -310,10 +312,10 @@ def _paged_attention(
     lens_B: Array,
     table_BW: Array,
     scale: np.float32,
-    like: Array,
+    dtype_example: Array,
     num_threads: int,
 ) -> None:
-    """`like`: an array of the type that products multiply, bfloat16 or float32."""
+    """`dtype_example`: an array of the type that products multiply, bfloat16 or float32."""
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     num_kv_heads = k_NKDPW.shape[1]
@@ -332,6 +334,6 @@ def _paged_attention(
             lens_B,
             table_BW,
             scale,
-            like,
+            dtype_example,
         ),
     )

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kernels.cpu import attention, elementwise, linear, pool, recording, sampling
-from kernels.cpu.capabilities import BLOCK_SIZE, CPU
+from kernels.cpu.capabilities import BLOCK_SIZE, CPU_CAPABILITIES
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.grouped import CpuGrouped
 from kernels.cpu.int8 import CpuInt8
@@ -28,15 +28,15 @@ from kernels.metadata import AttentionMetadata
 from kernels.reference.backend import no_decode_parts
 from kernels.reference.tables import look_up_tokens_reference, write_tokens_reference
 
-_DIM = 16  # head dim of the one head and one token with which kernels are compiled
+_HEAD_DIM = 16  # head dim of the one head and one token with which kernels are compiled
 
 
 class CpuKernels:
     """`Kernels` in numba, with oneDNN for the products."""
 
-    capabilities = CPU
+    capabilities = CPU_CAPABILITIES
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = CpuInt8() if "int8" in CPU.quantizations else None
+    int8: Int8Kernels | None = CpuInt8() if "int8" in CPU_CAPABILITIES.quantizations else None
     int4: GroupedKernels | None = CpuGrouped("int4")
     fp8: GroupedKernels | None = CpuGrouped("fp8")
     mixed: MixedKernels | None = CpuMixed()
@@ -60,11 +60,11 @@ class CpuKernels:
         pool.set_num_threads(num_threads)
         torch.set_num_threads(num_threads)
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Calls on one token of one head."""
-        return _first_step(dtype)
+        return _warmup_calls(dtype)
 
-    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Every sampling kernel, on one logit of this dtype and on one of float32, the dtype of
         adjusted logits.
         """
@@ -73,13 +73,13 @@ class CpuKernels:
         ]
 
 
-def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
-    """See `CpuKernels.first_step`."""
-    k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _DIM)
+def _warmup_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
+    """See `CpuKernels.warmup_calls`."""
+    k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _HEAD_DIM)
     k_cache = torch.zeros(k_shape, dtype=dtype)
     v_cache = torch.zeros(v_shape, dtype=dtype)
-    x = torch.zeros(1, _DIM, dtype=dtype)
-    weight = torch.zeros(_DIM, dtype=dtype)
+    x = torch.zeros(1, _HEAD_DIM, dtype=dtype)
+    weight = torch.zeros(_HEAD_DIM, dtype=dtype)
     query_starts = torch.tensor([0, 1], dtype=torch.int32)
     attn = AttentionMetadata(
         query_start_B1=query_starts,
@@ -90,11 +90,11 @@ def _first_step(dtype: torch.dtype) -> list[Callable[[], object]]:
         max_query_len=1,
         max_seq_len=1,
     )
-    qkv, cos_sin = torch.zeros(1, 3, _DIM, dtype=dtype), torch.zeros(1, _DIM)
+    qkv, cos_sin = torch.zeros(1, 3, _HEAD_DIM, dtype=dtype), torch.zeros(1, _HEAD_DIM)
     positions = torch.zeros(1, dtype=torch.int32)
     few_row_products = [linear.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
     return [
-        lambda: attention.paged_attention(x.view(1, 1, _DIM), k_cache, v_cache, attn, 1.0),
+        lambda: attention.paged_attention(x.view(1, 1, _HEAD_DIM), k_cache, v_cache, attn, 1.0),
         *few_row_products,
         lambda: elementwise.qk_norm_rope_store(
             qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.kv_places_T

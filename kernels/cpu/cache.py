@@ -25,9 +25,9 @@ from numba.core import caching
 
 logger = logging.getLogger(__name__)
 
-_IndexedFile = caching.IndexDataCacheFile
+_NumbaIndexFile = caching.IndexDataCacheFile
 _KERNELS_DIR = Path(__file__).resolve().parent
-_CHECKOUT = _KERNELS_DIR.parent.parent
+_CHECKOUT_DIR = _KERNELS_DIR.parent.parent
 # Functions of these files are inlined into compiled functions of other files.
 _SHARED_SOURCES = (
     *sorted(_KERNELS_DIR.glob("*.py")),
@@ -49,7 +49,7 @@ class ContentCacheLocator:
     def from_function(cls, function: Callable[..., Any], path: str) -> ContentCacheLocator | None:
         """A locator, or None where numba's own schemes should be used."""
         source_path = Path(path).resolve()
-        if numba.config.CACHE_DIR or not source_path.is_relative_to(_CHECKOUT):
+        if numba.config.CACHE_DIR or not source_path.is_relative_to(_CHECKOUT_DIR):
             return None
         locator = cls(function, source_path)
         try:
@@ -95,7 +95,7 @@ def cache_dir() -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "eagleray"
     except RuntimeError:  # a user without a home directory, as in some containers
-        return _CHECKOUT / "build" / "cache"
+        return _CHECKOUT_DIR / "build" / "cache"
 
 
 @functools.cache
@@ -139,7 +139,9 @@ def _cache_file(
 ) -> caching.IndexDataCacheFile:
     """Replaces numba's class for the functions of this checkout; those of others keep it."""
     is_ours = Path(cache_path).is_relative_to(cache_dir() / "numba")
-    return (FilePerSignature if is_ours else _IndexedFile)(cache_path, filename_base, source_stamp)
+    return (FilePerSignature if is_ours else _NumbaIndexFile)(
+        cache_path, filename_base, source_stamp
+    )
 
 
 def use_content_cache() -> None:

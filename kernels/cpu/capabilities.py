@@ -12,14 +12,14 @@ from kernels.interface import Capabilities
 BLOCK_SIZE = 64
 # What oneDNN needs for bfloat16 on x86: AVX-512 as of Skylake-X, or AVX2 with the conversions of
 # AVX-VNNI-2.
-_X86_BFLOAT16 = (
+_X86_BFLOAT16_FLAGS = (
     {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     {"avx_ne_convert", "avx_vnni_int8"},
 )
 
 
 # With one of these, products of 8-bit numbers are exact; without them, oneDNN's sums may saturate.
-_X86_INT8 = ({"avx512_vnni"}, {"avx_vnni"})
+_X86_INT8_FLAGS = ({"avx512_vnni"}, {"avx_vnni"})
 
 
 def _flags() -> set[str] | None:
@@ -37,7 +37,7 @@ def has_bfloat16() -> bool:
     """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
     flags = _flags()
     if flags is not None:
-        return any(required_flags <= flags for required_flags in _X86_BFLOAT16)
+        return any(required_flags <= flags for required_flags in _X86_BFLOAT16_FLAGS)
     torch = importlib.import_module("torch")  # slow to import, but always right
     supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return supported
@@ -45,10 +45,10 @@ def has_bfloat16() -> bool:
 
 def has_int8() -> bool:
     """Whether oneDNN multiplies 8-bit numbers exactly. Known only for x86 processors on Linux."""
-    return any(required_flags <= (_flags() or set()) for required_flags in _X86_INT8)
+    return any(required_flags <= (_flags() or set()) for required_flags in _X86_INT8_FLAGS)
 
 
-CPU = Capabilities(
+CPU_CAPABILITIES = Capabilities(
     name="cpu",
     description="cpu (numba and oneDNN)",
     default_block_size=BLOCK_SIZE,

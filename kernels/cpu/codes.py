@@ -32,19 +32,19 @@ from kernels.cpu.tile import (
     Emitter,
     has_wide_registers,
 )
-from kernels.reference.grouped import MAX_CODE, MIDDLE, SHIFTS
+from kernels.reference.grouped import INT4_SHIFTS, MAX_CODE, MIDDLE_CODE
 
-PANEL = 64
+PANEL_FEATURES = 64
 E4M3_SHIFTS = (0, 16, 8, 24)  # where the codes of four inputs lie in a word
 E4M3_UNIT = 256  # what the numbers that e4m3 codes become must be multiplied with
 # Rows of x that are multiplied while codes are in registers; of more, codes are widened once.
 MAX_FUSED_ROWS = 4 if has_wide_registers() else 1
-_VECTORS = PANEL // LANES
-_ROW_BYTES = PANEL * STEP_BYTES  # of words, and of what one step multiplies
+_VECTORS = PANEL_FEATURES // LANES
+_ROW_BYTES = PANEL_FEATURES * STEP_BYTES  # of words, and of what one step multiplies
 _READ_AHEAD_BYTES = 16 * _ROW_BYTES
 _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
-_WORDS, _HALVES = ir.VectorType(_INT32, LANES), ir.VectorType(_INT16, 2 * LANES)
-_FLOATS = ir.VectorType(ir.FloatType(), LANES)
+_INT32_LANES, _INT16_LANES = ir.VectorType(_INT32, LANES), ir.VectorType(_INT16, 2 * LANES)
+_FLOAT_LANES = ir.VectorType(ir.FloatType(), LANES)
 
 
 @intrinsic
@@ -60,15 +60,15 @@ def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, e
         words, row_count, out, _ = args
         words, _ = cgutils.unpack_tuple(builder, words)
         emitter = Emitter(builder, ARITHMETIC[element], False, False)
-        steps = _steps(builder, word, element)
+        steps = _step_wideners(builder, word, element)
         with cgutils.for_range(builder, row_count) as rows:
-            row = emitter.moved(words, rows.index, _ROW_BYTES)
-            place = emitter.moved(out, rows.index, len(steps) * _ROW_BYTES)
+            row = emitter.offset_address(words, rows.index, _ROW_BYTES)
+            out_address = emitter.offset_address(out, rows.index, len(steps) * _ROW_BYTES)
             for vector in range(_VECTORS):
                 lanes = _load(emitter, row, vector)
                 for i, step in enumerate(steps):
-                    address = emitter.moved(
-                        emitter.moved(place, i, _ROW_BYTES), vector, VECTOR_BYTES
+                    address = emitter.offset_address(
+                        emitter.offset_address(out_address, i, _ROW_BYTES), vector, VECTOR_BYTES
                     )
                     widened = step(lanes)
                     builder.store(widened, emitter.pointer(address, widened.type), align=4)
@@ -100,8 +100,8 @@ def multiply_codes(
             basic_block = builder.append_basic_block(f"rows.{height}")
             switch.add_case(_INT64(height), basic_block)
             builder.position_at_end(basic_block)
-            x_rows = [emitter.moved(x_address, row, x_stride) for row in range(height)]
-            steps = _steps(builder, word, element)
+            x_rows = [emitter.offset_address(x_address, row, x_stride) for row in range(height)]
+            steps = _step_wideners(builder, word, element)
             _emit_product(emitter, steps, x_rows, words, word_row_count, sums)
             builder.branch(end_block)
         builder.position_at_end(end_block)
@@ -121,60 +121,69 @@ def _emit_product(
     sums: Any,
 ) -> None:
     builder = emitter.builder
-    places = [(row, vector) for row in range(len(x_rows)) for vector in range(_VECTORS)]
-    totals = {place: cgutils.alloca_once_value(builder, _FLOATS([0.0] * LANES)) for place in places}
+    tile_keys = [(row, vector) for row in range(len(x_rows)) for vector in range(_VECTORS)]
+    totals = {
+        tile_key: cgutils.alloca_once_value(builder, _FLOAT_LANES([0.0] * LANES))
+        for tile_key in tile_keys
+    }
     for total in totals.values():
-        builder.store(_FLOATS([0.0] * LANES), total)
+        builder.store(_FLOAT_LANES([0.0] * LANES), total)
     with cgutils.for_range(builder, word_row_count) as rows:
-        word_row = emitter.moved(words, rows.index, _ROW_BYTES)
+        word_row = emitter.offset_address(words, rows.index, _ROW_BYTES)
         lanes = [_load(emitter, word_row, vector) for vector in range(_VECTORS)]
-        x_places = [emitter.moved(row, rows.index, len(steps) * STEP_BYTES) for row in x_rows]
+        x_addresses = [
+            emitter.offset_address(row, rows.index, len(steps) * STEP_BYTES) for row in x_rows
+        ]
         for i, step in enumerate(steps):
-            x_lanes = [emitter.broadcast(emitter.moved(row, i, STEP_BYTES)) for row in x_places]
+            x_lanes = [
+                emitter.broadcast(emitter.offset_address(row, i, STEP_BYTES)) for row in x_addresses
+            ]
             for vector in range(_VECTORS):
                 widened = builder.bitcast(step(lanes[vector]), emitter.arithmetic.operands)
                 for row, x_lane in enumerate(x_lanes):
                     total = totals[row, vector]
-                    added = emitter.multiply_add(x_lane, widened, builder.load(total))
-                    builder.store(added, total)
+                    new_total = emitter.multiply_add(x_lane, widened, builder.load(total))
+                    builder.store(new_total, total)
     for (row, vector), total in totals.items():
-        place = emitter.moved(emitter.moved(sums, row, _ROW_BYTES), vector, VECTOR_BYTES)
-        builder.store(builder.load(total), emitter.pointer(place, _FLOATS), align=4)
+        sum_address = emitter.offset_address(
+            emitter.offset_address(sums, row, _ROW_BYTES), vector, VECTOR_BYTES
+        )
+        builder.store(builder.load(total), emitter.pointer(sum_address, _FLOAT_LANES), align=4)
 
 
 def _load(emitter: Emitter, word_row: Any, vector: int) -> Any:
-    address = emitter.moved(word_row, vector, VECTOR_BYTES)
-    emitter.prefetch(emitter.moved(address, 1, _READ_AHEAD_BYTES))
-    return emitter.builder.load(emitter.pointer(address, _WORDS), align=4)
+    address = emitter.offset_address(word_row, vector, VECTOR_BYTES)
+    emitter.prefetch(emitter.offset_address(address, 1, _READ_AHEAD_BYTES))
+    return emitter.builder.load(emitter.pointer(address, _INT32_LANES), align=4)
 
 
-def _steps(builder: Any, word: Any, element: Any) -> list[Callable[[Any], Any]]:
+def _step_wideners(builder: Any, word: Any, element: Any) -> list[Callable[[Any], Any]]:
     """What gives the operand of each step from a vector of words: of one input each, or of two."""
     if word == types.uint32:
         if element == types.uint16:
             return [partial(_e4m3_pairs, builder, shift) for shift in E4M3_SHIFTS[::2]]
         return [partial(_e4m3_floats, builder, shift) for shift in E4M3_SHIFTS]
     if element == types.uint16:
-        return [partial(_look_up_pairs, builder, shift) for shift in SHIFTS[::2]]
-    widened = _look_up_floats if has_wide_registers() else _converted
-    return [partial(widened, builder, shift) for shift in SHIFTS]
+        return [partial(_look_up_pairs, builder, shift) for shift in INT4_SHIFTS[::2]]
+    widened = _look_up_floats if has_wide_registers() else _compute_floats
+    return [partial(widened, builder, shift) for shift in INT4_SHIFTS]
 
 
 def _look_up_pairs(builder: Any, shift: int, words: Any) -> Any:
     # A bfloat16 is the upper half of a float32.
-    table = _HALVES(2 * (_numbers().view(np.uint32) >> 16).tolist())
-    places = builder.bitcast(_shifted(builder, shift, words), _HALVES)
-    return _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, places)
+    table = _INT16_LANES(2 * (_code_values().view(np.uint32) >> 16).tolist())
+    indices = builder.bitcast(_shift_right(builder, shift, words), _INT16_LANES)
+    return _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, indices)
 
 
 def _look_up_floats(builder: Any, shift: int, words: Any) -> Any:
-    table, places = _FLOATS(_numbers().tolist()), _shifted(builder, shift, words)
-    return _look_up(builder, "llvm.x86.avx512.permvar.sf.512", table, places)
+    table, indices = _FLOAT_LANES(_code_values().tolist()), _shift_right(builder, shift, words)
+    return _look_up(builder, "llvm.x86.avx512.permvar.sf.512", table, indices)
 
 
-def _converted(builder: Any, shift: int, words: Any) -> Any:
-    codes = builder.and_(_shifted(builder, shift, words), _WORDS([MAX_CODE] * LANES))
-    return builder.sitofp(builder.sub(codes, _WORDS([MIDDLE] * LANES)), _FLOATS)
+def _compute_floats(builder: Any, shift: int, words: Any) -> Any:
+    codes = builder.and_(_shift_right(builder, shift, words), _INT32_LANES([MAX_CODE] * LANES))
+    return builder.sitofp(builder.sub(codes, _INT32_LANES([MIDDLE_CODE] * LANES)), _FLOAT_LANES)
 
 
 def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
@@ -183,45 +192,45 @@ def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
     """
 
     def masked(halves: Any, mask: int) -> Any:
-        return builder.and_(halves, _HALVES([mask] * (2 * LANES)))
+        return builder.and_(halves, _INT16_LANES([mask] * (2 * LANES)))
 
-    def moved(bits: int) -> Any:
+    def shift_codes(bits: int) -> Any:
         """The codes, so many bits to the left."""
         move = builder.shl if bits > 0 else builder.lshr
-        return move(codes, _HALVES([abs(bits)] * (2 * LANES))) if bits else codes
+        return move(codes, _INT16_LANES([abs(bits)] * (2 * LANES))) if bits else codes
 
-    codes = builder.bitcast(words, _HALVES)
-    bias = _HALVES([(127 - 7 - 8) << 7] * (2 * LANES))
-    normal = builder.or_(masked(moved(4 - shift), 0x7F << 4), bias)
-    small = np.arange(2 * LANES, dtype=np.float32) / np.float32(2**9 * E4M3_UNIT)
-    table = _HALVES((small.view(np.uint32) >> 16).tolist())
-    subnormal = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, moved(-shift))
-    is_subnormal = builder.icmp_unsigned("==", masked(codes, 0x78 << shift), _HALVES(None))
+    codes = builder.bitcast(words, _INT16_LANES)
+    bias = _INT16_LANES([(127 - 7 - 8) << 7] * (2 * LANES))
+    normal = builder.or_(masked(shift_codes(4 - shift), 0x7F << 4), bias)
+    subnormal_values = np.arange(2 * LANES, dtype=np.float32) / np.float32(2**9 * E4M3_UNIT)
+    table = _INT16_LANES((subnormal_values.view(np.uint32) >> 16).tolist())
+    subnormal = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, shift_codes(-shift))
+    is_subnormal = builder.icmp_unsigned("==", masked(codes, 0x78 << shift), _INT16_LANES(None))
     magnitudes = builder.select(is_subnormal, subnormal, normal)
-    return builder.or_(magnitudes, masked(moved(8 - shift), 0x8000))
+    return builder.or_(magnitudes, masked(shift_codes(8 - shift), 0x8000))
 
 
 def _e4m3_floats(builder: Any, shift: int, words: Any) -> Any:
     def constant(number: int) -> Any:
-        return _WORDS([number] * LANES)
+        return _INT32_LANES([number] * LANES)
 
-    codes = _shifted(builder, shift, words)
+    codes = _shift_right(builder, shift, words)
     signs = builder.shl(builder.and_(codes, constant(0x80)), constant(8))
     numbers = builder.shl(builder.and_(codes, constant(0x7F)), constant(7))
     halves = builder.trunc(builder.or_(signs, numbers), ir.VectorType(_INT16, LANES))
-    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+    return builder.fpext(builder.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), _FLOAT_LANES)
 
 
-def _shifted(builder: Any, shift: int, words: Any) -> Any:
-    return builder.lshr(words, _WORDS([shift] * LANES)) if shift else words
+def _shift_right(builder: Any, shift: int, words: Any) -> Any:
+    return builder.lshr(words, _INT32_LANES([shift] * LANES)) if shift else words
 
 
-def _numbers() -> Any:
+def _code_values() -> Any:
     """What the codes stand for, float32."""
-    return np.arange(MAX_CODE + 1, dtype=np.float32) - np.float32(MIDDLE)
+    return np.arange(MAX_CODE + 1, dtype=np.float32) - np.float32(MIDDLE_CODE)
 
 
-def _look_up(builder: Any, instruction: str, table: Any, places: Any) -> Any:
-    function_type = ir.FunctionType(table.type, [table.type, places.type])
+def _look_up(builder: Any, instruction: str, table: Any, indices: Any) -> Any:
+    function_type = ir.FunctionType(table.type, [table.type, indices.type])
     function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
-    return builder.call(function, [table, places])
+    return builder.call(function, [table, indices])

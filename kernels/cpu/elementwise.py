@@ -16,7 +16,7 @@ import math
 import numpy as np
 from torch import Tensor
 
-from kernels.cpu.fp8 import stored_as
+from kernels.cpu.fp8 import to_cache_dtype
 from kernels.cpu.jit import (
     Array,
     as_array,
@@ -27,7 +27,7 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
-from kernels.cpu.kv_layout import as_laid_out
+from kernels.cpu.kv_layout import kernel_cache_views
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import empty
 
@@ -73,7 +73,7 @@ def qk_norm_rope_store(
     kv_places_T: Tensor,
 ) -> Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
-    k_laid_out, v_laid_out = as_laid_out(k_cache, v_cache, qkv_TXD.dtype)
+    k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
     _qk_norm_rope_store(
@@ -209,14 +209,14 @@ def _store_token(
         for feature_group in range(head_dim // width):
             for w in range(width):
                 key = narrow(rotated_D[feature_group * width + w], q_HD[0, 0])
-                k_NKDPW[block, k, feature_group, place_in_block, w] = stored_as(
+                k_NKDPW[block, k, feature_group, place_in_block, w] = to_cache_dtype(
                     key, k_NKDPW[0, 0, 0, 0, 0]
                 )
         token_group = place_in_block // width
         place_in_group = place_in_block % width
         for d in range(head_dim):
             value = qkv_XD[num_heads + num_kv_heads + k, d]
-            v_NKPDW[block, k, token_group, d, place_in_group] = stored_as(
+            v_NKPDW[block, k, token_group, d, place_in_group] = to_cache_dtype(
                 value, v_NKPDW[0, 0, 0, 0, 0]
             )
 

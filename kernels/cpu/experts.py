@@ -38,7 +38,7 @@ from kernels.cpu.jit import (
 )
 from kernels.cpu.panel import multiply_bfloat16_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.pool import leave_cores
+from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import refuse
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import ExpertWeights
@@ -54,36 +54,41 @@ class PackedExperts(ExpertWeights):
     panels with zeros. num_features: F.
     """
 
-    panel: int
+    panel_features: int
     num_features: int
 
 
 class CpuExperts:
     """`ExpertKernels` in numba."""
 
-    def first_step(
+    def warmup_calls(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
     ) -> list[Callable[[], object]]:
         """A choice, and the MLP of one expert."""
         weight = torch.zeros(1, 4, 2, dtype=weight_dtype)
         weights = ExpertWeights(gate_up=weight, down=weight[:, :2].clone())
-        experts, one = self.pack_weights(weights, dtype), torch.zeros(1, 1)
+        experts, zero_logit = self.pack_weights(weights, dtype), torch.zeros(1, 1)
         x, ids = torch.zeros(1, 2, dtype=dtype), torch.zeros(1, 1, dtype=torch.int32)
         return [
-            partial(self.mlp, x, one, ids, experts),
-            partial(self.route, one.to(dtype), 1, True, None),
+            partial(self.mlp, x, zero_logit, ids, experts),
+            partial(self.route, zero_logit.to(dtype), 1, True, None),
         ]
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
+        self,
+        logits_TX: Tensor,
+        num_experts_per_token: int,
+        normalizes_weights: bool,
+        num_live_tokens_1: Tensor | None,
+        /,
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that where logits are NaN other experts may be chosen: still
-        `num_chosen` different ones, all of them below X.
+        `num_experts_per_token` different ones, all of them below X.
         """
-        assert num_live_1 is None, "without graphs there is no padding"
-        weights_TK = torch.empty(len(logits_TX), num_chosen)
-        ids_TK = torch.empty(len(logits_TX), num_chosen, dtype=torch.int32)
-        _route(as_array(logits_TX), normalizes, as_array(weights_TK), as_array(ids_TK))
+        assert num_live_tokens_1 is None, "without graphs there is no padding"
+        weights_TK = torch.empty(len(logits_TX), num_experts_per_token)
+        ids_TK = torch.empty(len(logits_TX), num_experts_per_token, dtype=torch.int32)
+        _route(as_array(logits_TX), normalizes_weights, as_array(weights_TK), as_array(ids_TK))
         return weights_TK, ids_TK
 
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
@@ -98,11 +103,11 @@ class CpuExperts:
             return weights
         if is_bfloat16 and (is_mixed or not has_dot_products()):
             return weights
-        panel = mixed.PANEL if is_mixed else packed.PANEL
+        panel_features = mixed.PANEL_FEATURES if is_mixed else packed.PANEL_FEATURES
         return PackedExperts(
-            gate_up=_pack(gate_up, panel, step),
-            down=_pack(down, panel, step),
-            panel=panel,
+            gate_up=_pack(gate_up, panel_features, step),
+            down=_pack(down, panel_features, step),
+            panel_features=panel_features,
             num_features=down.shape[2],
         )
 
@@ -112,7 +117,7 @@ class CpuExperts:
         """As `expert_mlp_reference`."""
         refuse()
         if not isinstance(experts, PackedExperts):
-            leave_cores()
+            put_helpers_to_sleep()
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)
         num_pairs, num_features = ids_TK.numel(), experts.num_features
         out_TE = torch.empty(x_TE.shape, dtype=x_TE.dtype)
@@ -132,18 +137,20 @@ class CpuExperts:
         return out_TE
 
 
-def _pack(weight_XYE: Tensor, panel: int, step: int) -> Tensor:
+def _pack(weight_XYE: Tensor, panel_features: int, step: int) -> Tensor:
     """The panels of `PackedExperts`, in the memory of the weight if there are only whole ones.
     Otherwise in a copy: the weight is held twice until the caller lets go of it.
     """
-    padding = -weight_XYE.shape[1] % panel
+    padding = -weight_XYE.shape[1] % panel_features
     if padding:
         weight_XYE = functional.pad(weight_XYE, (0, 0, 0, padding))
     num_experts, size_out, size_in = weight_XYE.shape
     # A step is moved whole: two numbers of bfloat16 as one of 32 bits, which a float32 is too.
     steps = weight_XYE.view(torch.int32) if step * weight_XYE.itemsize == 4 else weight_XYE
-    mixed.transpose_panels(as_array(steps.view(-1, size_in // step, panel)))
-    return weight_XYE.view(num_experts, size_out // panel, size_in // step, panel * step)
+    mixed.transpose_panels(as_array(steps.view(-1, size_in // step, panel_features)))
+    return weight_XYE.view(
+        num_experts, size_out // panel_features, size_in // step, panel_features * step
+    )
 
 
 # -- which experts ---------------------------------------------------------------------------------
@@ -151,35 +158,35 @@ def _pack(weight_XYE: Tensor, panel: int, step: int) -> Tensor:
 
 @exact_jit
 def _route_token(
-    t: int, logits_TX: Array, normalizes: bool, weights_TK: Array, ids_TK: Array
+    t: int, logits_TX: Array, normalizes_weights: bool, weights_TK: Array, ids_TK: Array
 ) -> None:
-    num_experts, num_chosen = logits_TX.shape[1], ids_TK.shape[1]
+    num_experts, num_experts_per_token = logits_TX.shape[1], ids_TK.shape[1]
     logits_X = np.empty(num_experts, np.float32)
     is_chosen_X = np.zeros(num_experts, np.bool_)
     for x in range(num_experts):
         logits_X[x] = widen(logits_TX[t, x])
-    for k in range(num_chosen):
-        best = -1
+    for k in range(num_experts_per_token):
+        best_expert = -1
         for x in range(num_experts):  # the first of equal ones stays
-            if not is_chosen_X[x] and (best < 0 or logits_X[x] > logits_X[best]):
-                best = x
-        is_chosen_X[best] = True
-        ids_TK[t, k] = best
-    largest = logits_X[ids_TK[t, 0]]
-    total, total_chosen = np.float32(0), np.float32(0)
+            if not is_chosen_X[x] and (best_expert < 0 or logits_X[x] > logits_X[best_expert]):
+                best_expert = x
+        is_chosen_X[best_expert] = True
+        ids_TK[t, k] = best_expert
+    max_logit = logits_X[ids_TK[t, 0]]
+    total, chosen_weight_sum = np.float32(0), np.float32(0)
     for x in range(num_experts):
-        total += exp_nonpositive(logits_X[x] - largest)
-    for k in range(num_chosen):
-        weights_TK[t, k] = exp_nonpositive(logits_X[ids_TK[t, k]] - largest) / total
-        total_chosen += weights_TK[t, k]
-    if normalizes:
-        for k in range(num_chosen):
-            weights_TK[t, k] /= total_chosen
+        total += exp_nonpositive(logits_X[x] - max_logit)
+    for k in range(num_experts_per_token):
+        weights_TK[t, k] = exp_nonpositive(logits_X[ids_TK[t, k]] - max_logit) / total
+        chosen_weight_sum += weights_TK[t, k]
+    if normalizes_weights:
+        for k in range(num_experts_per_token):
+            weights_TK[t, k] /= chosen_weight_sum
 
 
 @exact_entry_jit
-def _route(logits_TX: Array, normalizes: bool, weights_TK: Array, ids_TK: Array) -> None:
-    arguments = (logits_TX, normalizes, weights_TK, ids_TK)
+def _route(logits_TX: Array, normalizes_weights: bool, weights_TK: Array, ids_TK: Array) -> None:
+    arguments = (logits_TX, normalizes_weights, weights_TK, ids_TK)
     parallel_for(len(logits_TX), _route_token, arguments)
 
 
@@ -222,9 +229,9 @@ def _multiply_rows(
     weight = address, panel_bytes, weight_XNSC[0, 0, 0, 0]
     no_bias = x_PX[0, :0]
     end = starts_X1[expert + 1]
-    for first in range(starts_X1[expert], end, _CACHED_ROWS):
-        last = min(first + _CACHED_ROWS, end)
-        _multiply_panel(panel, x_PX[first:last], weight, no_bias, out_PY[first:last])
+    for first_row in range(starts_X1[expert], end, _CACHED_ROWS):
+        end_row = min(first_row + _CACHED_ROWS, end)
+        _multiply_panel(panel, x_PX[first_row:end_row], weight, no_bias, out_PY[first_row:end_row])
 
 
 @exact_jit
@@ -240,11 +247,11 @@ def _sort_pairs(ids_TK: Array, starts_X1: Array, places_TK: Array) -> Array:
     experts_A = np.flatnonzero(starts_X1[1:])
     for x in range(num_experts):
         starts_X1[x + 1] += starts_X1[x]
-    next_X = starts_X1[:num_experts].copy()
+    next_place_X = starts_X1[:num_experts].copy()
     for t in range(len(ids_TK)):
         for k in range(ids_TK.shape[1]):
-            places_TK[t, k] = next_X[ids_TK[t, k]]
-            next_X[ids_TK[t, k]] += 1
+            places_TK[t, k] = next_place_X[ids_TK[t, k]]
+            next_place_X[ids_TK[t, k]] += 1
     return experts_A
 
 
@@ -255,7 +262,9 @@ def _copy_row(t: int, x_TE: Array, places_TK: Array, rows_PE: Array) -> None:
 
 
 @exact_jit
-def _add_up(t: int, product_PE: Array, places_TK: Array, weights_TK: Array, out_TE: Array) -> None:
+def _combine_products(
+    t: int, product_PE: Array, places_TK: Array, weights_TK: Array, out_TE: Array
+) -> None:
     """The weighted sum of a token's products, in the order of k."""
     total_E = np.zeros(out_TE.shape[1], np.float32)
     for k in range(places_TK.shape[1]):
@@ -289,4 +298,4 @@ def _mlp(
     num_tasks = len(experts_A) * down_XNSC.shape[1]
     arguments = (hidden_PF, down_XNSC, experts_A, starts_X1, product_PE)
     parallel_for(num_tasks, _multiply_rows, arguments)
-    parallel_for(len(x_TE), _add_up, (product_PE, places_TK, weights_TK, out_TE))
+    parallel_for(len(x_TE), _combine_products, (product_PE, places_TK, weights_TK, out_TE))

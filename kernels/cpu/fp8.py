@@ -17,40 +17,41 @@ from kernels.cpu.jit import Array, narrow, widen
 # number.
 _CODES = np.arange(256, dtype=np.uint16)
 _HALVES = ((_CODES & 0x80) << 8 | (_CODES & 0x7F) << 7).view(np.float16)
-_FLOAT32 = np.where(_CODES & 0x7F == 0x7F, np.float32(np.nan), _HALVES * np.float32(256))
-_BFLOAT16 = (_FLOAT32.view(np.uint32) >> 16).astype(np.uint16)
+_FLOAT32_BY_CODE = np.where(_CODES & 0x7F == 0x7F, np.float32(np.nan), _HALVES * np.float32(256))
+_BFLOAT16_BY_CODE = (_FLOAT32_BY_CODE.view(np.uint32) >> 16).astype(np.uint16)
 
 
-def stored_as(value: Any, like: Any) -> Any:
-    """An element of a kernel's array, converted to the element type of `like`, a cache."""
+def to_cache_dtype(value: Any, dtype_example: Any) -> Any:
+    """An element of a kernel's array, converted to the element type of `dtype_example`, a cache."""
     raise NotImplementedError("for compiled code")
 
 
-@overload(stored_as, inline="always")  # the signatures must match exactly, so none is annotated
-def _stored_as(value, like):  # type: ignore[no-untyped-def]
-    if like == types.uint8:
-        return lambda value, like: narrow(widen(value), like)
-    return lambda value, like: value
+# The signatures must match exactly, so none is annotated.
+@overload(to_cache_dtype, inline="always")
+def _stored_as(value, dtype_example):  # type: ignore[no-untyped-def]
+    if dtype_example == types.uint8:
+        return lambda value, dtype_example: narrow(widen(value), dtype_example)
+    return lambda value, dtype_example: value
 
 
-def loaded(block: Array, like: Array) -> Array:
-    """A block of a cache, converted to the element type of `like` and contiguous; the block itself
-    if it has that type already.
+def from_cache_dtype(block: Array, dtype_example: Array) -> Array:
+    """A block of a cache, converted to the element type of `dtype_example` and contiguous; the
+    block itself if it has that type already.
     """
     raise NotImplementedError("for compiled code")
 
 
-@overload(loaded, inline="always")
-def _loaded(block, like):  # type: ignore[no-untyped-def]
+@overload(from_cache_dtype, inline="always")
+def _loaded(block, dtype_example):  # type: ignore[no-untyped-def]
     if block.dtype != types.uint8:
-        return lambda block, like: block
-    value_by_code = _BFLOAT16 if like.dtype == types.uint16 else _FLOAT32
+        return lambda block, dtype_example: block
+    value_by_code = _BFLOAT16_BY_CODE if dtype_example.dtype == types.uint16 else _FLOAT32_BY_CODE
 
-    def unpacked(block, like):  # type: ignore[no-untyped-def]
-        out = np.empty(block.shape, like.dtype)
+    def convert_block(block, dtype_example):  # type: ignore[no-untyped-def]
+        out = np.empty(block.shape, dtype_example.dtype)
         codes, values = block.ravel(), out.ravel()
         for i in range(len(codes)):
             values[i] = value_by_code[codes[i]]
         return out
 
-    return unpacked
+    return convert_block

@@ -27,7 +27,7 @@ from kernels.cpu.codes import (
     E4M3_SHIFTS,
     E4M3_UNIT,
     MAX_FUSED_ROWS,
-    PANEL,
+    PANEL_FEATURES,
     multiply_codes,
     widen_codes,
 )
@@ -36,7 +36,7 @@ from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import empty, keep, refuse
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, MIDDLE
+from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
 _CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
@@ -52,7 +52,7 @@ class CpuGrouped:
     def __init__(self, form: str) -> None:
         self._is_e4m3 = form == "fp8"
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product, for scales of each kind."""
         kinds = (torch.float32,) if self._is_e4m3 else (torch.float16, torch.bfloat16)
         return [partial(self._run_once, dtype, kind) for kind in kinds]
@@ -70,15 +70,15 @@ class CpuGrouped:
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """The weight in panels: int32 words [N, W, P], zero points and scales [N, G, P]."""
-        words_NWP = _in_panels(weight.words_YW.view(torch.int32))
-        scale_NGP = _in_panels(weight.scale_YG)
+        words_NWP = _pack_panels(weight.words_YW.view(torch.int32))
+        scale_NGP = _pack_panels(weight.scale_YG)
         if self._is_e4m3:
             scale_NGP *= E4M3_UNIT
-            for bytes_WP4 in words_NWP.view(torch.uint8).unflatten(2, (PANEL, -1)):
+            for bytes_WP4 in words_NWP.view(torch.uint8).unflatten(2, (PANEL_FEATURES, -1)):
                 bytes_WP4[:, :, 1:3] = bytes_WP4[:, :, 1:3].flip(2)  # see `E4M3_SHIFTS`
         return GroupedCodes(
             words_YW=words_NWP,
-            zeros_YG=None if weight.zeros_YG is None else _in_panels(weight.zeros_YG),
+            zeros_YG=None if weight.zeros_YG is None else _pack_panels(weight.zeros_YG),
             scale_YG=scale_NGP,
             num_rows=weight.num_rows,
         )
@@ -99,19 +99,19 @@ class CpuGrouped:
         x, out = as_array(x_TX.contiguous()), as_array(out_TY)
         sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
-        for first in range(0, len(x), _CACHED_ROWS):
-            rows = slice(first, first + _CACHED_ROWS)
+        for first_row in range(0, len(x), _CACHED_ROWS):
+            rows = slice(first_row, first_row + _CACHED_ROWS)
             _linear(x[rows], sums[rows], arrays, bias, out[rows])
         return out_TY
 
 
-def _in_panels(tensor_YA: Tensor) -> Tensor:
+def _pack_panels(tensor_YA: Tensor) -> Tensor:
     """[Y, A] as [N, A, P]; the last panel is filled with zeros."""
     rows, columns = tensor_YA.shape
-    num_panels = -(-rows // PANEL)
-    panels_NAP = torch.zeros(num_panels, columns, PANEL, dtype=tensor_YA.dtype)
+    num_panels = -(-rows // PANEL_FEATURES)
+    panels_NAP = torch.zeros(num_panels, columns, PANEL_FEATURES, dtype=tensor_YA.dtype)
     for panel in range(num_panels):
-        part = tensor_YA[panel * PANEL : (panel + 1) * PANEL]
+        part = tensor_YA[panel * PANEL_FEATURES : (panel + 1) * PANEL_FEATURES]
         panels_NAP[panel, :, : len(part)] = part.T
     return panels_NAP
 
@@ -147,13 +147,13 @@ def _multiply_panel(
     num_rows, size_in = x_TX.shape
     num_groups = scale_NGP.shape[1]
     group_size, codes_per_word = size_in // num_groups, size_in // words_NWP.shape[1]
-    sums = np.zeros(num_rows * PANEL + _ALIGNMENT, np.float32)
+    sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT, np.float32)
     first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
     sums_address = sums.ctypes.data + 4 * first_sum
     totals, scale_P, zeros_P = (
         np.zeros_like(sums),
-        np.empty(PANEL, np.float32),
-        np.zeros(PANEL, np.float32),
+        np.empty(PANEL_FEATURES, np.float32),
+        np.zeros(PANEL_FEATURES, np.float32),
     )
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
@@ -167,21 +167,21 @@ def _multiply_panel(
             for i in range(len(sums)):
                 sums[i] = 0
             sizes = num_rows, num_word_rows, codes_per_word * x_TX.itemsize // STEP_BYTES
-            _add_widened(sizes, x, words, sums_address, buffer)
-        words_address += num_word_rows * PANEL * words_NWP.itemsize
+            _add_group_product(sizes, x, words, sums_address, buffer)
+        words_address += num_word_rows * PANEL_FEATURES * words_NWP.itemsize
         scale_bits_P = scale_NGP[panel, group]
-        for p in range(np.uint64(PANEL)):
+        for p in range(np.uint64(PANEL_FEATURES)):
             scale_P[p] = _scale_of_bits(scale_bits_P[p])
         if len(zeros_NGP):
             codes_P = zeros_NGP[panel, group]
-            for p in range(np.uint64(PANEL)):
-                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE))
-        _add_scaled(num_rows, group, sums, totals, first_sum, sums_TG, zeros_P, scale_P)
-    _finish(panel * PANEL, totals, first_sum, bias_Y, out_TY)
+            for p in range(np.uint64(PANEL_FEATURES)):
+                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE_CODE))
+        _add_scaled_sums(num_rows, group, sums, totals, first_sum, sums_TG, zeros_P, scale_P)
+    _write_output(panel * PANEL_FEATURES, totals, first_sum, bias_Y, out_TY)
 
 
 @exact_jit
-def _add_widened(
+def _add_group_product(
     sizes: tuple[int, int, int],
     x: tuple[int, int, Any],
     words: tuple[int, Any],
@@ -196,19 +196,19 @@ def _add_widened(
     words_address, word = words
     x_address, x_stride, element = x
     buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
-    rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL * STEP_BYTES)
-    widened = buffer_address, PANEL * STEP_BYTES, element
+    rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL_FEATURES * STEP_BYTES)
+    widened = buffer_address, PANEL_FEATURES * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):
         rows = min(rows_per_chunk, num_word_rows - first)
-        chunk = words_address + first * PANEL * STEP_BYTES, word
+        chunk = words_address + first * PANEL_FEATURES * STEP_BYTES, word
         widen_codes(chunk, rows, buffer_address, element)
         part = x_address + first * steps_per_row * STEP_BYTES, x_stride, element
-        sums = sums_address, PANEL * STEP_BYTES
+        sums = sums_address, PANEL_FEATURES * STEP_BYTES
         add_64_columns(num_rows, part, widened, sums, rows * steps_per_row, buffer_address)
 
 
 @exact_jit
-def _add_scaled(
+def _add_scaled_sums(
     num_rows: int,
     group: int,
     sums: Array,
@@ -221,8 +221,8 @@ def _add_scaled(
     """Add a group's products with (number - zero) * scale to the totals."""
     for t in range(num_rows):
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        first_of_row, sum_of_inputs = np.uint64(first_sum + t * PANEL), sums_TG[t, group]
-        for p in range(np.uint64(PANEL)):
+        first_of_row, sum_of_inputs = np.uint64(first_sum + t * PANEL_FEATURES), sums_TG[t, group]
+        for p in range(np.uint64(PANEL_FEATURES)):
             product = sums[first_of_row + p] - zeros_P[p] * sum_of_inputs
             totals[first_of_row + p] += product * scale_P[p]
 
@@ -239,13 +239,13 @@ def _sum_groups(t: int, x_TX: Array, sums_TG: Array) -> None:
 
 
 @exact_jit
-def _finish(
+def _write_output(
     first_feature: int, totals: Array, first_sum: int, bias_Y: Array, out_TY: Array
 ) -> None:
     first = np.uint64(first_feature)
-    num_features = min(np.uint64(PANEL), np.uint64(out_TY.shape[1]) - first)
+    num_features = min(np.uint64(PANEL_FEATURES), np.uint64(out_TY.shape[1]) - first)
     for t in range(len(out_TY)):
-        first_of_row = np.uint64(first_sum + t * PANEL)
+        first_of_row = np.uint64(first_sum + t * PANEL_FEATURES)
         for p in range(num_features):
             value = totals[first_of_row + p]
             if len(bias_Y):

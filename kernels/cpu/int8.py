@@ -27,10 +27,10 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
-from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
+from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.pool import leave_cores
+from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import empty, keep, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
@@ -58,11 +58,16 @@ class PackedInt8Weight(Int8Weight):
 class CpuInt8:
     """`Int8Kernels` with oneDNN and numba."""
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product of few rows, and one of many."""
-        codes, scale = torch.zeros(PANEL, PANEL, dtype=torch.int8), torch.ones(PANEL)
+        codes, scale = (
+            torch.zeros(PANEL_FEATURES, PANEL_FEATURES, dtype=torch.int8),
+            torch.ones(PANEL_FEATURES),
+        )
         weight = self.pack_weight(Int8Weight(codes_YX=codes, scale_Y=scale))
-        x = torch.zeros(max_rows(PANEL, PANEL) + 1, PANEL, dtype=dtype)
+        x = torch.zeros(
+            max_few_rows(PANEL_FEATURES, PANEL_FEATURES) + 1, PANEL_FEATURES, dtype=dtype
+        )
         return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
 
     def pack_weight(self, weight: Int8Weight, /) -> PackedInt8Weight:
@@ -89,11 +94,13 @@ class CpuInt8:
         x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
         scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
-        if weight.address is not None and num_rows <= max_rows(size_in, size_out):
-            _few_rows(x, codes, weight.address, PANEL * row_bytes(size_in), bias, scales, out)
+        if weight.address is not None and num_rows <= max_few_rows(size_in, size_out):
+            _multiply_few_rows(
+                x, codes, weight.address, PANEL_FEATURES * row_bytes(size_in), bias, scales, out
+            )
             return out_TY
         _quantize(x, codes, scales[2])
-        leave_cores()
+        put_helpers_to_sleep()
         refuse()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
@@ -152,7 +159,7 @@ def _scale(sums_TY: Array, bias_Y: Array, scales: tuple[Array, ...], out_TY: Arr
 
 
 @exact_entry_jit
-def _few_rows(
+def _multiply_few_rows(
     x_TX: Array,
     codes_TX: Array,
     address: int,
@@ -163,4 +170,6 @@ def _few_rows(
 ) -> None:
     parallel_for(len(x_TX), _quantize_token, (x_TX, codes_TX, scales[2]))
     arguments = (codes_TX, (address, panel_bytes, np.int8(0)), bias_Y, scales, out_TY)
-    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_int8_panel, arguments)
+    parallel_for(
+        (out_TY.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES, multiply_int8_panel, arguments
+    )

@@ -72,7 +72,7 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-def _flip_of(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
+def _make_flip(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
     sign_shift = integer(8 * integer(0).itemsize - 1)
     magnitude_mask = np.iinfo(integer).max
 
@@ -85,7 +85,7 @@ def _flip_of(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
 
 # From the bits of a float to an integer that is greater for a greater float, and back. A maximum of
 # integers vectorizes; one of floats does not, because of NaN.
-flip_int16, flip_int32 = _flip_of(np.int16), _flip_of(np.int32)
+flip_int16, flip_int32 = _make_flip(np.int16), _make_flip(np.int32)
 
 
 @inlined_jit
@@ -95,7 +95,7 @@ def ordered_bits(value: np.float32) -> np.int32:
 
 
 @inlined_jit
-def float_of_ordered(ordered: np.int32) -> np.float32:
+def float_of_ordered_bits(ordered: np.int32) -> np.float32:
     """The inverse of `ordered_bits`."""
     return float_of_bits(np.uint32(flip_int32(ordered)))  # type: ignore[no-any-return]
 
@@ -122,18 +122,18 @@ def _widen(value):  # type: ignore[no-untyped-def]
     return lambda value: value
 
 
-def narrow(value: Any, like: Any) -> Any:
-    """float32 converted to the element type of `like`; bfloat16 and 8-bit numbers
+def narrow(value: Any, dtype_example: Any) -> Any:
+    """float32 converted to the element type of `dtype_example`; bfloat16 and 8-bit numbers
     (`kernels/reference/fp8.py`) round to nearest, ties to even.
     """
     raise NotImplementedError("for compiled code")
 
 
 @overload(narrow, inline="always")
-def _narrow(value, like):  # type: ignore[no-untyped-def]
-    if like == types.uint16:
+def _narrow(value, dtype_example):  # type: ignore[no-untyped-def]
+    if dtype_example == types.uint16:
 
-        def to_bfloat16(value, like):  # type: ignore[no-untyped-def]
+        def to_bfloat16(value, dtype_example):  # type: ignore[no-untyped-def]
             bits = bits_of_float(value)
             return np.uint16(
                 (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -141,9 +141,9 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
             )
 
         return to_bfloat16
-    if like == types.uint8:
+    if dtype_example == types.uint8:
 
-        def to_fp8(value, like):  # type: ignore[no-untyped-def]
+        def to_fp8(value, dtype_example):  # type: ignore[no-untyped-def]
             bits = np.int64(bits_of_float(value))
             magnitude = bits & 0x7FFFFFFF
             if magnitude < 0x3C800000:  # below the smallest normal number: in units of 2**-9
@@ -155,7 +155,7 @@ def _narrow(value, like):  # type: ignore[no-untyped-def]
             return np.uint8(((bits >> 24) & 0x80) | clamped_code)
 
         return to_fp8
-    return lambda value, like: value
+    return lambda value, dtype_example: value
 
 
 _LOG2_E = np.float32(1.4426950408889634)
@@ -172,9 +172,9 @@ def exp_nonpositive(x: np.float32) -> np.float32:
     (Moshier 1989). No branch and no call, so that loops over it vectorize; fused operations are
     explicit, so every loop rounds in the same way.
     """
-    clamped = max(x, _MIN_EXPONENT)
-    n = np.floor(multiply_add(clamped, _LOG2_E, np.float32(0.5)))
-    r = multiply_add(n, -_LN2_LOW, multiply_add(n, -_LN2_HIGH, clamped))
+    clamped_x = max(x, _MIN_EXPONENT)
+    n = np.floor(multiply_add(clamped_x, _LOG2_E, np.float32(0.5)))
+    r = multiply_add(n, -_LN2_LOW, multiply_add(n, -_LN2_HIGH, clamped_x))
     p = np.float32(1.9875691500e-4)
     p = multiply_add(p, r, np.float32(1.3981999507e-3))
     p = multiply_add(p, r, np.float32(8.3334519073e-3))

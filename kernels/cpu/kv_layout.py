@@ -14,7 +14,7 @@ import functools
 import torch
 from torch import Tensor
 
-from kernels.cpu.tile import LANES, PAIR, has_dot_products
+from kernels.cpu.tile import LANES, PAIR_SIZE, has_dot_products
 from kernels.interface import Shape
 
 
@@ -32,20 +32,22 @@ def head_major_shapes(
     )
 
 
-def as_laid_out(k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def kernel_cache_views(
+    k_cache: Tensor, v_cache: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Views of the caches as the kernels read and write them: keys [N, K, D/W, P, W], values [N, K,
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.
     """
     num_blocks, num_kv_heads, head_dim, block_size = k_cache.shape
-    side_by_side = width(dtype, head_dim, block_size)
+    group_width = width(dtype, head_dim, block_size)
     return k_cache.view(
-        num_blocks, num_kv_heads, head_dim // side_by_side, block_size, side_by_side
-    ), v_cache.view(num_blocks, num_kv_heads, block_size // side_by_side, head_dim, side_by_side)
+        num_blocks, num_kv_heads, head_dim // group_width, block_size, group_width
+    ), v_cache.view(num_blocks, num_kv_heads, block_size // group_width, head_dim, group_width)
 
 
 @functools.cache
 def width(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
     """W for products in this dtype, for caches of this shape on this processor."""
     fills_lanes = head_dim % LANES == 0 and block_size % LANES == 0
-    return PAIR if dtype is torch.bfloat16 and fills_lanes and has_dot_products() else 1
+    return PAIR_SIZE if dtype is torch.bfloat16 and fills_lanes and has_dot_products() else 1

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit
-from kernels.cpu.packed import PANEL, max_rows, packed_address, row_bytes
+from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row_bytes
 from kernels.cpu.panel import multiply_bfloat16_panel
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.pool import leave_cores
+from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import empty, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
@@ -41,7 +41,7 @@ _NO_BIAS = torch.empty(0, dtype=torch.bfloat16)
 
 
 @functools.cache
-def packs(dtype: torch.dtype) -> bool:
+def packs_dtype(dtype: torch.dtype) -> bool:
     """Whether weights of this dtype are packed on this processor."""
     if dtype is torch.float32:
         return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"
@@ -53,7 +53,7 @@ def pack_weight(weight_YX: Tensor) -> Tensor:
     """The weight as `linear` needs it: a copy in oneDNN's layout, which only `linear` can read, or
     the same tensor.
     """
-    if not packs(weight_YX.dtype):
+    if not packs_dtype(weight_YX.dtype):
         return weight_YX
     packed_YX = cast(Tensor, torch.ops.mkldnn._reorder_linear_weight(weight_YX, _ROWS_HINT))
     if weight_YX.dtype is torch.bfloat16 and has_dot_products():
@@ -69,24 +69,24 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
         refuse()
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = panel_address(packed_YX)
-    if address is not None and len(x_TX) <= max_rows(x_TX.shape[1], len(packed_YX)):
+    if address is not None and len(x_TX) <= max_few_rows(x_TX.shape[1], len(packed_YX)):
         return linear_of_few_rows(x_TX, address, len(packed_YX), bias_Y)
     if len(x_TX) == 1 and x_TX.shape[1] > _PRODUCTS_PER_SPAN and x_TX.dtype is torch.float32:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
-    leave_cores()
+    put_helpers_to_sleep()
     refuse()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)
 
 
 def linear_of_few_rows(x_TX: Tensor, address: int, size_out: int, bias_Y: Tensor | None) -> Tensor:
-    """x @ weight.T + bias, [T, Y], fast for T up to `packed.max_rows`; `address` from
+    """x @ weight.T + bias, [T, Y], fast for T up to `packed.max_few_rows`; `address` from
     `packed.packed_address`.
     """
     out_TY = empty((len(x_TX), size_out), torch.bfloat16)
     bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
-    panel_bytes = PANEL * row_bytes(2 * x_TX.shape[1])
+    panel_bytes = PANEL_FEATURES * row_bytes(2 * x_TX.shape[1])
     _multiply_few_rows(as_array(x_TX.contiguous()), address, panel_bytes, bias, as_array(out_TY))
     return out_TY
 
@@ -96,10 +96,12 @@ def _multiply_few_rows(
     x_TX: Array, address: int, panel_bytes: int, bias_Y: Array, out_TY: Array
 ) -> None:
     arguments = (x_TX, (address, panel_bytes, np.uint16(0)), bias_Y, (), out_TY)
-    parallel_for((out_TY.shape[1] + PANEL - 1) // PANEL, multiply_bfloat16_panel, arguments)
+    parallel_for(
+        (out_TY.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES, multiply_bfloat16_panel, arguments
+    )
 
 
 def run_once() -> None:
     """Compile the kernel of few rows, or load it from the cache."""
-    weight = torch.zeros(PANEL, PANEL, dtype=torch.bfloat16)
-    linear_of_few_rows(weight[:1], weight.data_ptr(), PANEL, None)
+    weight = torch.zeros(PANEL_FEATURES, PANEL_FEATURES, dtype=torch.bfloat16)
+    linear_of_few_rows(weight[:1], weight.data_ptr(), PANEL_FEATURES, None)

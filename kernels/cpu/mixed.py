@@ -23,7 +23,7 @@ from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import empty
 from kernels.cpu.tile import LANES
 
-PANEL = LANES
+PANEL_FEATURES = LANES
 _CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _NO_BIAS = torch.empty(0)
 
@@ -31,23 +31,25 @@ _NO_BIAS = torch.empty(0)
 class CpuMixed:
     """`MixedKernels` in numba."""
 
-    panel = PANEL
+    panel_features = PANEL_FEATURES
 
-    def first_step(self) -> list[Callable[[], object]]:
+    def warmup_calls(self) -> list[Callable[[], object]]:
         """Packing, and a product."""
-        weight = torch.zeros(PANEL, 1, dtype=torch.bfloat16)
-        return [partial(self.linear, torch.zeros(1, 1), self.pack_weight(weight), PANEL, None)]
+        weight = torch.zeros(PANEL_FEATURES, 1, dtype=torch.bfloat16)
+        return [
+            partial(self.linear, torch.zeros(1, 1), self.pack_weight(weight), PANEL_FEATURES, None)
+        ]
 
     def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
         """See `MixedKernels`."""
         size_out, size_in = weight_YX.shape
-        panels_NXP = weight_YX.view(size_out // PANEL, size_in, PANEL)
+        panels_NXP = weight_YX.view(size_out // PANEL_FEATURES, size_in, PANEL_FEATURES)
         transpose_panels(as_array(panels_NXP))
         return panels_NXP
 
     def rows(self, panels_NXP: Tensor, ids_T: Tensor, /) -> Tensor:
         """See `MixedKernels`."""
-        return panels_NXP[ids_T // PANEL, :, ids_T % PANEL].to(torch.float32)
+        return panels_NXP[ids_T // PANEL_FEATURES, :, ids_T % PANEL_FEATURES].to(torch.float32)
 
     def linear(
         self,
@@ -63,9 +65,12 @@ class CpuMixed:
         panels = as_array(panels_NXP)
         out = as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
-        for first in range(0, len(x), _CACHED_ROWS):
+        for first_row in range(0, len(x), _CACHED_ROWS):
             _linear(
-                x[first : first + _CACHED_ROWS], panels, bias, out[first : first + _CACHED_ROWS]
+                x[first_row : first_row + _CACHED_ROWS],
+                panels,
+                bias,
+                out[first_row : first_row + _CACHED_ROWS],
             )
         return out_TY
 
@@ -87,7 +92,7 @@ def transpose_panels(panels_NXP: Array) -> None:
 
 @exact_entry_jit
 def _linear(x_TX: Array, panels_NXP: Array, bias_Y: Array, out_TY: Array) -> None:
-    panel_bytes = panels_NXP.itemsize * panels_NXP.shape[1] * PANEL
+    panel_bytes = panels_NXP.itemsize * panels_NXP.shape[1] * PANEL_FEATURES
     weight = panels_NXP.ctypes.data, panel_bytes, panels_NXP[0, 0, 0]
     arguments = (x_TX, weight, bias_Y, (), out_TY)
     parallel_for(len(panels_NXP), multiply_widened_panel, arguments)

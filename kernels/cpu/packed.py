@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu.jit import as_array
 from kernels.cpu.torch_c import data_pointer
 
-PANEL = 64
+PANEL_FEATURES = 64
 _LANE_BYTES = 4
 
 _ROW_MULTIPLE_BYTES = 64
@@ -29,7 +29,7 @@ _SMALL_PRODUCT = 1 << 27  # multiplications; about 1 ms on one thread
 
 
 @functools.cache
-def max_rows(size_in: int, size_out: int) -> int:
+def max_few_rows(size_in: int, size_out: int) -> int:
     """Products of more rows than this are about as fast by oneDNN, or faster. It needs torch's
     threads, which sleep meanwhile: waking them takes a tenth of a small product. With matrix
     instructions (AMX) oneDNN computes faster, so our kernels pay off only for so few rows that
@@ -45,7 +45,7 @@ def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:
     above. `weight_YX`: the same weight, not packed.
     """
     (size_out, size_in), element_bytes = weight_YX.shape, weight_YX.itemsize
-    lane_elements, padded_rows = _LANE_BYTES // element_bytes, _padded(size_out, PANEL)
+    lane_elements, padded_rows = _LANE_BYTES // element_bytes, _padded(size_out, PANEL_FEATURES)
     bytes_per_row = row_bytes(size_in * element_bytes)
     # The sum of each row of codes follows the codes.
     num_bytes = padded_rows * bytes_per_row + (
@@ -61,11 +61,13 @@ def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:
         (ctypes.c_uint8 * (padded_rows * bytes_per_row)).from_address(address)
     )
     panels = packed_bytes.view(weight_array_YX.dtype).reshape(
-        padded_rows // PANEL, -1, PANEL, lane_elements
+        padded_rows // PANEL_FEATURES, -1, PANEL_FEATURES, lane_elements
     )
     # The first and the last panel show the order of all of them.
     for panel_index in {0, len(panels) - 1}:
-        expected_rows = weight_array_YX[panel_index * PANEL : (panel_index + 1) * PANEL]
+        expected_rows = weight_array_YX[
+            panel_index * PANEL_FEATURES : (panel_index + 1) * PANEL_FEATURES
+        ]
         packed_rows = panels[panel_index, : size_in // lane_elements, : len(expected_rows)]
         if not np.array_equal(
             packed_rows.transpose(1, 0, 2).reshape(expected_rows.shape), expected_rows

@@ -73,7 +73,7 @@ def _panel_product(
             next_address = chunk_address + (end_step - first_step) * step_bytes
             operands = x, chunk, rows_of_sums, end_step - first_step, next_address
             if widens:
-                _add_widened(num_rows, *operands, widened.ctypes.data)
+                _add_chunk_product(num_rows, *operands, widened.ctypes.data)
                 if end_step == num_steps or end_step % _STEPS_PER_SPAN == 0:
                     for i in range(len(sums)):
                         totals[i] += sums[i]
@@ -88,7 +88,7 @@ def _panel_product(
 
 
 @exact_jit
-def _add_widened(
+def _add_chunk_product(
     num_rows: int,
     x: tuple[int, int, Any],
     chunk: tuple[int, int, Any],
@@ -145,8 +145,8 @@ def _choose_finish(first_feature, sums, first_sum, width, bias_Y, scales, out_TY
             for p in range(num_features):
                 value = sums[first_of_row + p]
                 if is_scaled:
-                    unscaled = np.float32(value - scales[0][first + p])
-                    value = unscaled * scales[1][first + p] * scale_t
+                    unscaled_sum = np.float32(value - scales[0][first + p])
+                    value = unscaled_sum * scales[1][first + p] * scale_t
                 if len(bias_Y):
                     value += widen(bias_Y[first + p])
                 out_TY[t, first + p] = narrow(value, out_TY[0, 0])

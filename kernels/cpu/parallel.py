@@ -32,15 +32,15 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 
     def generate(context: Any, builder: Any, _: Any, argument_values: Any) -> Any:
         task_count, _, argument_tuple = argument_values
-        argument_tuple = _borrowed(context, builder, arguments, argument_tuple)
+        argument_tuple = _borrow_arrays(context, builder, arguments, argument_tuple)
         intp = context.get_value_type(types.intp)
         shared_struct = cgutils.alloca_once(
             builder, ir.LiteralStructType([_BYTE, argument_tuple.type])
         )
         for field_index, value in enumerate((_BYTE(0), argument_tuple)):
             builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
-        run_function = _run_of_tasks(context, builder, task, signature, shared_struct.type)
-        run_loop = _declare(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
+        run_function = _define_run_function(context, builder, task, signature, shared_struct.type)
+        run_loop = _declare_function(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
         shared_bytes = intp(context.get_abi_sizeof(shared_struct.type.pointee))
         addresses = [builder.ptrtoint(pointer, intp) for pointer in (run_function, shared_struct)]
         builder.call(run_loop, [*addresses, task_count, shared_bytes])
@@ -54,7 +54,9 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
     return types.void(types.intp, task, arguments), generate
 
 
-def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_type: Any) -> Any:
+def _define_run_function(
+    context: Any, caller: Any, task: Any, signature: Any, shared_type: Any
+) -> Any:
     """The function that a thread calls for tasks from `start` to `end`: `(shared_struct, start,
     end)`. `shared_struct`, an address, holds whether a task raised, and the arguments.
     """
@@ -83,13 +85,13 @@ def _run_of_tasks(context: Any, caller: Any, task: Any, signature: Any, shared_t
     return run_function
 
 
-def _borrowed(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
+def _borrow_arrays(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     """Arrays, also those in tuples, without their owners, so that threads do not take turns at
     counting references.
     """
     if isinstance(numba_type, types.BaseTuple):
         items = zip(numba_type.types, cgutils.unpack_tuple(builder, value), strict=True)
-        borrowed_items = [_borrowed(context, builder, *item) for item in items]
+        borrowed_items = [_borrow_arrays(context, builder, *item) for item in items]
         return context.make_tuple(builder, numba_type, borrowed_items)
     if not isinstance(numba_type, types.Array):
         return value
@@ -99,7 +101,7 @@ def _borrowed(context: Any, builder: Any, numba_type: Any, value: Any) -> Any:
     return array._getvalue()
 
 
-def _declare(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
+def _declare_function(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
     return cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(result_type, parameter_types), name
     )

@@ -8,12 +8,12 @@ for a while and is not done, so short loops wake nobody. A helper that had to wa
 leaves it to others for a while, twice as long each time.
 
 Helpers sleep in `read` of a pipe of their own. Everything else is in words of memory, each on a
-line of its own or written rarely. `_STATE` holds the number of the loop, whether it is `_OPEN`,
-whether the caller is `_AWAITING` the last helper in its pipe, and how many helpers are inside. A
-helper enters with one atomic operation that fails unless the loop is still open. The caller closes
-it with another: from then on nobody enters, and once nobody is inside, nobody uses the arguments,
-which lie on the caller's stack. A call that comes while another thread's loop runs, does all its
-tasks itself. For `recording.py`, loops are also written down as they begin.
+line of its own or written rarely. `_STATE_LINE` holds the number of the loop, whether it is
+`_OPEN_FLAG`, whether the caller is `_AWAITING_FLAG` the last helper in its pipe, and how many
+helpers are inside. A helper enters with one atomic operation that fails unless the loop is still
+open. The caller closes it with another: from then on nobody enters, and once nobody is inside,
+nobody uses the arguments, which lie on the caller's stack. A call that comes while another thread's
+loop runs, does all its tasks itself. For `recording.py`, loops are also written down as they begin.
 """
 
 from __future__ import annotations
@@ -31,70 +31,73 @@ from numba.extending import intrinsic
 
 from kernels.cpu.atomics import (
     call_tasks,
+    compare_and_swap,
     fetch_and_add,
     load_acquire,
     now_ns,
     pause,
     put_byte,
-    replace_if,
     store_release,
     take_byte,
-    thread_ns,
+    thread_cpu_ns,
 )
 from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit
 
 _WATCH_NS = 100_000  # a helper without a task watches for the next loop this long
 _WAKE_AFTER_NS = 20_000  # a loop that has run this long wakes helpers
-_AWAIT_NS = 50_000  # the caller watches the last helpers this long, and then sleeps
+_CALLER_WATCH_NS = 50_000  # the caller watches the last helpers this long, and then sleeps
 _PAUSES_PER_LOOK = 16  # about 0.5 us
 _LOST_CORE_NS = 50_000  # between two looks that are this far apart, something else had the core
 # How long a helper leaves its core to others at first, and at most.
 _FIRST_BACKOFF_NS, _MAX_BACKOFF_NS = 2_000_000, 64_000_000
-_MAX_WAITING_SHARE = 4  # it does if, while awake, it had to wait for more than one part in this
+_WAITING_SHARE_DIVISOR = 4  # it does if, while awake, it had to wait for more than one part in this
 
 _MAX_THREADS = os.cpu_count() or 1
 _LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
 _WORD_BYTES = 8
 # Lines of the pool. Those of its threads follow, first the caller's.
 (
-    _NUM_THREADS,
-    _LOOP_LOCK,
-    _STATE,
-    _LOOP,
-    _ALONE_AFTER,
-    _COUNTS,
+    _NUM_THREADS_LINE,
+    _LOOP_LOCK_LINE,
+    _STATE_LINE,
+    _LOOP_LINE,
+    _SLEEP_AFTER_LINE,
+    _COUNTS_LINE,
     _RECORD,
-    _FIRST_THREAD,
+    _FIRST_THREAD_LINE,
 ) = range(8)
-_FUNCTION, _ARGUMENT, _NUM_TASKS, _NUM_PARTS = range(0, 4 * _WORD_BYTES, _WORD_BYTES)  # of _LOOP
-_NUM_WOKEN, _NUM_ENTERED = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS
+# Of _LOOP_LINE.
+_FUNCTION_OFFSET, _ARGUMENT_OFFSET, _NUM_TASKS_OFFSET, _NUM_PARTS_OFFSET = range(
+    0, 4 * _WORD_BYTES, _WORD_BYTES
+)
+_NUM_WOKEN_OFFSET, _NUM_ENTERED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS_LINE
 _NEXT_LOOP, _RECORD_END = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _RECORD: addresses
 _HEAD_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
-_NEXT_TASK, _SLEEP, _LINES_PER_THREAD = range(3)
-_IS_ASLEEP, _WOKEN_AT_NS, _RESTS_UNTIL_NS, _PIPE_END, _OTHER_END = range(
+_NEXT_TASK_LINE, _SLEEP_LINE, _LINES_PER_THREAD = range(3)
+_IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _REST_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
     0, 5 * _WORD_BYTES, _WORD_BYTES
-)  # of _SLEEP
-_OPEN, _AWAITING, _ONE_LOOP = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE
-_INSIDE = _OPEN - 1  # helpers inside
+)  # of _SLEEP_LINE
+_OPEN_FLAG, _AWAITING_FLAG, _LOOP_NUMBER_UNIT = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE_LINE
+_INSIDE_MASK = _OPEN_FLAG - 1  # helpers inside
 _RAISED = 0xFF  # of the first word of an argument: not 0 if a task has raised
 
 _SYMBOL = "eagleray_pool"
 
 
 def _aligned_words() -> np.ndarray[Any, np.dtype[np.int64]]:
-    num_bytes = _LINE_BYTES * (_FIRST_THREAD + _LINES_PER_THREAD * _MAX_THREADS)
+    num_bytes = _LINE_BYTES * (_FIRST_THREAD_LINE + _LINES_PER_THREAD * _MAX_THREADS)
     memory = np.zeros(num_bytes + _LINE_BYTES, np.uint8)
     return memory[-memory.ctypes.data % _LINE_BYTES :][:num_bytes].view(np.int64)
 
 
-_words = _aligned_words()
-_words[_NUM_THREADS * _LINE_BYTES // _WORD_BYTES] = 1
+_pool_words = _aligned_words()
+_pool_words[_NUM_THREADS_LINE * _LINE_BYTES // _WORD_BYTES] = 1
 # Compiled code comes from a cache, and the words are elsewhere in each process.
-llvm.add_symbol(_SYMBOL, _words.ctypes.data)
+llvm.add_symbol(_SYMBOL, _pool_words.ctypes.data)
 
 
 @intrinsic
-def _address(typing_context: Any) -> Any:
+def _pool_address(typing_context: Any) -> Any:
     """Of the words."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -107,13 +110,13 @@ def _address(typing_context: Any) -> Any:
 
 
 @inlined_jit
-def _line(line: int) -> int:
-    return _address() + _LINE_BYTES * line  # type: ignore[no-any-return]
+def _line_address(line: int) -> int:
+    return _pool_address() + _LINE_BYTES * line  # type: ignore[no-any-return]
 
 
 @inlined_jit
-def _thread_line(thread: int, line: int) -> int:
-    return _line(_FIRST_THREAD + _LINES_PER_THREAD * thread + line)  # type: ignore[no-any-return]
+def _thread_line_address(thread: int, line: int) -> int:
+    return _line_address(_FIRST_THREAD_LINE + _LINES_PER_THREAD * thread + line)  # type: ignore[no-any-return]
 
 
 @inlined_jit
@@ -130,17 +133,17 @@ def _take_tasks(thread: int) -> int:
     """Run tasks of the open loop until none is left, those of the thread's own part first; how many
     it has run.
     """
-    loop = _line(_LOOP)
-    function = load_acquire(loop + _FUNCTION)
-    argument = load_acquire(loop + _ARGUMENT)
-    num_tasks = load_acquire(loop + _NUM_TASKS)
-    num_parts = load_acquire(loop + _NUM_PARTS)
+    loop = _line_address(_LOOP_LINE)
+    function = load_acquire(loop + _FUNCTION_OFFSET)
+    argument = load_acquire(loop + _ARGUMENT_OFFSET)
+    num_tasks = load_acquire(loop + _NUM_TASKS_OFFSET)
+    num_parts = load_acquire(loop + _NUM_PARTS_OFFSET)
     num_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
     for distance in range(num_parts):
         part = (thread + distance) % num_parts
         end = _first_task(part + 1, num_tasks, num_parts)
         while True:
-            task = fetch_and_add(_thread_line(part, _NEXT_TASK), 1)
+            task = fetch_and_add(_thread_line_address(part, _NEXT_TASK_LINE), 1)
             if task >= end:
                 break
             if next_to_wake < num_parts:
@@ -158,14 +161,14 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
     not rest. Returns the helper that may be woken next.
     """
     while helper < num_parts:
-        line = _thread_line(helper, _SLEEP)
-        if load_acquire(line + _IS_ASLEEP) and load_acquire(line + _RESTS_UNTIL_NS) <= now:
+        line = _thread_line_address(helper, _SLEEP_LINE)
+        if load_acquire(line + _IS_ASLEEP_OFFSET) and load_acquire(line + _REST_END_OFFSET) <= now:
             if now - began_ns < _WAKE_AFTER_NS:
                 return helper
-            if replace_if(line + _IS_ASLEEP, 1, 0):
-                store_release(line + _WOKEN_AT_NS, now)
-                put_byte(load_acquire(line + _OTHER_END))
-                fetch_and_add(_line(_COUNTS) + _NUM_WOKEN, 1)
+            if compare_and_swap(line + _IS_ASLEEP_OFFSET, 1, 0):
+                store_release(line + _WOKEN_AT_OFFSET, now)
+                put_byte(load_acquire(line + _WRITE_FD_OFFSET))
+                fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_WOKEN_OFFSET, 1)
                 return helper + 1
         helper += 1
     return helper
@@ -177,46 +180,48 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
 @exact_jit
 def _await_helpers() -> None:
     """Return when no helper is inside the loop, which is closed."""
-    state = _line(_STATE)
-    pipe = load_acquire(_thread_line(0, _SLEEP) + _PIPE_END)
-    until_ns = now_ns() + _AWAIT_NS
-    while load_acquire(state) & _INSIDE and now_ns() < until_ns:
+    state = _line_address(_STATE_LINE)
+    pipe = load_acquire(_thread_line_address(0, _SLEEP_LINE) + _READ_FD_OFFSET)
+    until_ns = now_ns() + _CALLER_WATCH_NS
+    while load_acquire(state) & _INSIDE_MASK and now_ns() < until_ns:
         for _ in range(_PAUSES_PER_LOOK):
             pause()
     current = load_acquire(state)
-    while current & _INSIDE and not replace_if(state, current, current | _AWAITING):
+    while current & _INSIDE_MASK and not compare_and_swap(state, current, current | _AWAITING_FLAG):
         current = load_acquire(state)
-    if current & _INSIDE:
+    if current & _INSIDE_MASK:
         # A byte may be left over from an earlier loop, and signals end a wait.
-        while load_acquire(state) & _INSIDE:
+        while load_acquire(state) & _INSIDE_MASK:
             take_byte(pipe)
-        fetch_and_add(state, -_AWAITING)
+        fetch_and_add(state, -_AWAITING_FLAG)
 
 
 @exact_jit
 def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
-    num_parts = min(load_acquire(_line(_NUM_THREADS)), num_tasks)
-    if num_parts <= 1 or not replace_if(_line(_LOOP_LOCK), 0, 1):
+    num_parts = min(load_acquire(_line_address(_NUM_THREADS_LINE)), num_tasks)
+    if num_parts <= 1 or not compare_and_swap(_line_address(_LOOP_LOCK_LINE), 0, 1):
         call_tasks(function, argument, 0, num_tasks)
         return
-    loop, state = _line(_LOOP), _line(_STATE)
-    store_release(loop + _FUNCTION, function)
-    store_release(loop + _ARGUMENT, argument)
-    store_release(loop + _NUM_TASKS, num_tasks)
-    store_release(loop + _NUM_PARTS, num_parts)
+    loop, state = _line_address(_LOOP_LINE), _line_address(_STATE_LINE)
+    store_release(loop + _FUNCTION_OFFSET, function)
+    store_release(loop + _ARGUMENT_OFFSET, argument)
+    store_release(loop + _NUM_TASKS_OFFSET, num_tasks)
+    store_release(loop + _NUM_PARTS_OFFSET, num_parts)
     for part in range(num_parts):
-        store_release(_thread_line(part, _NEXT_TASK), _first_task(part, num_tasks, num_parts))
-    fetch_and_add(state, _ONE_LOOP + _OPEN)
+        store_release(
+            _thread_line_address(part, _NEXT_TASK_LINE), _first_task(part, num_tasks, num_parts)
+        )
+    fetch_and_add(state, _LOOP_NUMBER_UNIT + _OPEN_FLAG)
     _take_tasks(0)
-    if fetch_and_add(state, -_OPEN) & _INSIDE:
+    if fetch_and_add(state, -_OPEN_FLAG) & _INSIDE_MASK:
         _await_helpers()
-    store_release(_line(_LOOP_LOCK), 0)
+    store_release(_line_address(_LOOP_LOCK_LINE), 0)
 
 
 @exact_jit
 def _write_down(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
     """Behind the loops that have been written down; if it does not fit, at the end is 0."""
-    record = _line(_RECORD)
+    record = _line_address(_RECORD)
     head = load_acquire(record + _NEXT_LOOP)
     if head + _HEAD_BYTES + argument_bytes > load_acquire(record + _RECORD_END):
         store_release(record + _RECORD_END, 0)
@@ -234,7 +239,7 @@ def _run_loop(function: int, argument: int, num_tasks: int, argument_bytes: int)
     """Call `function(argument, start, end)` until all tasks below `num_tasks` are done; the first
     two are addresses. The argument is whole words.
     """
-    if load_acquire(_line(_RECORD) + _NEXT_LOOP):
+    if load_acquire(_line_address(_RECORD) + _NEXT_LOOP):
         _write_down(function, argument, num_tasks, argument_bytes)
     _share_tasks(function, argument, num_tasks)
 
@@ -257,28 +262,28 @@ def run_again(address: int, end: int) -> bool:
 @exact_entry_jit
 def _run_helper(helper: int) -> None:
     """What a helper does until its process ends."""
-    began_ns, began_thread_ns, backoff_ns = now_ns(), thread_ns(), 0
+    began_ns, began_thread_ns, backoff_ns = now_ns(), thread_cpu_ns(), 0
     while True:
         _watch(helper)
         awake_ns = now_ns() - began_ns
-        waited_ns = awake_ns - (thread_ns() - began_thread_ns)
-        if _MAX_WAITING_SHARE * waited_ns > awake_ns:
+        waited_ns = awake_ns - (thread_cpu_ns() - began_thread_ns)
+        if _WAITING_SHARE_DIVISOR * waited_ns > awake_ns:
             backoff_ns = min(max(2 * backoff_ns, _FIRST_BACKOFF_NS), _MAX_BACKOFF_NS)
         else:
             backoff_ns = 0
         began_ns = _sleep(helper, now_ns() + backoff_ns)
-        began_thread_ns = thread_ns()
+        began_thread_ns = thread_cpu_ns()
 
 
 @exact_jit
 def _watch(helper: int) -> None:
     """Help with one loop after the other, until none has come for a while or the core is lost."""
-    state, number_of_last = _line(_STATE), np.int64(0)
+    state, number_of_last = _line_address(_STATE_LINE), np.int64(0)
     looked_ns = worked_ns = now_ns()
     while True:
         current = load_acquire(state)
-        number = current // _ONE_LOOP
-        if current & _OPEN and number != number_of_last:
+        number = current // _LOOP_NUMBER_UNIT
+        if current & _OPEN_FLAG and number != number_of_last:
             number_of_last = number
             if _enter(helper, number):
                 looked_ns = worked_ns = now_ns()
@@ -287,7 +292,7 @@ def _watch(helper: int) -> None:
             pause()
         now = now_ns()
         is_over = now - worked_ns > _WATCH_NS or now - looked_ns > _LOST_CORE_NS
-        if is_over or load_acquire(_line(_ALONE_AFTER)) == number:
+        if is_over or load_acquire(_line_address(_SLEEP_AFTER_LINE)) == number:
             return
         looked_ns = now
 
@@ -295,33 +300,33 @@ def _watch(helper: int) -> None:
 @exact_jit
 def _enter(helper: int, number: int) -> bool:
     """Help with a loop if it is still open; whether there was a task left."""
-    state, current = _line(_STATE), np.int64(0)
+    state, current = _line_address(_STATE_LINE), np.int64(0)
     while True:
         current = load_acquire(state)
-        if not current & _OPEN or current // _ONE_LOOP != number:
+        if not current & _OPEN_FLAG or current // _LOOP_NUMBER_UNIT != number:
             return False
-        if replace_if(state, current, current + 1):
+        if compare_and_swap(state, current, current + 1):
             break
     num_run = 0
-    if helper < load_acquire(_line(_LOOP) + _NUM_PARTS):
+    if helper < load_acquire(_line_address(_LOOP_LINE) + _NUM_PARTS_OFFSET):
         num_run = _take_tasks(helper)
     if num_run:
-        fetch_and_add(_line(_COUNTS) + _NUM_ENTERED, 1)
+        fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_ENTERED_OFFSET, 1)
     before = fetch_and_add(state, -1)
-    if before & _AWAITING and before & _INSIDE == 1:
-        put_byte(load_acquire(_thread_line(0, _SLEEP) + _OTHER_END))
+    if before & _AWAITING_FLAG and before & _INSIDE_MASK == 1:
+        put_byte(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
     return num_run > 0
 
 
 @exact_jit
 def _sleep(helper: int, rests_until_ns: int) -> int:
     """Sleep until a loop wakes the helper, not before `rests_until_ns`; when it did."""
-    line = _thread_line(helper, _SLEEP)
-    store_release(line + _RESTS_UNTIL_NS, rests_until_ns)
-    store_release(line + _IS_ASLEEP, 1)
-    while load_acquire(line + _IS_ASLEEP):
-        take_byte(load_acquire(line + _PIPE_END))
-    return load_acquire(line + _WOKEN_AT_NS)  # type: ignore[no-any-return]
+    line = _thread_line_address(helper, _SLEEP_LINE)
+    store_release(line + _REST_END_OFFSET, rests_until_ns)
+    store_release(line + _IS_ASLEEP_OFFSET, 1)
+    while load_acquire(line + _IS_ASLEEP_OFFSET):
+        take_byte(load_acquire(line + _READ_FD_OFFSET))
+    return load_acquire(line + _WOKEN_AT_OFFSET)  # type: ignore[no-any-return]
 
 
 # -- from Python -----------------------------------------------------------------------------------
@@ -341,52 +346,58 @@ def set_num_threads(num_threads: int) -> None:
     while len(_pipes) < num_threads > 1:
         helper = len(_pipes)
         _pipes.append(os.pipe())
-        first_word = _word(_FIRST_THREAD + _LINES_PER_THREAD * helper + _SLEEP, _PIPE_END)
-        _words[first_word : first_word + 2] = _pipes[-1]
+        first_word = _word_index(
+            _FIRST_THREAD_LINE + _LINES_PER_THREAD * helper + _SLEEP_LINE, _READ_FD_OFFSET
+        )
+        _pool_words[first_word : first_word + 2] = _pipes[-1]
         if helper:
             # Not `threading`: from Python 3.14 on it would give the thread a name of its own.
             _thread.start_new_thread(_run_helper, (helper,))
-    _words[_word(_NUM_THREADS)] = num_threads
+    _pool_words[_word_index(_NUM_THREADS_LINE)] = num_threads
 
 
 def get_num_threads() -> int:
     """On how many threads the loops of this process run."""
-    return int(_words[_word(_NUM_THREADS)])
+    return int(_pool_words[_word_index(_NUM_THREADS_LINE)])
 
 
-def leave_cores() -> None:
+def put_helpers_to_sleep() -> None:
     """Have helpers sleep until the next loop: torch is about to use its own threads."""
-    _words[_word(_ALONE_AFTER)] = _words[_word(_STATE)] // _ONE_LOOP
+    _pool_words[_word_index(_SLEEP_AFTER_LINE)] = (
+        _pool_words[_word_index(_STATE_LINE)] // _LOOP_NUMBER_UNIT
+    )
 
 
 def write_down(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int:
     """Write the loops of this process from now on into `memory`; None: nowhere. Returns the end of
     what was written to the memory before, an address. Raises `RuntimeError` if that was too small.
     """
-    next_loop, record_end = (_word(_RECORD, field) for field in (_NEXT_LOOP, _RECORD_END))
-    written_end = int(_words[next_loop])
-    if written_end and not _words[record_end]:
-        _words[next_loop] = 0
+    next_loop, record_end = (_word_index(_RECORD, field) for field in (_NEXT_LOOP, _RECORD_END))
+    written_end = int(_pool_words[next_loop])
+    if written_end and not _pool_words[record_end]:
+        _pool_words[next_loop] = 0
         raise RuntimeError("more loops than there is memory to write them down")
-    _words[record_end] = 0 if memory is None else memory.ctypes.data + memory.nbytes
-    _words[next_loop] = 0 if memory is None else memory.ctypes.data
+    _pool_words[record_end] = 0 if memory is None else memory.ctypes.data + memory.nbytes
+    _pool_words[next_loop] = 0 if memory is None else memory.ctypes.data
     return written_end
 
 
 def counts() -> tuple[int, int]:
     """How often a helper was woken so far, and how often one had a task of a loop."""
-    return int(_words[_word(_COUNTS, _NUM_WOKEN)]), int(_words[_word(_COUNTS, _NUM_ENTERED)])
+    return int(_pool_words[_word_index(_COUNTS_LINE, _NUM_WOKEN_OFFSET)]), int(
+        _pool_words[_word_index(_COUNTS_LINE, _NUM_ENTERED_OFFSET)]
+    )
 
 
-def _word(line: int, offset_bytes: int = 0) -> int:
+def _word_index(line: int, offset_bytes: int = 0) -> int:
     return (line * _LINE_BYTES + offset_bytes) // _WORD_BYTES
 
 
 def _forget_helpers() -> None:
     """A forked process has none of the threads."""
     _pipes.clear()
-    _words[:] = 0
-    _words[_word(_NUM_THREADS)] = 1
+    _pool_words[:] = 0
+    _pool_words[_word_index(_NUM_THREADS_LINE)] = 1
 
 
 if hasattr(os, "register_at_fork"):

@@ -43,7 +43,7 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
     sampling_weights.block_weights(
-        _arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
+        _gap_arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
     )
     return sums_RX, total_R
 
@@ -54,30 +54,31 @@ def pick_column(
     """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(target_weight_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, target_weight_R, column_R))
-    sampling_weights.pick_column(_arrays(gap_rows), *arrays)
+    sampling_weights.pick_column(_gap_arrays(gap_rows), *arrays)
     return column_R
 
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """See `kernels.reference.sampling.list_nearest`."""
     list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
-    sampling_limits.list_nearest(_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
+    sampling_limits.list_nearest(_gap_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
     return list_RK
 
 
-def listed_limits(
+def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.listed_limits`."""
-    limit_R, kept_NR = (
+    """See `kernels.reference.sampling.limits_from_lists`."""
+    limit_R, kept_weight_NR = (
         torch.empty_like(min_p_limit_R),
         torch.empty(list_NRK.shape[:2], dtype=torch.int64),
     )
     arrays = (
-        tensor.numpy() for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_NR)
+        tensor.numpy()
+        for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_weight_NR)
     )
-    sampling_limits.listed_limits(*arrays)
-    return limit_R, kept_NR
+    sampling_limits.limits_from_lists(*arrays)
+    return limit_R, kept_weight_NR
 
 
 def gap_histogram(
@@ -94,7 +95,7 @@ def gap_histogram(
     num_parts = -(-get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     sampling_limits.gap_histogram(
-        _arrays(gap_rows),
+        _gap_arrays(gap_rows),
         limit_R.numpy(),
         prefix_R.numpy(),
         shift,
@@ -126,14 +127,14 @@ def run_each_once(dtype: torch.dtype) -> None:
         temperature_R=max_B + 1,
     )
     ones_R = column_B + 1
-    limit_R, _ = listed_limits(list_nearest(gap_rows, ones_R, 1)[None], ones_R, ones_R, max_B)
+    limit_R, _ = limits_from_lists(list_nearest(gap_rows, ones_R, 1)[None], ones_R, ones_R, max_B)
     gap_histogram(gap_rows, limit_R, column_B.to(torch.int32), 0, False)
     pick_column(gap_rows, limit_R, block_weights(gap_rows, limit_R)[0], column_B)
     if dtype is torch.float32:  # adjusted logits are float32
         mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 
-def _arrays(gap_rows: GapRows) -> GapArrays:
+def _gap_arrays(gap_rows: GapRows) -> GapArrays:
     row_tensors = (gap_rows.block_max_BX, gap_rows.rows_R, gap_rows.max_R, gap_rows.temperature_R)
     logits_BV = as_array(gap_rows.logits_BV)
     return logits_BV, *(tensor.numpy() for tensor in row_tensors)  # type: ignore[return-value]

@@ -22,8 +22,8 @@ from kernels.cpu.parallel import parallel_for
 from kernels.cpu.sampling_weights import INFINITY, GapArrays, gap_of, weight_of
 from kernels.reference.sampling import BLOCK_COLUMNS, TOP_P_ONE
 
-_LOW_31 = (1 << 31) - 1
-_LOW_32 = (1 << 32) - 1
+_LOW_31_BITS = (1 << 31) - 1
+_LOW_32_BITS = (1 << 32) - 1
 
 
 # The nearest tokens
@@ -69,14 +69,14 @@ def _count_equal(gaps: Array, gap: Any) -> int:
 
 
 @exact_jit
-def _gaps_of(logits: Array, largest: Any, temperature: Any, gaps: Array) -> None:
+def _compute_gaps(logits: Array, max_logit: Any, temperature: Any, gaps: Array) -> None:
     for i in range(len(logits)):
-        gaps[i] = gap_of(widen(logits[i]), largest, temperature)
+        gaps[i] = gap_of(widen(logits[i]), max_logit, temperature)
 
 
 @exact_jit
 def _gaps_within(
-    logits: Array, block_gaps: Array, limit: Any, largest: Any, temperature: Any
+    logits: Array, block_gaps: Array, limit: Any, max_logit: Any, temperature: Any
 ) -> Array:
     """Gaps of every token of the blocks whose nearest token is within the limit."""
     num_blocks = 0
@@ -87,8 +87,8 @@ def _gaps_within(
     for block in range(len(block_gaps)):
         if block_gaps[block] <= limit:
             block_logits = logits[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
-            _gaps_of(
-                block_logits, largest, temperature, gaps[num_gaps : num_gaps + len(block_logits)]
+            _compute_gaps(
+                block_logits, max_logit, temperature, gaps[num_gaps : num_gaps + len(block_logits)]
             )
             num_gaps += len(block_logits)
     return gaps[:num_gaps]
@@ -103,15 +103,15 @@ def _list_row(
 ) -> None:
     logits_BV, block_max_BX, rows_R, max_R, temperature_R = gap_rows
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest = max_R[r]
+    max_logit = max_R[r]
     temperature = temperature_R[r]
     top_k = top_k_R[r]
     list_K = list_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
-    _gaps_of(block_max_X, largest, temperature, block_gaps)
+    _compute_gaps(block_max_X, max_logit, temperature, block_gaps)
     nearest_gaps = np.full(top_k, INFINITY, np.float32)
     _keep_nearest(nearest_gaps, block_gaps)  # at least k blocks have a token within nearest_gaps[0]
-    gaps = _gaps_within(logits_V, block_gaps, nearest_gaps[0], largest, temperature)
+    gaps = _gaps_within(logits_V, block_gaps, nearest_gaps[0], max_logit, temperature)
     nearest_gaps[:] = INFINITY
     _keep_nearest(nearest_gaps, gaps)
     _sort_heap(nearest_gaps)
@@ -144,7 +144,7 @@ def _gap_of_entry(entry: Any) -> Any:
 @exact_jit
 def _top_p_target(weight: Any, top_p: Any) -> Any:
     """As `kernels.reference.sampling.top_p_target`."""
-    weight_high, weight_low = weight >> 31, weight & _LOW_31
+    weight_high, weight_low = weight >> 31, weight & _LOW_31_BITS
     return max(1, weight_high * top_p * 2 + ((weight_low * top_p + (TOP_P_ONE - 1)) >> 30))
 
 
@@ -153,30 +153,32 @@ def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
     num_kept_entries, num_tokens, kept_weight = 0, np.int64(0), np.int64(0)
     while num_kept_entries < len(entries) and num_tokens < top_k:
-        num_tokens += entries[num_kept_entries] & _LOW_32
+        num_tokens += entries[num_kept_entries] & _LOW_32_BITS
         num_kept_entries += 1
     limit = _gap_of_entry(entries[num_kept_entries - 1]) if num_tokens >= top_k else INFINITY
     while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= limit:
         num_kept_entries += 1
     for i in range(num_kept_entries):
-        kept_weight += weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+        kept_weight += weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32_BITS)
     if top_p < TOP_P_ONE:
         missing_weight = _top_p_target(kept_weight, top_p)
         for i in range(num_kept_entries):
-            missing_weight -= weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32)
+            missing_weight -= weight_of(_gap_of_entry(entries[i]), limit) * (
+                entries[i] & _LOW_32_BITS
+            )
             if missing_weight <= 0:
                 return _gap_of_entry(entries[i])
     return limit
 
 
 @exact_entry_jit
-def listed_limits(
+def limits_from_lists(
     list_NRK: Array,
     top_k_R: Array,
     top_p_R: Array,
     min_p_limit_R: Array,
     limit_R: Array,
-    kept_NR: Array,
+    kept_weight_NR: Array,
 ) -> None:
     num_ranks, num_rows, _ = list_NRK.shape
     for r in range(num_rows):
@@ -185,9 +187,11 @@ def listed_limits(
             entries.sort()
         limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), min_p_limit_R[r])
         for n in range(num_ranks):
-            kept_NR[n, r] = 0
+            kept_weight_NR[n, r] = 0
             for entry in list_NRK[n, r]:
-                kept_NR[n, r] += weight_of(_gap_of_entry(entry), limit_R[r]) * (entry & _LOW_32)
+                kept_weight_NR[n, r] += weight_of(_gap_of_entry(entry), limit_R[r]) * (
+                    entry & _LOW_32_BITS
+                )
 
 
 # Histograms
@@ -196,16 +200,18 @@ def listed_limits(
 @exact_jit
 def _compact(gaps: Array, limit: Any, prefix: int, prefix_shift: int) -> int:
     """Move the gaps that count to the front, without branches; returns how many there are."""
-    num_counted = 0
+    num_counted_gaps = 0
     for i in range(len(gaps)):
         gap = gaps[i]
-        gaps[num_counted] = gap
-        num_counted += (gap <= limit) & (np.int64(bits_of_float(gap)) >> prefix_shift == prefix)
-    return num_counted
+        gaps[num_counted_gaps] = gap
+        num_counted_gaps += (gap <= limit) & (
+            np.int64(bits_of_float(gap)) >> prefix_shift == prefix
+        )
+    return num_counted_gaps
 
 
 @exact_jit
-def _weights_of(gaps: Array, limit: Any, weights: Array) -> None:
+def _compute_weights(gaps: Array, limit: Any, weights: Array) -> None:
     for i in range(len(gaps)):
         weights[i] = weight_of(gaps[i], limit)
 
@@ -226,7 +232,7 @@ def _count_part(
     num_parts, num_bins = histogram_RSX.shape[1:]
     r, part = task // num_parts, task % num_parts
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
-    largest = max_R[r]
+    max_logit = max_R[r]
     temperature = temperature_R[r]
     gap_limit = limit_R[r]
     prefix = prefix_R[r]
@@ -235,17 +241,17 @@ def _count_part(
     gaps = np.empty(BLOCK_COLUMNS, np.float32)
     amounts = np.ones(BLOCK_COLUMNS, np.int64)
     for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
-        nearest_gap = gap_of(block_max_X[block], largest, temperature)
+        nearest_gap = gap_of(block_max_X[block], max_logit, temperature)
         if (
             nearest_gap <= gap_limit
             and np.int64(bits_of_float(nearest_gap)) >> (shift + num_bits) <= prefix
         ):
             logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
-            _gaps_of(logits, largest, temperature, gaps)
-            num_counted = _compact(gaps[: len(logits)], gap_limit, prefix, shift + num_bits)
+            _compute_gaps(logits, max_logit, temperature, gaps)
+            num_counted_gaps = _compact(gaps[: len(logits)], gap_limit, prefix, shift + num_bits)
             if by_weight:
-                _weights_of(gaps[:num_counted], gap_limit, amounts)
-            for i in range(num_counted):
+                _compute_weights(gaps[:num_counted_gaps], gap_limit, amounts)
+            for i in range(num_counted_gaps):
                 digit = (np.int64(bits_of_float(gaps[i])) >> shift) & (num_bins - 1)
                 histogram_X[digit] += amounts[i]
 

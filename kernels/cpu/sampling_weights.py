@@ -17,7 +17,7 @@ from kernels.cpu.jit import (
     exact_jit,
     exp_nonpositive,
     flip_int16,
-    float_of_ordered,
+    float_of_ordered_bits,
     inlined_jit,
     ordered_bits,
     widen,
@@ -29,8 +29,8 @@ from kernels.reference.sampling import BLOCK_COLUMNS, WEIGHT_ONE
 GapArrays = tuple[Array, Array, Array, Array, Array]
 INFINITY = np.float32(np.inf)
 _BLOCKS_PER_TASK = 64
-_WEIGHTLESS = np.float32(28.0)  # exp(-28) * 2**40 < 1
-_ONE = np.float32(WEIGHT_ONE)
+_WEIGHTLESS_GAP = np.float32(28.0)  # exp(-28) * 2**40 < 1
+_WEIGHT_ONE = np.float32(WEIGHT_ONE)
 
 
 # The best token. Integers in the order of the floats, because a maximum of floats without rules for
@@ -43,20 +43,20 @@ def _order_key(value: Any) -> Any:
 
 
 @overload(_order_key)  # the signatures must match exactly, so none is annotated
-def _order_key_of(value):  # type: ignore[no-untyped-def]
+def _choose_order_key(value):  # type: ignore[no-untyped-def]
     if value == types.uint16:
 
-        def of_bfloat16(value):  # type: ignore[no-untyped-def]
+        def bfloat16_key(value):  # type: ignore[no-untyped-def]
             key = flip_int16(np.int16(value))
             return key if key <= np.int16(0x7F80) else np.int16(-0x8000)
 
-        return of_bfloat16
+        return bfloat16_key
 
-    def of_float32(value):  # type: ignore[no-untyped-def]
+    def float32_key(value):  # type: ignore[no-untyped-def]
         key = ordered_bits(value)
         return key if key <= np.int32(0x7F800000) else np.int32(-0x80000000)
 
-    return of_float32
+    return float32_key
 
 
 def _key_value(key: Any) -> Any:
@@ -65,20 +65,20 @@ def _key_value(key: Any) -> Any:
 
 
 @overload(_key_value)
-def _value_of_key(key):  # type: ignore[no-untyped-def]
+def _choose_key_value(key):  # type: ignore[no-untyped-def]
     if key == types.int16:
 
-        def of_bfloat16(key):  # type: ignore[no-untyped-def]
+        def bfloat16_value(key):  # type: ignore[no-untyped-def]
             value = widen(np.uint16(flip_int16(key)))
             return value if value >= -INFINITY else -INFINITY
 
-        return of_bfloat16
+        return bfloat16_value
 
-    def of_float32(key):  # type: ignore[no-untyped-def]
-        value = float_of_ordered(key)
+    def float32_value(key):  # type: ignore[no-untyped-def]
+        value = float_of_ordered_bits(key)
         return value if value >= -INFINITY else -INFINITY
 
-    return of_float32
+    return float32_value
 
 
 @inlined_jit
@@ -95,22 +95,24 @@ def _row_and_block(task: int, num_blocks: int) -> tuple[int, int]:
 
 
 @inlined_jit
-def _largest(logits: Array) -> Any:
+def _max_logit(logits: Array) -> Any:
     """The largest logit of a block, float32."""
-    largest = _order_key(logits[0])
+    max_key = _order_key(logits[0])
     for i in range(len(logits)):
         key = _order_key(logits[i])
-        largest = key if key > largest else largest
-    return _key_value(largest)
+        max_key = key if key > max_key else max_key
+    return _key_value(max_key)
 
 
 @exact_jit
-def _largest_of_blocks(task: int, logits_BV: Array, block_max_BX: Array) -> None:
+def _fill_block_max(task: int, logits_BV: Array, block_max_BX: Array) -> None:
     """The largest logit of each of `_BLOCKS_PER_TASK` blocks of one row."""
     row, first_block = _row_and_block(task, block_max_BX.shape[1])
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
     for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(block_max_X))):
-        block_max_X[block] = _largest(logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS])
+        block_max_X[block] = _max_logit(
+            logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
+        )
 
 
 @exact_jit
@@ -131,7 +133,7 @@ def _best_of_row(logits_V: Array, block_max_X: Array) -> Any:
 @exact_entry_jit
 def row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Array) -> None:
     num_rows, num_blocks = block_max_BX.shape
-    parallel_for(num_rows * _num_tasks(num_blocks), _largest_of_blocks, (logits_BV, block_max_BX))
+    parallel_for(num_rows * _num_tasks(num_blocks), _fill_block_max, (logits_BV, block_max_BX))
     for row in range(num_rows):
         max_B[row], column_B[row] = _best_of_row(logits_BV[row], block_max_BX[row])
 
@@ -140,22 +142,22 @@ def row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Arra
 
 
 @inlined_jit
-def gap_of(logit: Any, largest: Any, temperature: Any) -> Any:
-    return (largest - logit) / temperature
+def gap_of(logit: Any, max_logit: Any, temperature: Any) -> Any:
+    return (max_logit - logit) / temperature
 
 
 @inlined_jit
 def weight_of(gap: Any, limit: Any) -> Any:
     """The one function from gap to weight; a NaN gap lies within no limit."""
-    weight = np.int64(exp_nonpositive(-gap) * _ONE)
+    weight = np.int64(exp_nonpositive(-gap) * _WEIGHT_ONE)
     return weight if gap <= limit else np.int64(0)
 
 
 @exact_jit
-def _sum_of_weights(logits: Array, largest: Any, temperature: Any, limit: Any) -> Any:
+def _sum_of_weights(logits: Array, max_logit: Any, temperature: Any, limit: Any) -> Any:
     total = np.int64(0)
     for i in range(len(logits)):
-        total += weight_of(gap_of(widen(logits[i]), largest, temperature), limit)
+        total += weight_of(gap_of(widen(logits[i]), max_logit, temperature), limit)
     return total
 
 
@@ -173,14 +175,14 @@ def _weights_of_blocks(
     r, first_block = _row_and_block(task, sums_RX.shape[1])
     row, sums_X = rows_R[r], sums_RX[r]
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
-    largest = max_R[r]
+    max_logit = max_R[r]
     temperature = temperature_R[r]
-    limit = min(limit_R[r], _WEIGHTLESS)
+    limit = min(limit_R[r], _WEIGHTLESS_GAP)
     for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(sums_X))):
         sums_X[block] = 0
-        if gap_of(block_max_X[block], largest, temperature) <= limit:
+        if gap_of(block_max_X[block], max_logit, temperature) <= limit:
             logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
-            sums_X[block] = _sum_of_weights(logits, largest, temperature, limit)
+            sums_X[block] = _sum_of_weights(logits, max_logit, temperature, limit)
 
 
 @exact_entry_jit

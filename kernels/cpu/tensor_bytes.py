@@ -1,7 +1,7 @@
 """The bytes of a tensor, and a tensor made of bytes, also where oneDNN has packed it.
 
 A packed tensor is opaque: torch shows neither its memory nor its layout. What our kernels know of
-one, the address of its panels (`packed.py`), is kept as an attribute of the tensor.
+one, the address of its panels (`packed_weight.py`), is kept as an attribute of the tensor.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kernels.cpu.torch_c import data_pointer, packed_tensor
 
-_PANELS = "panel_address"  # attributes of a packed tensor
-_MEMORY = "memory_B"
+_ADDRESS_ATTRIBUTE = "panel_address"  # attributes of a packed tensor
+_MEMORY_ATTRIBUTE = "memory_B"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,14 @@ class TensorLayout:
     has_panels: bool
 
 
-def set_panel_address(packed: Tensor, address: int | None) -> None:
+def set_panel_address(packed_weight: Tensor, address: int | None) -> None:
     """Note where the panels of a packed weight begin; None if its layout is not the known one."""
-    vars(packed)[_PANELS] = address
+    vars(packed_weight)[_ADDRESS_ATTRIBUTE] = address
 
 
-def panel_address(packed: Tensor) -> int | None:
+def panel_address(packed_weight: Tensor) -> int | None:
     """What `set_panel_address` noted."""
-    address: int | None = vars(packed).get(_PANELS)
+    address: int | None = vars(packed_weight).get(_ADDRESS_ATTRIBUTE)
     return address
 
 
@@ -54,7 +54,7 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
     )
 
 
-def tensor_place(tensor: Tensor) -> tuple[int, int]:
+def tensor_address_range(tensor: Tensor) -> tuple[int, int]:
     """(address, number of bytes). Raises `OSError` if this process cannot tell, as on a GPU."""
     if tensor.is_mkldnn:
         address = data_pointer(tensor)
@@ -67,8 +67,8 @@ def tensor_place(tensor: Tensor) -> tuple[int, int]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes, to be used while the tensor lives. Raises `OSError`, as `tensor_place`."""
-    address, num_bytes = tensor_place(tensor)
+    """The bytes, to be used while the tensor lives. Raises `OSError`, as `tensor_address_range`."""
+    address, num_bytes = tensor_address_range(tensor)
     return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
@@ -79,16 +79,16 @@ def tensor_from_buffer(memory_B: Tensor, layout: TensorLayout) -> Tensor:
     if layout.packing is None:
         return memory_B.view(layout.dtype).view(layout.shape)
     address = memory_B.data_ptr()
-    packed = packed_tensor(address, layout.shape, layout.dtype, layout.packing)
-    vars(packed)[_MEMORY] = memory_B  # torch does not know whose memory it is
-    set_panel_address(packed, address if layout.has_panels else None)
-    return packed
+    packed_weight = packed_tensor(address, layout.shape, layout.dtype, layout.packing)
+    vars(packed_weight)[_MEMORY_ATTRIBUTE] = memory_B  # torch does not know whose memory it is
+    set_panel_address(packed_weight, address if layout.has_panels else None)
+    return packed_weight
 
 
 def move_tensor(tensor: Tensor, memory_B: Tensor) -> None:
     """Give a tensor, for everyone who holds it, other memory that has the same bytes. What it had
     is freed. Raises `OSError`, as `tensor_from_buffer`; the tensor is then as before.
     """
-    moved = tensor_from_buffer(memory_B, tensor_layout(tensor))
-    tensor.data = moved
-    vars(tensor).update(vars(moved))
+    moved_tensor = tensor_from_buffer(memory_B, tensor_layout(tensor))
+    tensor.data = moved_tensor
+    vars(tensor).update(vars(moved_tensor))

@@ -32,10 +32,10 @@ from numba.extending import intrinsic
 from kernels.cpu.jit import exact_jit
 
 LANES = 16  # sums of a vector
-PAIR = 2  # numbers of bfloat16 that a step multiplies at once
+PAIR_SIZE = 2  # numbers of bfloat16 that a step multiplies at once
 STEP_BYTES = 4  # of a row of a
 VECTOR_BYTES = 4 * LANES  # of a vector of sums, or of 32-bit elements
-_FUSED = ("contract",)
+_CONTRACT_FLAGS = ("contract",)
 _INT64, _INT32, _FLOAT = ir.IntType(64), ir.IntType(32), ir.FloatType()
 _INT32_LANES, _FLOAT_LANES = (ir.VectorType(element, LANES) for element in (_INT32, _FLOAT))
 
@@ -56,7 +56,7 @@ def has_dot_products() -> bool:
 
 
 # This many vectors of sums fit into the registers, beside what is multiplied.
-_MAX_SUMS = 16 if has_wide_registers() else 4
+_MAX_SUM_VECTORS = 16 if has_wide_registers() else 4
 
 
 class _Bfloat16(ir.Type):
@@ -88,7 +88,7 @@ ARITHMETIC = {  # by the elements of a
     types.float32: _Arithmetic(_FLOAT, _FLOAT_LANES, _FLOAT_LANES, None),
     types.uint16: _Arithmetic(
         _INT32,
-        ir.VectorType(_Bfloat16(), PAIR * LANES),
+        ir.VectorType(_Bfloat16(), PAIR_SIZE * LANES),
         _FLOAT_LANES,
         "llvm.x86.avx512bf16.dpbf16ps.512",
     ),
@@ -120,20 +120,22 @@ def add_tile(
     """
     heights = range(min_height.literal_value, max_height.literal_value + 1)
     a_element, b_element = a[2], b[2]
-    halves_b = a_element == types.float32 and b_element == types.uint16
-    stores_widened = not isinstance(widened_address, types.IntegerLiteral)
+    widens_b = a_element == types.float32 and b_element == types.uint16
+    stores_widened_b = not isinstance(widened_address, types.IntegerLiteral)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, _, _, row_count, a, b, c, *addresses = args
         (*a, _), (*b, _), c = (cgutils.unpack_tuple(builder, operand) for operand in (a, b, c))
-        emitter = Emitter(builder, ARITHMETIC[a_element], halves_b, stores_widened)
+        emitter = Emitter(builder, ARITHMETIC[a_element], widens_b, stores_widened_b)
         end_block = builder.append_basic_block("end")
         switch = builder.switch(row_count, end_block)
         for height in heights:
             basic_block = builder.append_basic_block(f"rows.{height}")
             switch.add_case(_INT64(height), basic_block)
             builder.position_at_end(basic_block)
-            emitter.emit_tile(height, num_vectors.literal_value, _Places(*a, *b, *c, *addresses))
+            emitter.emit_tile(
+                height, num_vectors.literal_value, _TileArguments(*a, *b, *c, *addresses)
+            )
             builder.branch(end_block)
         builder.position_at_end(end_block)
         return context.get_dummy_value()
@@ -144,7 +146,7 @@ def add_tile(
     return types.void(*literals, types.int64, *operands, *integers, types.int64), generate
 
 
-class _Places(NamedTuple):
+class _TileArguments(NamedTuple):
     """The values of `add_tile`'s arguments."""
 
     a: Any
@@ -164,33 +166,37 @@ class Emitter:
 
     builder: Any
     arithmetic: _Arithmetic
-    halves_b: bool  # whether b has half as many bytes as the sums
-    stores_widened: bool
+    widens_b: bool  # whether b has half as many bytes as the sums
+    stores_widened_b: bool
 
-    def emit_tile(self, height: int, num_vectors: int, places: _Places) -> None:
+    def emit_tile(self, height: int, num_vectors: int, tile_arguments: _TileArguments) -> None:
         """A loop over columns, as many at a time as have sums in registers."""
-        width = min(num_vectors, max(1, _MAX_SUMS // height))
+        width = min(num_vectors, max(1, _MAX_SUM_VECTORS // height))
         b_bytes_per_step = width * self._b_vector_bytes()
         with cgutils.for_range(self.builder, _INT64(num_vectors // width)) as parts:
-            bytes_to_prefetch = self.builder.mul(_INT64(b_bytes_per_step), places.num_steps)
+            bytes_to_prefetch = self.builder.mul(_INT64(b_bytes_per_step), tile_arguments.num_steps)
             self._emit_columns(
                 height,
                 width,
-                places._replace(
-                    b=self.moved(places.b, parts.index, b_bytes_per_step),
-                    c=self.moved(places.c, parts.index, width * VECTOR_BYTES),
-                    prefetch_address=self.moved(
-                        places.prefetch_address, parts.index, bytes_to_prefetch
+                tile_arguments._replace(
+                    b=self.offset_address(tile_arguments.b, parts.index, b_bytes_per_step),
+                    c=self.offset_address(tile_arguments.c, parts.index, width * VECTOR_BYTES),
+                    prefetch_address=self.offset_address(
+                        tile_arguments.prefetch_address, parts.index, bytes_to_prefetch
                     ),
                 ),
             )
 
-    def _emit_columns(self, height: int, width: int, places: _Places) -> None:
+    def _emit_columns(self, height: int, width: int, tile_arguments: _TileArguments) -> None:
         """A loop over steps, with `height` * `width` vectors of sums."""
         builder = self.builder
         c_pointers = [
             self.pointer(
-                self.moved(self.moved(places.c, row, places.c_stride), vector, VECTOR_BYTES),
+                self.offset_address(
+                    self.offset_address(tile_arguments.c, row, tile_arguments.c_stride),
+                    vector,
+                    VECTOR_BYTES,
+                ),
                 self.arithmetic.sums,
             )
             for row in range(height)
@@ -201,33 +207,39 @@ class Emitter:
             cgutils.alloca_once_value(builder, builder.load(c_pointer, align=4))
             for c_pointer in c_pointers
         ]
-        with cgutils.for_range(builder, places.num_steps) as steps:
-            b_vectors = self._load_b(steps.index, width, places)
+        with cgutils.for_range(builder, tile_arguments.num_steps) as steps:
+            b_vectors = self._load_b(steps.index, width, tile_arguments)
             for row in range(height):
-                a_row = self.moved(places.a, row, places.a_stride)
-                a_lanes = self.broadcast(self.moved(a_row, steps.index, STEP_BYTES))
+                a_row = self.offset_address(tile_arguments.a, row, tile_arguments.a_stride)
+                a_lanes = self.broadcast(self.offset_address(a_row, steps.index, STEP_BYTES))
                 for b_vector, sum_variable in zip(b_vectors, sums[row * width :], strict=False):
                     new_sum = self.multiply_add(a_lanes, b_vector, builder.load(sum_variable))
                     builder.store(new_sum, sum_variable)
         for c_pointer, sum_variable in zip(c_pointers, sums, strict=True):
             builder.store(builder.load(sum_variable), c_pointer, align=4)
 
-    def _load_b(self, step_index: Any, width: int, places: _Places) -> list[Any]:
+    def _load_b(self, step_index: Any, width: int, tile_arguments: _TileArguments) -> list[Any]:
         """The vectors of a step; meanwhile as many bytes are prefetched."""
         builder, vector_bytes = self.builder, self._b_vector_bytes()
-        row = self.moved(places.b, step_index, places.b_stride)
-        vectors = [self._load_vector(self.moved(row, i, vector_bytes)) for i in range(width)]
+        row = self.offset_address(tile_arguments.b, step_index, tile_arguments.b_stride)
+        vectors = [
+            self._load_vector(self.offset_address(row, i, vector_bytes)) for i in range(width)
+        ]
         for i, vector in enumerate(vectors):
             vector_index = builder.add(builder.mul(step_index, _INT64(width)), _INT64(i))
-            self.prefetch(self.moved(places.prefetch_address, vector_index, vector_bytes))
-            if self.stores_widened:
-                place = self.moved(places.widened_address, vector_index, VECTOR_BYTES)
+            self.prefetch(
+                self.offset_address(tile_arguments.prefetch_address, vector_index, vector_bytes)
+            )
+            if self.stores_widened_b:
+                place = self.offset_address(
+                    tile_arguments.widened_address, vector_index, VECTOR_BYTES
+                )
                 builder.store(vector, self.pointer(place, _FLOAT_LANES), align=4)
         return vectors
 
     def _load_vector(self, address: Any) -> Any:
         builder = self.builder
-        if not self.halves_b:
+        if not self.widens_b:
             lanes = builder.load(self.pointer(address, _INT32_LANES), align=4)
             return builder.bitcast(lanes, self.arithmetic.operands)
         halves = builder.load(self.pointer(address, ir.VectorType(ir.IntType(16), LANES)), align=2)
@@ -246,8 +258,8 @@ class Emitter:
     def multiply_add(self, a_lanes: Any, b_vector: Any, sums: Any) -> Any:
         builder, arithmetic = self.builder, self.arithmetic
         if arithmetic.instruction is None:
-            product = builder.fmul(a_lanes, b_vector, flags=_FUSED)
-            return builder.fadd(sums, product, flags=_FUSED)
+            product = builder.fmul(a_lanes, b_vector, flags=_CONTRACT_FLAGS)
+            return builder.fadd(sums, product, flags=_CONTRACT_FLAGS)
         parameters = [arithmetic.sums, arithmetic.operands, arithmetic.operands]
         function_type = ir.FunctionType(arithmetic.sums, parameters)
         instruction = cgutils.get_or_insert_function(
@@ -268,9 +280,9 @@ class Emitter:
         self.builder.call(prefetch, [pointer, read, second_level, data])
 
     def _b_vector_bytes(self) -> int:
-        return VECTOR_BYTES // 2 if self.halves_b else VECTOR_BYTES
+        return VECTOR_BYTES // 2 if self.widens_b else VECTOR_BYTES
 
-    def moved(self, address: Any, count: Any, num_bytes: Any) -> Any:
+    def offset_address(self, address: Any, count: Any, num_bytes: Any) -> Any:
         """The address `count` times `num_bytes` further on; both are values or Python's numbers."""
         count, num_bytes = (
             _INT64(factor) if isinstance(factor, int) else factor for factor in (count, num_bytes)

@@ -24,12 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode_parts import MAX_PARTS_PER_ROW, max_decode_parts
-from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
-from kernels.gpu.fp8 import fp8_read, loaded
+from kernels.gpu.attention_launch import LaunchConfig, decode_launch, padded_dim, prefill_launch
+from kernels.gpu.fp8 import choose_fp8_widening, from_cache_dtype
 from kernels.metadata import AttentionMetadata, DecodeParts
 
 # Rows examined together when a program searches for its own.
-_SEARCHED_ROWS = tl.constexpr(256)
+_ROWS_PER_SEARCH = tl.constexpr(256)
 _MAX_GRID_Y = 65_535  # of CUDA; the first dimension of a grid has no such limit
 
 
@@ -40,10 +40,10 @@ def paged_attention(
     attn: AttentionMetadata,
     scale: float,
     *,
-    tune: Callable[[Launch], Launch] | None = None,
+    tune: Callable[[LaunchConfig], LaunchConfig] | None = None,
 ) -> Tensor:
     """As `paged_attention_reference`, for queries in float32, bfloat16 and float16, `scale` above
-    0. One launch for the rows of `attn.decode`, one for the others.
+    0. One launch for the rows of `attn.decode_parts`, one for the others.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
     with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
@@ -54,11 +54,11 @@ def paged_attention(
     out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     scale_log2 = scale * math.log2(math.e)
     first_row = 0
-    if attn.decode is not None:
+    if attn.decode_parts is not None:
         attend_decode(
-            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode, scale_log2, tune
+            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode_parts, scale_log2, tune
         )
-        first_row = attn.decode.num_rows
+        first_row = attn.decode_parts.num_rows
     if first_row < len(attn.seq_lens_B):
         _attend_prefill(
             q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2, tune
@@ -74,7 +74,7 @@ def _attend_prefill(
     attn: AttentionMetadata,
     first_row: int,
     scale_log2: float,
-    tune: Callable[[Launch], Launch] | None,
+    tune: Callable[[LaunchConfig], LaunchConfig] | None,
 ) -> None:
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -83,9 +83,9 @@ def _attend_prefill(
     fills_sms = num_tokens * num_heads >= 128 * _num_sms(q_THD.device)
     # Before Hopper, widening 8-bit numbers leaves no registers for a large tile.
     has_registers = k_cache_NPKD.dtype is not torch.uint8 or _capability(q_THD.device) >= (9, 0)
-    large_tile = fills_sms and has_registers and attn.max_query_len * group_size > 64
-    on_hopper = _capability(q_THD.device)[0] == 9
-    launch = prefill_launch(q_THD.dtype, head_dim, large_tile, on_hopper)
+    is_large_tile = fills_sms and has_registers and attn.max_query_len * group_size > 64
+    is_hopper = _capability(q_THD.device)[0] == 9
+    launch = prefill_launch(q_THD.dtype, head_dim, is_large_tile, is_hopper)
     launch = tune(launch) if tune else launch
     num_rows = len(attn.seq_lens_B) - first_row
     grid = (num_tokens * group_size // launch.tile_m + num_rows, num_kv_heads)
@@ -102,14 +102,14 @@ def _attend_prefill(
         q_THD.stride(0),
         q_THD.stride(1),
         scale_log2,
-        GROUP=group_size,
+        GROUP_SIZE=group_size,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
-        READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
+        FP8_WIDENING=launch.fp8_widening or choose_fp8_widening(q_THD.device, q_THD.dtype),
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
@@ -121,11 +121,11 @@ def attend_decode(
     v_cache_NPKD: Tensor,
     out_THD: Tensor,
     attn: AttentionMetadata,
-    decode: DecodeParts,
+    decode_parts: DecodeParts,
     scale_log2: float,
-    tune: Callable[[Launch], Launch] | None = None,
+    tune: Callable[[LaunchConfig], LaunchConfig] | None = None,
 ) -> None:
-    """The rows of `attn.decode`, written to the first tokens of `out_THD`. The rest as
+    """The rows of `attn.decode_parts`, written to the first tokens of `out_THD`. The rest as
     `paged_attention`; `scale_log2` is the scale for powers of two.
     """
     num_heads, head_dim = q_THD.shape[1:]
@@ -134,15 +134,19 @@ def attend_decode(
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group_size)
     launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
-    if decode.max_parts > decode.num_rows:
-        part_shape = (decode.max_parts, num_heads)
+    if decode_parts.max_parts > decode_parts.num_rows:
+        part_shape = (decode_parts.max_parts, num_heads)
         acc_XHD = torch.empty((*part_shape, head_dim), dtype=torch.float32, device=q_THD.device)
         # Each has memory of its own, which is aligned whatever the number of parts is.
         max_XH, sum_XH = (
             torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
-    heads_adjacent = launch.heads_adjacent and decode.max_parts <= _MAX_GRID_Y
-    grid = (num_kv_heads, decode.max_parts) if heads_adjacent else (decode.max_parts, num_kv_heads)
+    heads_adjacent = launch.heads_adjacent and decode_parts.max_parts <= _MAX_GRID_Y
+    grid = (
+        (num_kv_heads, decode_parts.max_parts)
+        if heads_adjacent
+        else (decode_parts.max_parts, num_kv_heads)
+    )
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -151,23 +155,23 @@ def attend_decode(
         acc_XHD,
         max_XH,
         sum_XH,
-        decode.arrived_BK,
-        decode.start_B1,
+        decode_parts.num_arrived_BK,
+        decode_parts.part_start_B1,
         attn.seq_lens_B,
         attn.block_table_BW,
-        decode.num_rows,
+        decode_parts.num_rows,
         attn.block_table_BW.stride(0),
         q_THD.stride(0),
         q_THD.stride(1),
         scale_log2,
-        GROUP=group_size,
+        GROUP_SIZE=group_size,
         KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
         TILE_M=launch.tile_m,
         TILE_C=launch.tile_c,
         TILE_D=padded_dim(head_dim),
-        READ_FP8=launch.read_fp8 or fp8_read(q_THD.device, q_THD.dtype),
+        FP8_WIDENING=launch.fp8_widening or choose_fp8_widening(q_THD.device, q_THD.dtype),
         TILE_X=MAX_PARTS_PER_ROW,
         HEADS_ADJACENT=heads_adjacent,
         num_warps=launch.num_warps,
@@ -178,7 +182,9 @@ def attend_decode(
 # What launches depend on
 
 
-def max_parts_of(num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device) -> int:
+def max_parts_on_device(
+    num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device
+) -> int:
     """`max_decode_parts` for the rows of a step on this device."""
     return max_decode_parts(num_rows, num_kv_heads, max_seq_len, _num_sms(device))
 
@@ -202,7 +208,7 @@ def _num_sms(device: torch.device) -> int:
 # Kernels
 
 # Numbers that change from step to step: kernels are not specialized on their alignment.
-_VARYING_POINTERS = ["query_start_B1", "start_B1", "seq_lens_B", "block_table_BW"]
+_VARYING_POINTERS = ["query_start_B1", "part_start_B1", "seq_lens_B", "block_table_BW"]
 
 
 @triton.jit(
@@ -221,14 +227,14 @@ def prefill_kernel(
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
     scale_log2: tl.tensor,
-    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    READ_FP8: tl.constexpr,
+    FP8_WIDENING: tl.constexpr,
 ) -> None:
     """One program handles M query rows of one row of the batch and one KV head. Grid: (T * G // M +
     B, K).
@@ -239,21 +245,21 @@ def prefill_kernel(
     second-level cache serves all reads but the first.
     """
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    row, first_program = _row_of(program, query_start_B1, num_rows, GROUP, TILE_M)
+    row, first_program = _row_of_program(program, query_start_B1, num_rows, GROUP_SIZE, TILE_M)
     if row < 0:
         return
     query_start = tl.load(query_start_B1 + row)
     query_len = tl.load(query_start_B1 + row + 1) - query_start
     # Tiles that see the most tokens go first.
-    tile = tl.cdiv(query_len * GROUP, TILE_M) - 1 - (program - first_program)
+    tile = tl.cdiv(query_len * GROUP_SIZE, TILE_M) - 1 - (program - first_program)
     if tile < 0:
         return
     seq_len = tl.load(seq_lens_B + row)
     m_M = tile * TILE_M + tl.arange(0, TILE_M)
-    query_M, g_M = m_M // GROUP, m_M % GROUP
+    query_M, g_M = m_M // GROUP_SIZE, m_M % GROUP_SIZE
     d_D = tl.arange(0, TILE_D)
-    mask_MD = (m_M < query_len * GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
-    q_QGD = q_THD + query_start.to(tl.int64) * q_stride_t + kv_head * GROUP * q_stride_h
+    mask_MD = (m_M < query_len * GROUP_SIZE)[:, None] & (d_D < HEAD_DIM)[None, :]
+    q_QGD = q_THD + query_start.to(tl.int64) * q_stride_t + kv_head * GROUP_SIZE * q_stride_h
     q_MD = tl.load(
         q_QGD + (query_M * q_stride_t + g_M * q_stride_h)[:, None] + d_D[None, :],
         mask=mask_MD,
@@ -262,11 +268,11 @@ def prefill_kernel(
 
     first_query_position = seq_len - query_len  # position of the first query of the row
     ends_M = first_query_position + query_M + 1
-    last_query = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP, query_len - 1)
+    last_query = tl.minimum((tile * TILE_M + TILE_M - 1) // GROUP_SIZE, query_len - 1)
     end_position = first_query_position + last_query + 1
     # Every query of the tile sees every token before `unmasked_end`.
     unmasked_end = (
-        tl.maximum(first_query_position + tile * TILE_M // GROUP + 1, 0) // TILE_C * TILE_C
+        tl.maximum(first_query_position + tile * TILE_M // GROUP_SIZE + 1, 0) // TILE_C * TILE_C
     )
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
@@ -290,7 +296,7 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        READ_FP8,
+        FP8_WIDENING,
         False,
     )
     acc_MD, max_M, sum_M = _attend(
@@ -311,15 +317,17 @@ def prefill_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        READ_FP8,
+        FP8_WIDENING,
         True,
     )
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
     # Divided again, counting from the first query of the step: keeping the quotients above would
     # fill registers during the loops.
-    step_query_M = query_start * GROUP + m_M
-    head_M = kv_head * GROUP + step_query_M % GROUP
-    offset_M = ((step_query_M // GROUP).to(tl.int64) * (GROUP * KV_HEADS) + head_M) * HEAD_DIM
+    step_query_M = query_start * GROUP_SIZE + m_M
+    head_M = kv_head * GROUP_SIZE + step_query_M % GROUP_SIZE
+    offset_M = (
+        (step_query_M // GROUP_SIZE).to(tl.int64) * (GROUP_SIZE * KV_HEADS) + head_M
+    ) * HEAD_DIM
     tl.store(out_THD + offset_M[:, None] + d_D[None, :], out_MD, mask=mask_MD)
 
 
@@ -334,8 +342,8 @@ def decode_kernel(
     acc_XHD: tl.tensor,
     max_XH: tl.tensor,
     sum_XH: tl.tensor,
-    arrived_BK: tl.tensor,
-    start_B1: tl.tensor,
+    num_arrived_BK: tl.tensor,
+    part_start_B1: tl.tensor,
     seq_lens_B: tl.tensor,
     block_table_BW: tl.tensor,
     num_rows: tl.tensor,
@@ -343,14 +351,14 @@ def decode_kernel(
     q_stride_t: tl.tensor,
     q_stride_h: tl.tensor,
     scale_log2: tl.tensor,
-    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    READ_FP8: tl.constexpr,
+    FP8_WIDENING: tl.constexpr,
     TILE_X: tl.constexpr,
     HEADS_ADJACENT: tl.constexpr,
 ) -> None:
@@ -368,23 +376,25 @@ def decode_kernel(
         kv_head, part = tl.program_id(0), tl.program_id(1)
     else:
         part, kv_head = tl.program_id(0), tl.program_id(1)
-    if part >= tl.load(start_B1 + num_rows):
+    if part >= tl.load(part_start_B1 + num_rows):
         return
-    row = _row_at(part, start_B1, num_rows)
-    first_part = tl.load(start_B1 + row)
+    row = _row_of_part(part, part_start_B1, num_rows)
+    first_part = tl.load(part_start_B1 + row)
     seq_len = tl.load(seq_lens_B + row)
-    part_len = tl.cdiv(tl.cdiv(seq_len, TILE_C), tl.load(start_B1 + row + 1) - first_part) * TILE_C
+    part_len = (
+        tl.cdiv(tl.cdiv(seq_len, TILE_C), tl.load(part_start_B1 + row + 1) - first_part) * TILE_C
+    )
     # Whole tiles may be fewer than the parts that the host counted.
     num_parts = tl.maximum(tl.cdiv(seq_len, tl.maximum(part_len, 1)), 1)
-    part_of_row = part - first_part
-    if part_of_row >= num_parts:
+    part_in_row = part - first_part
+    if part_in_row >= num_parts:
         return
-    first_position = part_of_row * part_len
+    first_position = part_in_row * part_len
     end_position = tl.minimum(first_position + part_len, seq_len)
     g_M = tl.arange(0, TILE_M)
-    head_M = kv_head * GROUP + g_M
+    head_M = kv_head * GROUP_SIZE + g_M
     d_D = tl.arange(0, TILE_D)
-    mask_MD = (g_M < GROUP)[:, None] & (d_D < HEAD_DIM)[None, :]
+    mask_MD = (g_M < GROUP_SIZE)[:, None] & (d_D < HEAD_DIM)[None, :]
     q_D = q_THD + row.to(tl.int64) * q_stride_t
     q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
     table_W = block_table_BW + row.to(tl.int64) * table_stride
@@ -409,34 +419,34 @@ def decode_kernel(
         BLOCK_SIZE,
         TILE_C,
         TILE_D,
-        READ_FP8,
+        FP8_WIDENING,
         True,
     )
-    out_HD = out_THD + row.to(tl.int64) * (GROUP * KV_HEADS * HEAD_DIM)
+    out_HD = out_THD + row.to(tl.int64) * (GROUP_SIZE * KV_HEADS * HEAD_DIM)
     if num_parts == 1:
         out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
         tl.store(out_HD + (head_M * HEAD_DIM)[:, None] + d_D[None, :], out_MD, mask=mask_MD)
         return
-    part_head_M = part * (GROUP * KV_HEADS) + head_M
+    part_head_M = part * (GROUP_SIZE * KV_HEADS) + head_M
     tl.store(acc_XHD + (part_head_M * HEAD_DIM)[:, None] + d_D[None, :], acc_MD, mask=mask_MD)
-    tl.store(max_XH + part_head_M, max_M, mask=g_M < GROUP)
-    tl.store(sum_XH + part_head_M, sum_M, mask=g_M < GROUP)
+    tl.store(max_XH + part_head_M, max_M, mask=g_M < GROUP_SIZE)
+    tl.store(sum_XH + part_head_M, sum_M, mask=g_M < GROUP_SIZE)
     # Every thread has stored its part before one of them says so. The program that counts the last
     # part sees all of them (release and acquire, in the scope of the GPU).
     tl.debug_barrier()
-    arrived_pointer = arrived_BK + row * KV_HEADS + kv_head
-    if tl.atomic_add(arrived_pointer, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
+    num_arrived_pointer = num_arrived_BK + row * KV_HEADS + kv_head
+    if tl.atomic_add(num_arrived_pointer, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
         return
-    tl.store(arrived_pointer, 0)
-    for g in range(GROUP):
-        head = kv_head * GROUP + g
+    tl.store(num_arrived_pointer, 0)
+    for g in range(GROUP_SIZE):
+        head = kv_head * GROUP_SIZE + g
         joined_D = _join(
             acc_XHD,
             max_XH,
             sum_XH,
-            first_part * (GROUP * KV_HEADS) + head,
+            first_part * (GROUP_SIZE * KV_HEADS) + head,
             num_parts,
-            GROUP * KV_HEADS,
+            GROUP_SIZE * KV_HEADS,
             HEAD_DIM,
             TILE_D,
             TILE_X,
@@ -452,11 +462,11 @@ def decode_kernel(
 
 
 @triton.jit
-def _row_of(
+def _row_of_program(
     program: tl.tensor,
     query_start_B1: tl.tensor,
     num_rows: tl.tensor,
-    GROUP: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
     TILE_M: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """(the row that a program of the grid's first dimension works on, the first program of that
@@ -468,21 +478,21 @@ def _row_of(
     other tokens before it.
     """
     row = -1
-    for first_searched in range(0, num_rows, _SEARCHED_ROWS):
-        row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
+    for first_searched_row in range(0, num_rows, _ROWS_PER_SEARCH):
+        row_B = first_searched_row + tl.arange(0, _ROWS_PER_SEARCH)
         start_B = tl.load(query_start_B1 + row_B, mask=row_B < num_rows, other=0)
-        has_begun_B = (row_B < num_rows) & (start_B * GROUP // TILE_M + row_B <= program)
+        has_begun_B = (row_B < num_rows) & (start_B * GROUP_SIZE // TILE_M + row_B <= program)
         row += tl.sum(has_begun_B.to(tl.int32), 0)
-    return row, tl.load(query_start_B1 + tl.maximum(row, 0)) * GROUP // TILE_M + row
+    return row, tl.load(query_start_B1 + tl.maximum(row, 0)) * GROUP_SIZE // TILE_M + row
 
 
 @triton.jit
-def _row_at(part: tl.tensor, start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+def _row_of_part(part: tl.tensor, part_start_B1: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     """The row that a part belongs to."""
     row = -1
-    for first_searched in range(0, num_rows, _SEARCHED_ROWS):
-        row_B = first_searched + tl.arange(0, _SEARCHED_ROWS)
-        start_B = tl.load(start_B1 + row_B, mask=row_B < num_rows, other=0)
+    for first_searched_row in range(0, num_rows, _ROWS_PER_SEARCH):
+        row_B = first_searched_row + tl.arange(0, _ROWS_PER_SEARCH)
+        start_B = tl.load(part_start_B1 + row_B, mask=row_B < num_rows, other=0)
         row += tl.sum(((row_B < num_rows) & (start_B <= part)).to(tl.int32), 0)
     return row
 
@@ -492,20 +502,20 @@ def _join(
     acc_XHD: tl.tensor,
     max_XH: tl.tensor,
     sum_XH: tl.tensor,
-    first: tl.tensor,
+    first_index: tl.tensor,
     num_parts: tl.tensor,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
     TILE_X: tl.constexpr,
 ) -> tl.tensor:
-    """The output of one row and query head, from its parts at `first`, `first + H` and so on, each
-    of which has at least one token. Bypasses the first-level cache, which does not see what others
-    have written.
+    """The output of one row and query head, from its parts at `first_index`, `first_index + H` and
+    so on, each of which has at least one token. Bypasses the first-level cache, which does not see
+    what others have written.
     """
     d_D = tl.arange(0, TILE_D)
     x_X = tl.arange(0, TILE_X)
-    index_X = first + x_X * NUM_HEADS
+    index_X = first_index + x_X * NUM_HEADS
     mask_X = x_X < num_parts
     max_X = tl.load(max_XH + index_X, mask=mask_X, other=float("-inf"), cache_modifier=".cg")
     sum_X = tl.load(sum_XH + index_X, mask=mask_X, other=0.0, cache_modifier=".cg")
@@ -515,8 +525,8 @@ def _join(
         other=0.0,
         cache_modifier=".cg",
     )
-    rescale_X = tl.exp2(max_X - tl.max(max_X, 0))
-    return tl.sum(acc_XD * rescale_X[:, None], 0) / tl.sum(sum_X * rescale_X, 0)
+    rescale_factor_X = tl.exp2(max_X - tl.max(max_X, 0))
+    return tl.sum(acc_XD * rescale_factor_X[:, None], 0) / tl.sum(sum_X * rescale_factor_X, 0)
 
 
 @triton.jit
@@ -530,7 +540,7 @@ def _attend(
     table_W: tl.tensor,
     kv_head: tl.tensor,
     ends_M: tl.tensor,
-    first: tl.tensor,
+    first_token: tl.tensor,
     end: tl.tensor,
     scale_log2: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -538,17 +548,17 @@ def _attend(
     BLOCK_SIZE: tl.constexpr,
     TILE_C: tl.constexpr,
     TILE_D: tl.constexpr,
-    READ_FP8: tl.constexpr,
+    FP8_WIDENING: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(accumulator, maximum, sum) after the tokens from `first`, a multiple of C, to `end`, which
-    is also a multiple of C unless MASKED.
+    """(accumulator, maximum, sum) after the tokens from `first_token`, a multiple of C, to `end`,
+    which is also a multiple of C unless MASKED.
 
     Query row m sees the tokens before `ends_M[m]`. Nothing from `end` on is read, neither table nor
     cache.
     """
     d_D = tl.arange(0, TILE_D)
-    for tile_start in range(first, end, TILE_C):
+    for tile_start in range(first_token, end, TILE_C):
         token_C = tile_start + tl.arange(0, TILE_C)
         # One load of the table for keys and values of the whole tile.
         if BLOCK_SIZE % TILE_C == 0:
@@ -560,17 +570,17 @@ def _attend(
         mask_CD = (token_C < end)[:, None] & (d_D < HEAD_DIM)[None, :]
         k_CD = _load(k_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
         v_CD = _load(v_cache_NPKD + offset_CD, mask_CD, MASKED or HEAD_DIM < TILE_D)
-        k_CD = loaded(k_CD, q_MD.dtype, READ_FP8)
-        v_CD = loaded(v_CD, q_MD.dtype, READ_FP8)
+        k_CD = from_cache_dtype(k_CD, q_MD.dtype, FP8_WIDENING)
+        v_CD = from_cache_dtype(v_CD, q_MD.dtype, FP8_WIDENING)
         s_MC = tl.dot(q_MD, tl.trans(k_CD), input_precision="ieee")
         if MASKED:
             s_MC = tl.where(token_C[None, :] < ends_M[:, None], s_MC, float("-inf"))
         new_max_M = tl.maximum(max_M, tl.max(s_MC, 1) * scale_log2)
         p_MC = tl.exp2(s_MC * scale_log2 - new_max_M[:, None])
-        rescale_M = tl.exp2(max_M - new_max_M)
-        sum_M = sum_M * rescale_M + tl.sum(p_MC, 1)
+        rescale_factor_M = tl.exp2(max_M - new_max_M)
+        sum_M = sum_M * rescale_factor_M + tl.sum(p_MC, 1)
         acc_MD = tl.dot(
-            p_MC.to(v_CD.dtype), v_CD, acc_MD * rescale_M[:, None], input_precision="ieee"
+            p_MC.to(v_CD.dtype), v_CD, acc_MD * rescale_factor_M[:, None], input_precision="ieee"
         )
         max_M = new_max_M
     return acc_MD, max_M, sum_M

@@ -10,23 +10,23 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.gpu.fp8 import Fp8Read
+from kernels.gpu.fp8 import Fp8Widening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchConfig:
     """How a kernel is launched: M query rows and C cached tokens per tile, warps per program,
     pipeline stages of its loads.
 
-    read_fp8: None for `fp8_read`. heads_adjacent: of decode; whether programs that start together
-    have the KV heads of the same tokens, or else the parts of the same head.
+    fp8_widening: None for `choose_fp8_widening`. heads_adjacent: of decode; whether programs that
+    start together have the KV heads of the same tokens, or else the parts of the same head.
     """
 
     tile_m: int
     tile_c: int
     num_warps: int
     num_stages: int
-    read_fp8: Fp8Read | None = None
+    fp8_widening: Fp8Widening | None = None
     heads_adjacent: bool = True
 
 
@@ -35,31 +35,33 @@ def padded_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def prefill_launch(dtype: torch.dtype, head_dim: int, large_tile: bool, on_hopper: bool) -> Launch:
+def prefill_launch(
+    dtype: torch.dtype, head_dim: int, is_large_tile: bool, is_hopper: bool
+) -> LaunchConfig:
     """Large tiles read keys and values least often; small tiles are used where large ones would
     leave processors idle.
 
     One stage loads the block table. Of five, two load tiles of keys and values while one is used:
-    with the queries up to 133 KB, which fits an A100 too. On Hopper (`on_hopper`) there are three,
+    with the queries up to 133 KB, which fits an A100 too. On Hopper (`is_hopper`) there are three,
     of which one loads a tile, 99 KB: with five, ptxas lets most shapes run their matrix
     instructions one by one, with a wait after each (its message C7515, for which the compile test
     looks); four are compiled as three. Small tiles have four at most: with five, one of them spills
     on sm_100. float32 has no matrix instructions and needs twice the bytes.
     """
     if dtype == torch.float32:
-        return Launch(tile_m=32, tile_c=16, num_warps=16, num_stages=5)
-    num_stages = 3 if on_hopper else 5
+        return LaunchConfig(tile_m=32, tile_c=16, num_warps=16, num_stages=5)
+    num_stages = 3 if is_hopper else 5
     if padded_dim(head_dim) > 128:
-        return Launch(tile_m=64, tile_c=32, num_warps=8, num_stages=num_stages)
+        return LaunchConfig(tile_m=64, tile_c=32, num_warps=8, num_stages=num_stages)
     tile_c = 8192 // max(64, padded_dim(head_dim))
-    if large_tile:
-        return Launch(tile_m=128, tile_c=tile_c, num_warps=8, num_stages=num_stages)
-    return Launch(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=min(num_stages, 4))
+    if is_large_tile:
+        return LaunchConfig(tile_m=128, tile_c=tile_c, num_warps=8, num_stages=num_stages)
+    return LaunchConfig(tile_m=64, tile_c=tile_c // 2, num_warps=4, num_stages=min(num_stages, 4))
 
 
 def decode_launch(
-    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, group: int
-) -> Launch:
+    dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, group_size: int
+) -> LaunchConfig:
     """The G query heads of one query, padded to the 16 rows of the smallest matrix product.
 
     Keys of a tile take 16 KB whatever the head dim and the dtype of the cache, but they are 128 at
@@ -72,10 +74,10 @@ def decode_launch(
     addresses. By parts, they read 256 bytes each, a token apart, which is 0 to 3% slower on an
     H200 (`benchmarks/gpu_sweep.py`).
     """
-    tile_m = max(16, 1 << (group - 1).bit_length())
+    tile_m = max(16, 1 << (group_size - 1).bit_length())
     if dtype == torch.float32:  # which has no matrix instructions
         cache_dtype, num_warps = dtype, 8
     else:
         num_warps = 4
     tile_c = max(16, min(128, 16384 // (padded_dim(head_dim) * cache_dtype.itemsize)))
-    return Launch(tile_m=tile_m, tile_c=tile_c, num_warps=num_warps, num_stages=5)
+    return LaunchConfig(tile_m=tile_m, tile_c=tile_c, num_warps=num_warps, num_stages=5)

@@ -5,7 +5,7 @@ the rest in Triton.
 from __future__ import annotations
 
 from kernels.gpu import attention, elementwise, sampling, tables
-from kernels.gpu.capabilities import TRITON
+from kernels.gpu.capabilities import TRITON_CAPABILITIES
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.grouped import TritonGrouped
@@ -28,7 +28,7 @@ class TritonKernels(ReferenceKernels):
     `workers/model_runner.py`.
     """
 
-    capabilities: Capabilities = TRITON
+    capabilities: Capabilities = TRITON_CAPABILITIES
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = None
     int4: GroupedKernels | None = _GROUPED
@@ -39,7 +39,7 @@ class TritonKernels(ReferenceKernels):
     rms_norm = staticmethod(elementwise.rms_norm)
     add_rms_norm = staticmethod(elementwise.add_rms_norm)
     silu_and_mul = staticmethod(elementwise.silu_and_mul)
-    max_decode_parts = staticmethod(attention.max_parts_of)
+    max_decode_parts = staticmethod(attention.max_parts_on_device)
     look_up_tokens = staticmethod(tables.look_up_tokens)
     write_tokens = staticmethod(tables.write_tokens)
 

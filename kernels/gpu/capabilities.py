@@ -7,7 +7,7 @@ QUANTIZATIONS = ("int4", "fp8")
 
 # Blocks of 64 tokens: on an H200, decode attention takes 4 to 10% longer with blocks of 16, and 0
 # to 3% less with blocks of 128, which share fewer prefixes.
-TRITON = Capabilities(
+TRITON_CAPABILITIES = Capabilities(
     name="triton",
     description="triton",
     default_block_size=64,

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.fp8 import stored_as
+from kernels.gpu.fp8 import to_cache_dtype
 
 # Enough that a thread loads 8 adjacent elements at once, 16 bytes of a 16-bit dtype.
 _HEADS_PER_PROGRAM = 8  # heads of one token, with head dim 128, that a program of two warps rotates
@@ -26,7 +26,7 @@ _FEATURES_PER_PROGRAM = 1024  # features that a program of four warps gates or s
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension. One program per row."""
-    rows_TE = _rows(x)
+    rows_TE = _as_rows(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile_features = triton.next_power_of_2(x.shape[-1])
     _rms_norm[(len(rows_TE),)](
@@ -46,7 +46,7 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight_E: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`. One program per row."""
-    x_TE, residual_TE = _rows(x), _rows(residual)
+    x_TE, residual_TE = _as_rows(x), _as_rows(residual)
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     tile_features = triton.next_power_of_2(x.shape[-1])
     _add_rms_norm[(len(x_TE),)](
@@ -119,14 +119,14 @@ def qk_norm_rope_store(
         H=num_heads,
         K=num_kv_heads,
         D=dim,
-        HALF=triton.next_power_of_2(dim // 2),
+        HALF_DIM=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS_PER_PROGRAM,
         num_warps=2,
     )
     return q_THD
 
 
-def _rows(x: Tensor) -> Tensor:
+def _as_rows(x: Tensor) -> Tensor:
     """[T, E] of [..., E], never a copy."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1
     return x.view(-1, x.shape[-1])
@@ -144,7 +144,7 @@ def _num_warps(tile_features: int) -> int:
 
 
 @triton.jit
-def _weighted(x, scale, weight):  # type: ignore[no-untyped-def]
+def _scale_by_weight(x, scale, weight):  # type: ignore[no-untyped-def]
     """`x * scale` in float32, rounded to the dtype of the weight, times the weight: float32, not
     yet rounded.
     """
@@ -160,7 +160,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     x = tl.load(x_TE + token * row_stride + e, mask=e < E, other=0.0).to(tl.float32)
     weight = tl.load(weight_E + e, mask=e < E, other=0.0)
     scale = tl.rsqrt(tl.sum(x * x) / E + eps)
-    tl.store(out_TE + token * E + e, _weighted(x, scale, weight), mask=e < E)
+    tl.store(out_TE + token * E + e, _scale_by_weight(x, scale, weight), mask=e < E)
 
 
 @triton.jit
@@ -181,11 +181,11 @@ def _add_rms_norm(  # type: ignore[no-untyped-def]
     x = tl.load(x_TE + token * x_stride + e, mask=e < E, other=0.0)
     residual = tl.load(residual_TE + token * residual_stride + e, mask=e < E, other=0.0)
     weight = tl.load(weight_E + e, mask=e < E, other=0.0)
-    rounded = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-    tl.store(total_TE + token * E + e, rounded, mask=e < E)
-    total = rounded.to(tl.float32)
+    rounded_total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+    tl.store(total_TE + token * E + e, rounded_total, mask=e < E)
+    total = rounded_total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total * total) / E + eps)
-    tl.store(out_TE + token * E + e, _weighted(total, scale, weight), mask=e < E)
+    tl.store(out_TE + token * E + e, _scale_by_weight(total, scale, weight), mask=e < E)
 
 
 @triton.jit
@@ -210,8 +210,8 @@ def _norm_and_rotate(low, high, low_weight, high_weight, cos, sin, eps, D: tl.co
         tl.sum(low_float32 * low_float32 + high_float32 * high_float32, axis=1, keep_dims=True) / D
         + eps
     )
-    low_float32 = _weighted(low_float32, scale, low_weight).to(dtype).to(tl.float32)
-    high_float32 = _weighted(high_float32, scale, high_weight).to(dtype).to(tl.float32)
+    low_float32 = _scale_by_weight(low_float32, scale, low_weight).to(dtype).to(tl.float32)
+    high_float32 = _scale_by_weight(high_float32, scale, high_weight).to(dtype).to(tl.float32)
     return (low_float32 * cos - high_float32 * sin).to(dtype), (
         high_float32 * cos + low_float32 * sin
     ).to(dtype)
@@ -233,7 +233,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    HALF: tl.constexpr,
+    HALF_DIM: tl.constexpr,
     HEADS: tl.constexpr,
 ):
     """The heads of one program may belong to queries, keys and values at once: masks keep them
@@ -242,7 +242,7 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     token = (tl.program_id(0) // tl.cdiv(H + 2 * K, HEADS)).to(tl.int64)
     head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
     # Has the tile's shape: loads in one layout need no shared memory.
-    d = tl.arange(0, HALF)[None, :] + head * 0
+    d = tl.arange(0, HALF_DIM)[None, :] + head * 0
     mask = d < D // 2
     is_q = mask & (head < H)
     is_k = mask & (head >= H) & (head < H + K)
@@ -272,8 +272,8 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     tl.store(q_out + D // 2, rotated_high, mask=is_q)
     dtype: tl.constexpr = k_cache.dtype.element_ty
     k_out = k_cache + (place * K + head - H) * D + d
-    tl.store(k_out, stored_as(rotated_low, dtype), mask=is_k & (place >= 0))
-    tl.store(k_out + D // 2, stored_as(rotated_high, dtype), mask=is_k & (place >= 0))
+    tl.store(k_out, to_cache_dtype(rotated_low, dtype), mask=is_k & (place >= 0))
+    tl.store(k_out + D // 2, to_cache_dtype(rotated_high, dtype), mask=is_k & (place >= 0))
     v_out = v_cache + (place * K + head - H - K) * D + d
-    tl.store(v_out, stored_as(low, dtype), mask=is_v & (place >= 0))
-    tl.store(v_out + D // 2, stored_as(high, dtype), mask=is_v & (place >= 0))
+    tl.store(v_out, to_cache_dtype(low, dtype), mask=is_v & (place >= 0))
+    tl.store(v_out + D // 2, to_cache_dtype(high, dtype), mask=is_v & (place >= 0))

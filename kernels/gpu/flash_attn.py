@@ -55,7 +55,7 @@ _TILE_TOKENS = 128
 _MAX_SPLIT_TOKENS = 512
 # Joining the parts takes a program for each 8 queries and heads of each row, counted as if all rows
 # were as long as the bound, before most of them find that they have nothing to do.
-_JOINED_PER_PROGRAM, _MAX_JOIN_PROGRAMS = 8, 8192
+_HEADS_PER_JOIN_PROGRAM, _MAX_JOIN_PROGRAMS = 8, 8192
 _NUM_SMS = 132  # of an H100 or H200
 
 
@@ -161,7 +161,7 @@ def find_flash_attn() -> FlashAttn | None:
     major, _ = _capability()
     for module_name in _DISTRIBUTIONS:
         if major == 9 or (major >= 8 and module_name == "flash_attn"):
-            library = _load(module_name)
+            library = _load_library(module_name)
             if library is not None:
                 return library
     return None
@@ -172,7 +172,7 @@ def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
-def _load(name: str) -> FlashAttn | None:
+def _load_library(name: str) -> FlashAttn | None:
     reason: Exception
     try:
         module = importlib.import_module(name)
@@ -190,8 +190,8 @@ def _load(name: str) -> FlashAttn | None:
 
 
 def _flash_attn_2(module: ModuleType) -> FlashAttn:
-    with_kvcache = module.flash_attn_with_kvcache
-    varlen = module.flash_attn_varlen_func
+    flash_attn_with_kvcache = module.flash_attn_with_kvcache
+    flash_attn_varlen = module.flash_attn_varlen_func
 
     def paged_attention(
         q_THD: Tensor,
@@ -201,7 +201,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
         scale: float,
     ) -> Tensor:
         if attn.is_decode:  # the function that can split the keys of a row
-            out_B1HD: Tensor = with_kvcache(
+            out_B1HD: Tensor = flash_attn_with_kvcache(
                 q_THD.unsqueeze(1),
                 k_cache_NPKD,
                 v_cache_NPKD,
@@ -211,7 +211,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
                 causal=True,
             )
             return out_B1HD.squeeze(1)
-        out_THD: Tensor = varlen(
+        out_THD: Tensor = flash_attn_varlen(
             q_THD,
             k_cache_NPKD,
             v_cache_NPKD,
@@ -244,7 +244,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     """
     operator = _operator(module.__name__)
     disabled_features = _disabled_features(module)
-    only_tma = "PAGEDKV" in disabled_features
+    requires_tma = "PAGEDKV" in disabled_features
 
     def attend_rows(
         q_THD: Tensor,
@@ -257,7 +257,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     ) -> None:
         num_heads, num_kv_heads = q_THD.shape[1], k_cache_NPKD.shape[2]
         max_query_len = attn.max_query_len
-        if only_tma:
+        if requires_tma:
             max_query_len = max(max_query_len, _TILE_ROWS // (num_heads // num_kv_heads) + 1)
         num_rows = len(attn.seq_lens_B) - first_row
         splits_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, num_kv_heads)
@@ -289,9 +289,9 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
     return FlashAttn(
         version=_version("FlashAttention-3", module),
         dtypes=("bfloat16",) if "FP16" in disabled_features else ("bfloat16", "float16"),
-        head_dims=range(64, 129, 64) if only_tma else range(8, 257, 8),
+        head_dims=range(64, 129, 64) if requires_tma else range(8, 257, 8),
         default_block_size=_TILE_TOKENS,
-        block_multiple=_TILE_TOKENS if only_tma else 1,
+        block_multiple=_TILE_TOKENS if requires_tma else 1,
         paged_attention=paged_attention,
         attend_rows=attend_rows,
     )
@@ -303,7 +303,7 @@ def may_split(
     """Whether FlashAttention-3 may choose to split the keys of rows of up to `max_query_len`
     queries: where they alone keep few processors busy, and joining the parts is cheap.
     """
-    num_join_programs = num_rows * -(-max_query_len * num_heads // _JOINED_PER_PROGRAM)
+    num_join_programs = num_rows * -(-max_query_len * num_heads // _HEADS_PER_JOIN_PROGRAM)
     keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * num_kv_heads < _NUM_SMS
     return keeps_few_busy and num_join_programs <= _MAX_JOIN_PROGRAMS
 

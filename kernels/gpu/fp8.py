@@ -20,11 +20,11 @@ import triton.language as tl
 #     the usual rate or less: about 3.7 TB/s of cache on an H200, whose memory gives 4.8.
 # "pairs": the bits of two numbers are moved into place together, by four instructions at full rate.
 # "singly": the same for one number at a time, without inline assembly: for the interpreter.
-Fp8Read = Literal["instructions", "pairs", "singly"]
+Fp8Widening = Literal["instructions", "pairs", "singly"]
 
 
 @functools.cache
-def fp8_read(device: torch.device, dtype: torch.dtype) -> Fp8Read:
+def choose_fp8_widening(device: torch.device, dtype: torch.dtype) -> Fp8Widening:
     """The way that suits a chip and the dtype of the queries."""
     if device.type != "cuda":
         return "singly"
@@ -32,7 +32,7 @@ def fp8_read(device: torch.device, dtype: torch.dtype) -> Fp8Read:
     return "instructions" if has_instructions and dtype is not torch.bfloat16 else "pairs"
 
 
-def _pairs(type_: str, shift: int, mask: int, scale: int) -> str:
+def _pair_widening_ptx(type_: str, shift: int, mask: int, scale: int) -> str:
     """PTX that widens four codes, the bytes of $2, to two numbers each in $0 and $1.
 
     A byte is widened to 16 bits by its sign and shifted, so that exponent and mantissa are in
@@ -55,13 +55,15 @@ def _pairs(type_: str, shift: int, mask: int, scale: int) -> str:
 
 # float16 has one bit of exponent more than e4m3, so its bias is larger by 8; bfloat16 has four
 # more, and its bias is larger by 120.
-_FLOAT16_PAIRS = tl.constexpr(_pairs("f16x2", shift=7, mask=0xBF80, scale=0x5C00))
-_BFLOAT16_PAIRS = tl.constexpr(_pairs("bf16x2", shift=4, mask=0x87F0, scale=0x7B80))
+_FLOAT16_PAIR_PTX = tl.constexpr(_pair_widening_ptx("f16x2", shift=7, mask=0xBF80, scale=0x5C00))
+_BFLOAT16_PAIR_PTX = tl.constexpr(_pair_widening_ptx("bf16x2", shift=4, mask=0x87F0, scale=0x7B80))
 
 
 @triton.jit
-def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """As `stored_as` of the reference; NaN becomes 0, and so do infinities of more than 8 bits."""
+def to_cache_dtype(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """As `to_cache_dtype` of the reference; NaN becomes 0, and so do infinities of more than 8
+    bits.
+    """
     if dtype == tl.uint8:
         bits = x.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -73,31 +75,41 @@ def stored_as(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
             magnitude < 0x3C800000, units.to(tl.int32, bitcast=True) - 0x46800000, normal_code
         )
         code = tl.where(magnitude > 0x7F800000, 0, tl.minimum(code, 0x7E))
-        stored = (((bits >> 24) & 0x80) | code).to(tl.uint8)
+        cached_values = (((bits >> 24) & 0x80) | code).to(tl.uint8)
     else:
-        stored = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(dtype)
-    return stored
+        cached_values = tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0).to(dtype)
+    return cached_values
 
 
 @triton.jit
-def loaded(stored, dtype: tl.constexpr, READ: tl.constexpr):  # type: ignore[no-untyped-def]
+def from_cache_dtype(cached_values, dtype: tl.constexpr, WIDENING: tl.constexpr):  # type: ignore[no-untyped-def]
     """What a cache keeps, in the dtype of the queries."""
-    if stored.dtype == tl.uint8:
-        if READ == "instructions":
-            values = stored.to(tl.float8e4nv, bitcast=True).to(dtype)
-        elif READ == "pairs":
+    if cached_values.dtype == tl.uint8:
+        if WIDENING == "instructions":
+            values = cached_values.to(tl.float8e4nv, bitcast=True).to(dtype)
+        elif WIDENING == "pairs":
             if dtype == tl.bfloat16:
                 values = tl.inline_asm_elementwise(
-                    _BFLOAT16_PAIRS, "=r,=r,r", [stored], dtype=tl.bfloat16, is_pure=True, pack=4
+                    _BFLOAT16_PAIR_PTX,
+                    "=r,=r,r",
+                    [cached_values],
+                    dtype=tl.bfloat16,
+                    is_pure=True,
+                    pack=4,
                 )
             else:
                 values = tl.inline_asm_elementwise(
-                    _FLOAT16_PAIRS, "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
+                    _FLOAT16_PAIR_PTX,
+                    "=r,=r,r",
+                    [cached_values],
+                    dtype=tl.float16,
+                    is_pure=True,
+                    pack=4,
                 ).to(dtype)
         else:
-            bits = stored.to(tl.uint16)
+            bits = cached_values.to(tl.uint16)
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16)
             values = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
     else:
-        values = stored
+        values = cached_values
     return values

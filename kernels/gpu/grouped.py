@@ -35,24 +35,24 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, shifts_on
+from kernels.reference.grouped import CODES_PER_WORD, int4_device_shifts
 
 # Above it, products in registers cost more than writing the codes once in 16 bits: each program
 # reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
 # the 8B shape's products 5 ms at 128 rows and 10 at 256; writing them takes 3.5, and torch's
 # products at least 5. An estimate for 4-bit codes: reading those of FP8 takes 1 ms longer.
 MAX_FUSED_ROWS = 128
-_BLOCK = 128
-_SUBBLOCKS = 4  # of a block: the codes of a word
-_SUBBLOCK = _BLOCK // _SUBBLOCKS
+_BLOCK_INPUTS = 128
+_SUBBLOCKS_PER_BLOCK = 4  # of a block: the codes of a word
+_SUBBLOCK_INPUTS = _BLOCK_INPUTS // _SUBBLOCKS_PER_BLOCK
 # Several on each processor of a chip with up to 144, so that enough bytes are on their way; but
 # parts with less to read than what they write are of no use.
-_PROGRAMS = 512
+_MAX_PROGRAMS = 512
 _BLOCKS_PER_PART = 4
-_FEATURES_PER_SUM = 256
-_WIDENED_FEATURES = 32  # of a program that writes widened codes
-_WIDENED_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
-_PACKED_ROWS = 1024  # at a time
+_FEATURES_PER_PROGRAM = 256
+_FEATURES_PER_WIDENING = 32  # of a program that writes widened codes
+_WIDENED_TILE_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
+_ROWS_AT_ONCE = 1024  # at a time
 
 # How codes become numbers; both ways give the same.
 # "pairs": two codes at a time are cut out and completed to bfloat16 or float16 numbers. There are
@@ -62,7 +62,7 @@ Widening = Literal["pairs", "singly"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
+class TileConfig:
     """Rows of x and output features of a program, its warps, and the stages of its loads."""
 
     rows: int
@@ -71,35 +71,35 @@ class Tiles:
     num_stages: int
 
 
-def tiles_of(num_rows: int, itemsize: int) -> Tiles:
+def choose_tile_config(num_rows: int, itemsize: int) -> TileConfig:
     """Tiles for so many rows."""
     if itemsize == 4:  # float32 has no matrix instructions that are exact
-        return Tiles(rows=16, features=32, num_warps=4, num_stages=2)
+        return TileConfig(rows=16, features=32, num_warps=4, num_stages=2)
     if num_rows <= 16:
-        return Tiles(rows=16, features=128, num_warps=4, num_stages=4)
-    return Tiles(rows=32, features=128, num_warps=8, num_stages=3)
+        return TileConfig(rows=16, features=128, num_warps=4, num_stages=4)
+    return TileConfig(rows=32, features=128, num_warps=8, num_stages=3)
 
 
 class TritonGrouped:
     """`GroupedKernels` in Triton, for both forms. Each kernel is compiled at its first use."""
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing: a GPU compiles what it runs, in the steps before the first request."""
         return []
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """Words [Y, W], int16 or int32, of whole blocks; scales with zero points, int32 [G, Y], of
-        groups that `_held_group_size` gives; no other zero points.
+        groups that `_packed_group_size` gives; no other zero points.
         """
         num_groups, scale_YG = weight.scale_YG.shape[1], weight.scale_YG.to(torch.float32)
         codes_per_word = 1 if weight.zeros_YG is None else CODES_PER_WORD
         group_size = codes_per_word * weight.words_YW.shape[1] // num_groups
-        repeats = 1 if num_groups == 1 else group_size // _held_group_size(group_size)
+        repeats = 1 if num_groups == 1 else group_size // _packed_group_size(group_size)
         scale_YG = scale_YG.view(torch.int32)
         if weight.zeros_YG is not None:
             scale_YG = scale_YG | weight.zeros_YG
         return GroupedCodes(
-            words_YW=_in_blocks(weight),
+            words_YW=_pack_blocks(weight),
             zeros_YG=None,
             scale_YG=scale_YG.repeat_interleave(repeats, 1).T.contiguous(),
             num_rows=weight.num_rows,
@@ -113,48 +113,55 @@ class TritonGrouped:
         out_TY = x_TX.new_empty(len(x_TX), weight.num_rows)
         if out_TY.numel() == 0:
             return out_TY
-        if len(x_TX) <= MAX_FUSED_ROWS and _group_size(weight, x_TX.shape[1]) % _SUBBLOCK == 0:
+        if (
+            len(x_TX) <= MAX_FUSED_ROWS
+            and _group_size(weight, x_TX.shape[1]) % _SUBBLOCK_INPUTS == 0
+        ):
             _multiply_in_registers(x_TX, weight, bias_Y, out_TY)
         else:
             _multiply_widened(x_TX, weight, bias_Y, out_TY)
         return out_TY
 
 
-def _held_group_size(group_size: int) -> int:
+def _packed_group_size(group_size: int) -> int:
     """Whole blocks, or what a block is divided into; scales of larger groups are repeated."""
-    return group_size if group_size % _BLOCK == 0 else math.gcd(group_size, _BLOCK)
+    return group_size if group_size % _BLOCK_INPUTS == 0 else math.gcd(group_size, _BLOCK_INPUTS)
 
 
 def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
     num_groups = len(weight.scale_YG)
-    return triton.cdiv(size_in, _BLOCK) * _BLOCK if num_groups == 1 else size_in // num_groups
+    return (
+        triton.cdiv(size_in, _BLOCK_INPUTS) * _BLOCK_INPUTS
+        if num_groups == 1
+        else size_in // num_groups
+    )
 
 
-def _in_blocks(weight: GroupedCodes) -> Tensor:
+def _pack_blocks(weight: GroupedCodes) -> Tensor:
     """The words [Y, W] of a weight that is not packed; the last block is filled with zeros."""
     words_YW, is_e4m3 = weight.words_YW, weight.zeros_YG is None
     size_in = words_YW.shape[1] * (1 if is_e4m3 else CODES_PER_WORD)
-    num_blocks = triton.cdiv(size_in, _BLOCK)
+    num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     dtype, bits_per_code = (torch.int32, 8) if is_e4m3 else (torch.int16, 4)
-    packed_YW = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK, dtype=dtype)
-    shifts = shifts_on(words_YW.device)
-    for first in range(0, len(words_YW), _PACKED_ROWS):
-        rows = slice(first, first + _PACKED_ROWS)
+    packed_YW = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK_INPUTS, dtype=dtype)
+    shifts = int4_device_shifts(words_YW.device)
+    for first_row in range(0, len(words_YW), _ROWS_AT_ONCE):
+        rows = slice(first_row, first_row + _ROWS_AT_ONCE)
         if is_e4m3:
             codes_YX = words_YW[rows].to(torch.int32)
         else:
             codes_YX = ((words_YW[rows].unsqueeze(2) >> shifts) & 15).flatten(1)
-        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK - size_in))
-        codes_YBSW = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS, _SUBBLOCK))
+        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK_INPUTS - size_in))
+        codes_YBSW = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS_PER_BLOCK, _SUBBLOCK_INPUTS))
         words_YBW = codes_YBSW[:, :, 0].clone()
-        for subblock in range(1, _SUBBLOCKS):
+        for subblock in range(1, _SUBBLOCKS_PER_BLOCK):
             words_YBW |= codes_YBSW[:, :, subblock] << bits_per_code * subblock
         packed_YW[rows] = words_YBW.flatten(1).to(dtype)
     return packed_YW
 
 
-def widening_of(device: torch.device, dtype: torch.dtype) -> Widening:
+def choose_widening(device: torch.device, dtype: torch.dtype) -> Widening:
     """The way that suits a device and the dtype of x."""
     return "pairs" if device.type == "cuda" and dtype.itemsize == 2 else "singly"
 
@@ -163,9 +170,12 @@ def _multiply_in_registers(
     x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, out_TY: Tensor
 ) -> None:
     (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
-    tiles = tiles_of(num_rows, x_TX.itemsize)
-    num_panels, num_blocks = triton.cdiv(size_out, tiles.features), triton.cdiv(size_in, _BLOCK)
-    blocks_per_part, num_parts = split_of(num_panels, num_blocks)
+    tiles = choose_tile_config(num_rows, x_TX.itemsize)
+    num_panels, num_blocks = (
+        triton.cdiv(size_out, tiles.features),
+        triton.cdiv(size_in, _BLOCK_INPUTS),
+    )
+    blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
     group_size = _group_size(weight, size_in)
     sums_PTY = out_TY
     if num_parts > 1:
@@ -175,28 +185,28 @@ def _multiply_in_registers(
         bias_Y if num_parts == 1 else None,
         sums_PTY,
         *(num_rows, size_in, size_out, num_blocks, blocks_per_part),
-        max(1, group_size // _BLOCK),
-        GROUPS=max(1, _BLOCK // group_size),
-        WHOLE=size_in % _BLOCK == 0,
+        max(1, group_size // _BLOCK_INPUTS),
+        GROUPS_PER_BLOCK=max(1, _BLOCK_INPUTS // group_size),
+        HAS_WHOLE_BLOCKS=size_in % _BLOCK_INPUTS == 0,
         ROWS=tiles.rows,
         FEATURES=tiles.features,
-        WIDENING=widening_of(x_TX.device, x_TX.dtype),
+        WIDENING=choose_widening(x_TX.device, x_TX.dtype),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
     if num_parts > 1:
-        _add_parts[(num_rows * triton.cdiv(size_out, _FEATURES_PER_SUM),)](
+        _add_parts[(num_rows * triton.cdiv(size_out, _FEATURES_PER_PROGRAM),)](
             *(sums_PTY, bias_Y, out_TY, num_rows, size_out, num_parts),
-            FEATURES=_FEATURES_PER_SUM,
+            FEATURES=_FEATURES_PER_PROGRAM,
             num_warps=2,
         )
 
 
-def split_of(num_panels: int, num_blocks: int) -> tuple[int, int]:
+def choose_split(num_panels: int, num_blocks: int) -> tuple[int, int]:
     """(blocks of a part, parts): those of a weight are the same for every number of rows that has
     the same tiles, so a row's results do not depend on the others.
     """
-    num_parts = max(1, min(num_blocks // _BLOCKS_PER_PART, _PROGRAMS // num_panels))
+    num_parts = max(1, min(num_blocks // _BLOCKS_PER_PART, _MAX_PROGRAMS // num_panels))
     blocks_per_part = triton.cdiv(num_blocks, num_parts)
     return blocks_per_part, triton.cdiv(num_blocks, blocks_per_part)
 
@@ -205,18 +215,20 @@ def _multiply_widened(
     x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, out_TY: Tensor
 ) -> None:
     size_out, size_in = out_TY.shape[1], x_TX.shape[1]
-    tile_features = max(1, _WIDENED_BYTES // (size_in * x_TX.itemsize * _BLOCK)) * _BLOCK
+    tile_features = (
+        max(1, _WIDENED_TILE_BYTES // (size_in * x_TX.itemsize * _BLOCK_INPUTS)) * _BLOCK_INPUTS
+    )
     tile_YX = x_TX.new_empty(min(tile_features, size_out), size_in)
-    group_size, num_blocks = _group_size(weight, size_in), triton.cdiv(size_in, _BLOCK)
-    for first in range(0, size_out, tile_features):
-        features = slice(first, min(first + tile_features, size_out))
-        num_features = features.stop - first
-        _widen_codes[(triton.cdiv(num_features, _WIDENED_FEATURES) * num_blocks,)](
+    group_size, num_blocks = _group_size(weight, size_in), triton.cdiv(size_in, _BLOCK_INPUTS)
+    for first_feature in range(0, size_out, tile_features):
+        features = slice(first_feature, min(first_feature + tile_features, size_out))
+        num_features = features.stop - first_feature
+        _widen_codes[(triton.cdiv(num_features, _FEATURES_PER_WIDENING) * num_blocks,)](
             *(weight.words_YW, weight.scale_YG, tile_YX),
-            *(first, num_features, size_in, size_out, num_blocks),
-            GROUP=min(group_size, _BLOCK),
-            BLOCKS=max(1, group_size // _BLOCK),
-            FEATURES=_WIDENED_FEATURES,
+            *(first_feature, num_features, size_in, size_out, num_blocks),
+            GROUP_SIZE=min(group_size, _BLOCK_INPUTS),
+            BLOCKS_PER_GROUP=max(1, group_size // _BLOCK_INPUTS),
+            FEATURES=_FEATURES_PER_WIDENING,
         )
         weight_XY = tile_YX[:num_features].T
         if bias_Y is None:
@@ -244,8 +256,8 @@ def _difference_pairs(type_: str, shift: int, base: int, one: int) -> str:
 
 def _e4m3_pairs(type_: str, byte: int, shift: int, mask: int, scale: int) -> str:
     """PTX that widens an e4m3 code of $1 and one of $2, the same byte of both, to the halves of $0,
-    as the cache's (`_pairs` in `fp8.py`): sign, exponent and mantissa are moved into place, and a
-    product with a power of two, which is exact, corrects the exponent's bias.
+    as the cache's (`_pair_widening_ptx` in `fp8.py`): sign, exponent and mantissa are moved into
+    place, and a product with a power of two, which is exact, corrects the exponent's bias.
     """
     selector = byte | (8 + byte) << 4 | (4 + byte) << 8 | (12 + byte) << 12  # 8: the byte's sign
     lines = [
@@ -263,16 +275,28 @@ def _e4m3_pairs(type_: str, byte: int, shift: int, mask: int, scale: int) -> str
 # The smallest power of two whose unit in the last place is 1.
 _BFLOAT16_POWER, _FLOAT16_POWER = tl.constexpr(128), tl.constexpr(1024)
 _BFLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(_difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80) for i in range(_SUBBLOCKS))
+    tuple(
+        _difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80)
+        for i in range(_SUBBLOCKS_PER_BLOCK)
+    )
 )
 _FLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(_difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00) for i in range(_SUBBLOCKS))
+    tuple(
+        _difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00)
+        for i in range(_SUBBLOCKS_PER_BLOCK)
+    )
 )
 _BFLOAT16_E4M3 = tl.constexpr(
-    tuple(_e4m3_pairs("bf16x2", i, shift=4, mask=0x87F0, scale=0x7B80) for i in range(_SUBBLOCKS))
+    tuple(
+        _e4m3_pairs("bf16x2", i, shift=4, mask=0x87F0, scale=0x7B80)
+        for i in range(_SUBBLOCKS_PER_BLOCK)
+    )
 )
 _FLOAT16_E4M3 = tl.constexpr(
-    tuple(_e4m3_pairs("f16x2", i, shift=7, mask=0xBF80, scale=0x5C00) for i in range(_SUBBLOCKS))
+    tuple(
+        _e4m3_pairs("f16x2", i, shift=7, mask=0xBF80, scale=0x5C00)
+        for i in range(_SUBBLOCKS_PER_BLOCK)
+    )
 )
 
 
@@ -287,7 +311,7 @@ def _scale_and_zero(words, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _singly(words, zeros, SUBBLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _widen_singly(words, zeros, SUBBLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of one subblock, float32. zeros: broadcast to the words."""
     if words.dtype == tl.int32:
         code = (words >> 8 * SUBBLOCK) & 0xFF
@@ -299,14 +323,14 @@ def _singly(words, zeros, SUBBLOCK: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _numbers(  # type: ignore[no-untyped-def]
+def _widen_subblock(  # type: ignore[no-untyped-def]
     words, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
 ):
     """What the codes of one subblock stand for but for the scale, [features, 32], exactly; zeros
     are int32, [features].
     """
     if WIDENING == "singly":
-        numbers = _singly(words, zeros[:, None], SUBBLOCK).to(dtype)
+        numbers = _widen_singly(words, zeros[:, None], SUBBLOCK).to(dtype)
     else:
         # The bits of either dtype: an instruction's result has a dtype that is no parameter.
         IS_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
@@ -346,14 +370,14 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
     num_blocks,
     blocks_per_part,
     blocks_per_group,
-    GROUPS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    GROUPS_PER_BLOCK: tl.constexpr,
+    HAS_WHOLE_BLOCKS: tl.constexpr,
     ROWS: tl.constexpr,
     FEATURES: tl.constexpr,
     WIDENING: tl.constexpr,
 ):
     """One tile of rows by `FEATURES` output features, over the inputs of one part. A block has
-    `GROUPS` groups, or is one of `blocks_per_group`.
+    `GROUPS_PER_BLOCK` groups, or is one of `blocks_per_group`.
     """
     num_row_tiles, num_panels = tl.cdiv(num_rows, ROWS), tl.cdiv(size_out, FEATURES)
     row = tl.program_id(0) % num_row_tiles * ROWS + tl.arange(0, ROWS)
@@ -366,24 +390,26 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
     dtype: tl.constexpr = x_TX.dtype.element_ty
     IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
     total = tl.zeros([FEATURES, ROWS], tl.float32)
-    first = part * blocks_per_part
-    for block in range(first, min(first + blocks_per_part, num_blocks)):
+    first_block = part * blocks_per_part
+    for block in range(first_block, min(first_block + blocks_per_part, num_blocks)):
         words = tl.load(words_YW + block * 32, mask=is_feature[:, None], other=0)
         for subblock in tl.static_range(4):
             start = block * 128 + subblock * 32
-            if subblock % (4 // GROUPS) == 0:
+            if subblock % (4 // GROUPS_PER_BLOCK) == 0:
                 # Behind the last input there is no group.
-                place = (block // blocks_per_group * GROUPS + subblock * GROUPS // 4) * size_out + y
-                is_group = is_feature & (WHOLE | (start < size_in))
+                place = (
+                    block // blocks_per_group * GROUPS_PER_BLOCK + subblock * GROUPS_PER_BLOCK // 4
+                ) * size_out + y
+                is_group = is_feature & (HAS_WHOLE_BLOCKS | (start < size_in))
                 scale, zeros = _scale_and_zero(
                     tl.load(scale_GY + place, mask=is_group, other=0), IS_E4M3
                 )
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
-            mask = is_row[None, :] & (WHOLE | (start + i < size_in)[:, None])
+            mask = is_row[None, :] & (HAS_WHOLE_BLOCKS | (start + i < size_in)[:, None])
             x = tl.load(x_TX + start, mask=mask, other=0.0)
-            numbers = _numbers(words, zeros, subblock, dtype, WIDENING)
+            numbers = _widen_subblock(words, zeros, subblock, dtype, WIDENING)
             product = tl.dot(numbers, x, product, input_precision="ieee")
-            if (subblock + 1) % (4 // GROUPS) == 0:
+            if (subblock + 1) % (4 // GROUPS_PER_BLOCK) == 0:
                 total += product * scale[:, None]
     if bias_Y is not None:
         total += tl.load(bias_Y + y, mask=is_feature, other=0.0).to(tl.float32)[:, None]
@@ -411,22 +437,22 @@ def _widen_codes(  # type: ignore[no-untyped-def]
     words_YW,
     scale_GY,
     out_YX,
-    first,
+    first_feature,
     num_features,
     size_in,
     size_out,
     num_blocks,
-    GROUP: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCKS_PER_GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
 ):
-    """A block of inputs of `FEATURES` features, from feature `first` on. Groups have `GROUP` inputs
-    of a block, or `BLOCKS` blocks.
+    """A block of inputs of `FEATURES` features, from feature `first_feature` on. Groups have
+    `GROUP_SIZE` inputs of a block, or `BLOCKS_PER_GROUP` blocks.
     """
     block = tl.program_id(0) % num_blocks
     feature = tl.program_id(0) // num_blocks * FEATURES + tl.arange(0, FEATURES)[:, None]
     i = tl.arange(0, 32)[None, :]
-    y, is_feature = first + feature, feature < num_features
+    y, is_feature = first_feature + feature, feature < num_features
     IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
     words = tl.load(
         words_YW + (y.to(tl.int64) * num_blocks + block) * 32 + i, mask=is_feature, other=0
@@ -434,7 +460,7 @@ def _widen_codes(  # type: ignore[no-untyped-def]
     for subblock in tl.static_range(4):
         x = subblock * 32 + i
         mask = is_feature & (block * 128 + x < size_in)
-        place = (block // BLOCKS * (128 // GROUP) + x // GROUP) * size_out + y
+        place = (block // BLOCKS_PER_GROUP * (128 // GROUP_SIZE) + x // GROUP_SIZE) * size_out + y
         scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=mask, other=0), IS_E4M3)
-        values = _singly(words, zeros, subblock) * scale
+        values = _widen_singly(words, zeros, subblock) * scale
         tl.store(out_YX + feature * size_in + block * 128 + x, values, mask=mask)

@@ -19,7 +19,7 @@ from kernels.metadata import AttentionMetadata
 
 
 def hybrid_attention(attend_rows: AttendRows) -> PagedAttention:
-    """`Kernels.paged_attention` with `attend_rows` for the rows after `attn.decode`.
+    """`Kernels.paged_attention` with `attend_rows` for the rows after `attn.decode_parts`.
 
     A row without queries writes nothing, a row without tokens gets zeros, and a token of no row is
     left undefined. Never waits for the device, and launches what depends on shapes and bounds
@@ -38,9 +38,9 @@ def hybrid_attention(attend_rows: AttendRows) -> PagedAttention:
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
         inputs = (q_THD, k_cache_NPKD, v_cache_NPKD)
         first_row = 0
-        if attn.decode is not None:
-            attend_decode(*inputs, out_THD, attn, attn.decode, scale * math.log2(math.e))
-            first_row = attn.decode.num_rows
+        if attn.decode_parts is not None:
+            attend_decode(*inputs, out_THD, attn, attn.decode_parts, scale * math.log2(math.e))
+            first_row = attn.decode_parts.num_rows
         if first_row < len(attn.seq_lens_B):
             attend_rows(*inputs, out_THD, attn, first_row, scale)
         return out_THD

@@ -42,14 +42,14 @@ _ROWS_PER_PROGRAM = 32  # in programs with one thread per row
 
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
 _INFINITY = tl.constexpr(float("inf"))
-_WEIGHTLESS = tl.constexpr(28.0)  # exp(-28) * 2**40 < 1
+_WEIGHTLESS_GAP = tl.constexpr(28.0)  # exp(-28) * 2**40 < 1
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 _INFINITY_BITS = tl.constexpr(INFINITY_BITS)
-_NO_TOKEN = tl.constexpr(INFINITY_BITS << 32)
-_GOLDEN, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
+_NO_TOKEN_ENTRY = tl.constexpr(INFINITY_BITS << 32)
+_GOLDEN_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
 def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +63,7 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_BV, block_max_BX, num_columns, TILE=_BLOCKS_PER_TILE
     )
     _row_best[(num_rows,)](
-        logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_width(num_blocks)
+        logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_padded_width(num_blocks)
     )
     return max_B, column_B, block_max_BX
 
@@ -89,19 +89,21 @@ def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.block_weights`."""
-    sums_RX = _sums_within(gap_rows, limit_R, by_weight=True)
+    sums_RX = _sums_within_limit(gap_rows, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
-def target_weight(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
+def target_weight(
+    seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int
+) -> Tensor:
     """See `kernels.reference.sampling.target_weight`."""
-    num_ranks, num_rows = kept_NR.shape
-    assert kept_NR.is_contiguous()
+    num_ranks, num_rows = kept_weight_NR.shape
+    assert kept_weight_NR.is_contiguous()
     target_weight_R = torch.empty_like(positions_R)
     _target_weight[(triton.cdiv(num_rows, _ROWS_PER_PROGRAM),)](
         seeds_R,
         positions_R,
-        kept_NR,
+        kept_weight_NR,
         target_weight_R,
         num_rows,
         num_ranks,
@@ -128,7 +130,7 @@ def pick_column(
         target_weight_R,
         column_R,
         gap_rows.logits_BV.shape[1],
-        WIDTH=_width(sums_RX.shape[1]),
+        WIDTH=_padded_width(sums_RX.shape[1]),
     )
     return column_R
 
@@ -142,68 +144,72 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]
-    near_RX = (
+    near_blocks_RX = (
         gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
         .topk(min(max_top_k, num_blocks), sorted=False)
         .indices
     )
-    num_near = near_RX.shape[1]
+    num_near_blocks = near_blocks_RX.shape[1]
     gaps_RC = torch.empty(
-        num_rows, num_near * BLOCK_COLUMNS, dtype=torch.float32, device=near_RX.device
+        num_rows, num_near_blocks * BLOCK_COLUMNS, dtype=torch.float32, device=near_blocks_RX.device
     )
-    _near_gaps[(num_rows, triton.cdiv(num_near, _BLOCKS_PER_TILE))](
+    _near_gaps[(num_rows, triton.cdiv(num_near_blocks, _BLOCKS_PER_TILE))](
         gap_rows.logits_BV,
         gap_rows.rows_R,
         gap_rows.max_R,
         gap_rows.temperature_R,
-        near_RX,
+        near_blocks_RX,
         gaps_RC,
         gap_rows.logits_BV.shape[1],
-        num_near,
+        num_near_blocks,
         TILE=_BLOCKS_PER_TILE,
     )
-    nearest_RK = gaps_RC.topk(min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True).values
-    nearest_RK = functional.pad(nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf)
-    limit_R = nearest_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    counts_RX = _sums_within(gap_rows, limit_R, by_weight=False)
-    list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_RX.device)
+    nearest_gaps_RK = gaps_RC.topk(
+        min(max_top_k, gaps_RC.shape[1]), largest=False, sorted=True
+    ).values
+    nearest_gaps_RK = functional.pad(
+        nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
+    )
+    limit_R = nearest_gaps_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
+    counts_RX = _sums_within_limit(gap_rows, limit_R, by_weight=False)
+    list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_blocks_RX.device)
     _make_list[(num_rows,)](
-        nearest_RK,
+        nearest_gaps_RK,
         top_k_R,
         counts_RX,
         list_RK,
         max_top_k,
         num_blocks,
-        WIDTH=_width(num_blocks),
-        LISTED=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
+        WIDTH=_padded_width(num_blocks),
+        PADDED_TOP_K=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
     )
     return list_RK
 
 
-def listed_limits(
+def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.listed_limits`."""
+    """See `kernels.reference.sampling.limits_from_lists`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
         list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
     )
     limit_R = torch.empty_like(min_p_limit_R)
-    kept_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
-    _listed_limits[(num_rows,)](
+    kept_weight_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
+    _limits_from_lists[(num_rows,)](
         list_NRK,
         list_RC,
         top_k_R,
         top_p_R,
         min_p_limit_R,
         limit_R,
-        kept_NR,
+        kept_weight_NR,
         num_ranks,
         max_top_k,
-        WIDTH=_width(num_ranks * max_top_k),
+        WIDTH=_padded_width(num_ranks * max_top_k),
         num_warps=8,
     )
-    return limit_R, kept_NR
+    return limit_R, kept_weight_NR
 
 
 def gap_histogram(
@@ -247,11 +253,11 @@ def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
     )
 
 
-def _width(length: int) -> int:
+def _padded_width(length: int) -> int:
     return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
 
 
-def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
+def _sums_within_limit(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]
@@ -276,15 +282,15 @@ def _sums_within(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
 
 
 @triton.jit
-def _numbers(logits):  # type: ignore[no-untyped-def]
+def _replace_nan(logits):  # type: ignore[no-untyped-def]
     """Logits as float32, with -infinity for NaN."""
     logits = logits.to(tl.float32)
     return tl.where(logits == logits, logits, -_INFINITY)
 
 
 @triton.jit
-def _gaps(logits, largest, temperature):  # type: ignore[no-untyped-def]
-    return tl.div_rn(largest - logits.to(tl.float32), temperature)
+def _gaps(logits, max_logit, temperature):  # type: ignore[no-untyped-def]
+    return tl.div_rn(max_logit - logits.to(tl.float32), temperature)
 
 
 @triton.jit
@@ -295,7 +301,7 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
     library's `expf` (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is
     exact.
     """
-    is_within = (gaps <= limit) & (gaps <= _WEIGHTLESS)
+    is_within = (gaps <= limit) & (gaps <= _WEIGHTLESS_GAP)
     x = tl.where(is_within, -gaps, 0.0)
     n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
     r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
@@ -310,23 +316,23 @@ def _weights(gaps, limit):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block_gaps(block_max_X, blocks_X, num_blocks, largest, temperature):  # type: ignore[no-untyped-def]
+def _block_gaps(block_max_X, blocks_X, num_blocks, max_logit, temperature):  # type: ignore[no-untyped-def]
     """The smallest gap of each block; 0 if it is NaN, since its other gaps may be numbers."""
     gaps_X = _gaps(
         tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY),
-        largest,
+        max_logit,
         temperature,
     )
     return tl.where(gaps_X == gaps_X, gaps_X, 0.0)
 
 
 @triton.jit
-def _tile_gaps(logits_V, blocks_X, near_X, num_columns, largest, temperature):  # type: ignore[no-untyped-def]
+def _tile_gaps(logits_V, blocks_X, is_near_X, num_columns, max_logit, temperature):  # type: ignore[no-untyped-def]
     """Gaps of the blocks that are near, [X, C]; NaN for other blocks and beyond the row."""
     columns_XC = blocks_X[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[None, :]
-    mask_XC = near_X[:, None] & (columns_XC < num_columns)
+    mask_XC = is_near_X[:, None] & (columns_XC < num_columns)
     logits_XC = tl.load(logits_V + columns_XC, mask=mask_XC, other=0.0)
-    return tl.where(mask_XC, _gaps(logits_XC, largest, temperature), float("nan"))
+    return tl.where(mask_XC, _gaps(logits_XC, max_logit, temperature), float("nan"))
 
 
 @triton.jit
@@ -343,7 +349,7 @@ def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # 
         )
         tl.store(
             block_max_BX + row * num_blocks + blocks_X,
-            tl.max(_numbers(logits_XC), 1),
+            tl.max(_replace_nan(logits_XC), 1),
             mask=blocks_X < num_blocks,
         )
 
@@ -356,21 +362,22 @@ def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.c
     block_max_X = tl.load(
         block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY
     )
-    largest = tl.max(block_max_X, 0)
-    block = tl.min(tl.where(block_max_X == largest, blocks_X, WIDTH), 0)
+    max_logit = tl.max(block_max_X, 0)
+    block = tl.min(tl.where(block_max_X == max_logit, blocks_X, WIDTH), 0)
     columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
-    tl.store(max_B + row, largest)
+    tl.store(max_B + row, max_logit)
     tl.store(
-        column_B + row, tl.min(tl.where(_numbers(logits_C) == largest, columns_C, num_columns), 0)
+        column_B + row,
+        tl.min(tl.where(_replace_nan(logits_C) == max_logit, columns_C, num_columns), 0),
     )
 
 
 @triton.jit
-def _ordered(bits):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._ordered`."""
+def _ordered_bits(bits):  # type: ignore[no-untyped-def]
+    """As `kernels.reference.sampling._ordered_bits`."""
     return bits ^ ((bits >> 63) & 0x7FFFFFFF)
 
 
@@ -382,7 +389,7 @@ def _pack_value_and_id(values, ids, packed, num_rows, ROWS: tl.constexpr):  # ty
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True).to(tl.int64)
     tl.store(
         packed + rows,
-        (_ordered(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=mask, other=0)),
+        (_ordered_bits(bits) << 32) + (0x7FFFFFFF - tl.load(ids + rows, mask=mask, other=0)),
         mask=mask,
     )
 
@@ -394,7 +401,7 @@ def _unpack_value_and_id(packed, values, ids, num_rows, ROWS: tl.constexpr):  # 
     packed_value = tl.load(packed + rows, mask=mask, other=0)
     tl.store(
         values + rows,
-        _ordered(packed_value >> 32).to(tl.int32).to(tl.float32, bitcast=True),
+        _ordered_bits(packed_value >> 32).to(tl.int32).to(tl.float32, bitcast=True),
         mask=mask,
     )
     tl.store(ids + rows, 0x7FFFFFFF - (packed_value & 0xFFFFFFFF), mask=mask)
@@ -415,20 +422,27 @@ def _block_sums(  # type: ignore[no-untyped-def]
 ):
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_R + r)
-    largest = tl.load(max_R + r)
+    max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     limit = tl.load(limit_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
-        near_X = (
-            _block_gaps(block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature)
+        is_near_X = (
+            _block_gaps(
+                block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
+            )
             <= limit
         )
         sums_X = tl.zeros([TILE], tl.int64)
-        if tl.max(near_X.to(tl.int32), 0) > 0:
+        if tl.max(is_near_X.to(tl.int32), 0) > 0:
             gaps_XC = _tile_gaps(
-                logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature
+                logits_BV + row * num_columns,
+                blocks_X,
+                is_near_X,
+                num_columns,
+                max_logit,
+                temperature,
             )
             amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else (gaps_XC <= limit).to(tl.int64)
             sums_X = tl.sum(amounts_XC, 1)
@@ -446,21 +460,28 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 
 @triton.jit(
-    do_not_specialize=["seeds_R", "positions_R", "kept_NR", "num_rows", "num_ranks", "rank"]
+    do_not_specialize=["seeds_R", "positions_R", "kept_weight_NR", "num_rows", "num_ranks", "rank"]
 )
 def _target_weight(  # type: ignore[no-untyped-def]
-    seeds_R, positions_R, kept_NR, target_weight_R, num_rows, num_ranks, rank, ROWS: tl.constexpr
+    seeds_R,
+    positions_R,
+    kept_weight_NR,
+    target_weight_R,
+    num_rows,
+    num_ranks,
+    rank,
+    ROWS: tl.constexpr,
 ):
     """As `kernels.reference.sampling.target_weight`, with `uniform_bits` and `uniform_below`."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask = rows < num_rows
-    start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN)
+    start = _mix(tl.load(seeds_R + rows, mask=mask, other=0) + _GOLDEN_GAMMA)
     position = tl.load(positions_R + rows, mask=mask, other=0)
-    bits = (_mix(start + (position + 1) * _GOLDEN) >> 2) & 0x3FFFFFFFFFFFFFFF
+    bits = (_mix(start + (position + 1) * _GOLDEN_GAMMA) >> 2) & 0x3FFFFFFFFFFFFFFF
     total = tl.zeros([ROWS], tl.int64)
     weight_before = tl.zeros([ROWS], tl.int64)
     for peer in range(num_ranks):
-        kept_weight = tl.load(kept_NR + peer * num_rows + rows, mask=mask, other=0)
+        kept_weight = tl.load(kept_weight_NR + peer * num_rows + rows, mask=mask, other=0)
         total += kept_weight
         weight_before += tl.where(peer < rank, kept_weight, 0)
     bits_high, bits_low = bits >> 31, bits & 0x7FFFFFFF
@@ -486,20 +507,20 @@ def _pick_column(  # type: ignore[no-untyped-def]
 ):
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_R + r)
-    largest = tl.load(max_R + r)
+    max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     target_weight = tl.load(target_weight_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, WIDTH)
     sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
-    passed_X = tl.cumsum(sums_X, 0) <= target_weight
-    block = tl.sum(passed_X.to(tl.int32), 0)
-    weight_left = target_weight - tl.sum(tl.where(passed_X, sums_X, 0), 0)
+    is_passed_X = tl.cumsum(sums_X, 0) <= target_weight
+    block = tl.sum(is_passed_X.to(tl.int32), 0)
+    weight_left = target_weight - tl.sum(tl.where(is_passed_X, sums_X, 0), 0)
     columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
-    weights_C = _weights(_gaps(logits_C, largest, temperature), tl.load(limit_R + r))
+    weights_C = _weights(_gaps(logits_C, max_logit, temperature), tl.load(limit_R + r))
     place_in_block = tl.sum((tl.cumsum(weights_C, 0) <= weight_left).to(tl.int32), 0)
     in_shard = (target_weight >= 0) & (target_weight < tl.sum(sums_X, 0))
     tl.store(
@@ -507,31 +528,31 @@ def _pick_column(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "num_near"])
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "num_near_blocks"])
 def _near_gaps(  # type: ignore[no-untyped-def]
     logits_BV,
     rows_R,
     max_R,
     temperature_R,
-    near_RX,
+    near_blocks_RX,
     gaps_RC,
     num_columns,
-    num_near,
+    num_near_blocks,
     TILE: tl.constexpr,
 ):
     """Gaps of the tokens of some blocks per row; infinite for NaN."""
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_R + r)
-    largest = tl.load(max_R + r)
+    max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     offsets_X = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask_X = offsets_X < num_near
-    blocks_X = tl.load(near_RX + r * num_near + offsets_X, mask=mask_X, other=0)
+    mask_X = offsets_X < num_near_blocks
+    blocks_X = tl.load(near_blocks_RX + r * num_near_blocks + offsets_X, mask=mask_X, other=0)
     gaps_XC = _tile_gaps(
-        logits_BV + row * num_columns, blocks_X, mask_X, num_columns, largest, temperature
+        logits_BV + row * num_columns, blocks_X, mask_X, num_columns, max_logit, temperature
     )
     gaps_XC = tl.where(gaps_XC == gaps_XC, gaps_XC, _INFINITY)
-    offsets_XC = (r * num_near + offsets_X)[:, None] * _BLOCK_COLUMNS + tl.arange(
+    offsets_XC = (r * num_near_blocks + offsets_X)[:, None] * _BLOCK_COLUMNS + tl.arange(
         0, _BLOCK_COLUMNS
     )[None, :]
     tl.store(gaps_RC + offsets_XC, gaps_XC, mask=mask_X[:, None])
@@ -539,30 +560,32 @@ def _near_gaps(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])
 def _make_list(  # type: ignore[no-untyped-def]
-    nearest_RK,
+    nearest_gaps_RK,
     top_k_R,
     counts_RX,
     list_RK,
     max_top_k,
     num_blocks,
     WIDTH: tl.constexpr,
-    LISTED: tl.constexpr,
+    PADDED_TOP_K: tl.constexpr,
 ):
     """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them
     by block.
     """
     r = tl.program_id(0).to(tl.int64)
-    last = tl.load(top_k_R + r) - 1
-    entries_K, blocks_X = tl.arange(0, LISTED), tl.arange(0, WIDTH)
+    last_entry = tl.load(top_k_R + r) - 1
+    entries_K, blocks_X = tl.arange(0, PADDED_TOP_K), tl.arange(0, WIDTH)
     gaps_K = tl.load(
-        nearest_RK + r * max_top_k + entries_K, mask=entries_K <= last, other=_INFINITY
+        nearest_gaps_RK + r * max_top_k + entries_K, mask=entries_K <= last_entry, other=_INFINITY
     )
     bits_K = gaps_K.to(tl.int32, bitcast=True)
     num_within_limit = tl.sum(
         tl.load(counts_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
     )
     counts_K = tl.where(
-        bits_K < _INFINITY_BITS, tl.where(entries_K == last, num_within_limit - last, 1), 0
+        bits_K < _INFINITY_BITS,
+        tl.where(entries_K == last_entry, num_within_limit - last_entry, 1),
+        0,
     )
     tl.store(
         list_RK + r * max_top_k + entries_K,
@@ -572,18 +595,18 @@ def _make_list(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _listed_gaps(list_C):  # type: ignore[no-untyped-def]
+def _entry_gaps(list_C):  # type: ignore[no-untyped-def]
     return (list_C >> 32).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _listed_weights(list_C, limit):  # type: ignore[no-untyped-def]
-    return _weights(_listed_gaps(list_C), limit) * list_C.to(tl.int32)
+def _entry_weights(list_C, limit):  # type: ignore[no-untyped-def]
+    return _weights(_entry_gaps(list_C), limit) * list_C.to(tl.int32)
 
 
 @triton.jit
-def _first_gap(gaps_C, amounts_C, target):  # type: ignore[no-untyped-def]
-    """As `kernels.reference.sampling._first_gap`; gaps ascend."""
+def _gap_at_target(gaps_C, amounts_C, target):  # type: ignore[no-untyped-def]
+    """As `kernels.reference.sampling._gap_at_target`; gaps ascend."""
     return tl.min(tl.where(tl.cumsum(amounts_C, 0) >= target, gaps_C, _INFINITY), 0)
 
 
@@ -605,14 +628,14 @@ def _top_p_target(weight, top_p):  # type: ignore[no-untyped-def]
         "max_top_k",
     ]
 )
-def _listed_limits(  # type: ignore[no-untyped-def]
+def _limits_from_lists(  # type: ignore[no-untyped-def]
     list_NRK,
     list_RC,
     top_k_R,
     top_p_R,
     min_p_limit_R,
     limit_R,
-    kept_NR,
+    kept_weight_NR,
     num_ranks,
     max_top_k,
     WIDTH: tl.constexpr,
@@ -622,21 +645,23 @@ def _listed_limits(  # type: ignore[no-untyped-def]
     entries_C = tl.arange(0, WIDTH)
     num_entries = num_ranks * max_top_k
     list_C = tl.load(
-        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN
+        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN_ENTRY
     )
-    gaps_C = _listed_gaps(list_C)
-    limit = _first_gap(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
-    weights_C = _listed_weights(list_C, limit)
-    top_p_limit = _first_gap(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
+    gaps_C = _entry_gaps(list_C)
+    limit = _gap_at_target(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
+    weights_C = _entry_weights(list_C, limit)
+    top_p_limit = _gap_at_target(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
     limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
     limit = tl.minimum(limit, tl.load(min_p_limit_R + r))
     tl.store(limit_R + r, limit)
     for rank in range(num_ranks):
         rank_row = rank * num_rows + r
         list_C = tl.load(
-            list_NRK + rank_row * max_top_k + entries_C, mask=entries_C < max_top_k, other=_NO_TOKEN
+            list_NRK + rank_row * max_top_k + entries_C,
+            mask=entries_C < max_top_k,
+            other=_NO_TOKEN_ENTRY,
         )
-        tl.store(kept_NR + rank_row, tl.sum(_listed_weights(list_C, limit), 0))
+        tl.store(kept_weight_NR + rank_row, tl.sum(_entry_weights(list_C, limit), 0))
 
 
 @triton.jit(
@@ -669,25 +694,30 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
 ):
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_R + r)
-    largest = tl.load(max_R + r)
+    max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     limit, prefix = tl.load(limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
-        nearest_X = _block_gaps(
-            block_max_BX + row * num_blocks, blocks_X, num_blocks, largest, temperature
+        nearest_gap_X = _block_gaps(
+            block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
         )
-        gap_prefixes_X = nearest_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
-        near_X = (nearest_X <= limit) & (gap_prefixes_X <= prefix)
-        if tl.max(near_X.to(tl.int32), 0) > 0:
+        gap_prefixes_X = nearest_gap_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
+        is_near_X = (nearest_gap_X <= limit) & (gap_prefixes_X <= prefix)
+        if tl.max(is_near_X.to(tl.int32), 0) > 0:
             gaps_XC = _tile_gaps(
-                logits_BV + row * num_columns, blocks_X, near_X, num_columns, largest, temperature
+                logits_BV + row * num_columns,
+                blocks_X,
+                is_near_X,
+                num_columns,
+                max_logit,
+                temperature,
             )
             gap_prefixes_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
-            counted_XC = (gaps_XC <= limit) & ((gap_prefixes_XC >> num_bits) == prefix)
-            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else counted_XC.to(tl.int64)
+            is_counted_XC = (gaps_XC <= limit) & ((gap_prefixes_XC >> num_bits) == prefix)
+            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else is_counted_XC.to(tl.int64)
             digits_XC = gap_prefixes_XC & ((1 << num_bits) - 1)
-            counted_XC = counted_XC & (amounts_XC > 0)
-            tl.atomic_add(histogram_X + digits_XC, amounts_XC, mask=counted_XC, sem="relaxed")
+            is_counted_XC = is_counted_XC & (amounts_XC > 0)
+            tl.atomic_add(histogram_X + digits_XC, amounts_XC, mask=is_counted_XC, sem="relaxed")

@@ -23,7 +23,7 @@ from kernels.interface import (
 from kernels.reference import sampling
 from kernels.reference.activation import silu_and_mul_reference
 from kernels.reference.attention import paged_attention_reference
-from kernels.reference.capabilities import REFERENCE
+from kernels.reference.capabilities import REFERENCE_CAPABILITIES
 from kernels.reference.experts import ReferenceExperts
 from kernels.reference.grouped import ReferenceGrouped
 from kernels.reference.int8 import ReferenceInt8
@@ -50,7 +50,7 @@ def no_decode_parts(
 class ReferenceKernels:
     """`Kernels` in plain PyTorch."""
 
-    capabilities = REFERENCE
+    capabilities = REFERENCE_CAPABILITIES
     sampling: SamplingKernels = sampling
     int8: Int8Kernels | None = ReferenceInt8()
     int4: GroupedKernels | None = ReferenceGrouped()
@@ -74,11 +74,11 @@ class ReferenceKernels:
         """Call the function."""
         function()
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""
         return []
 
-    def other_steps(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing, as above."""
         return []
 

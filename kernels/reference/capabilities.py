@@ -4,7 +4,7 @@ import dataclasses
 
 from kernels.interface import Capabilities
 
-REFERENCE = Capabilities(
+REFERENCE_CAPABILITIES = Capabilities(
     name="reference",
     description="reference (plain PyTorch)",
     default_block_size=16,
@@ -14,4 +14,4 @@ REFERENCE = Capabilities(
     kv_cache_dtypes=("fp8_e4m3",),
 )
 # Codes in groups would be widened in every step: on a GPU they are held as values instead.
-REFERENCE_ON_GPU = dataclasses.replace(REFERENCE, quantizations=("int8",))
+REFERENCE_GPU_CAPABILITIES = dataclasses.replace(REFERENCE_CAPABILITIES, quantizations=("int8",))

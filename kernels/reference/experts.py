@@ -18,22 +18,31 @@ from kernels.reference.activation import silu_and_mul_reference
 
 
 def route_reference(
-    logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None = None
+    logits_TX: Tensor,
+    num_experts_per_token: int,
+    normalizes_weights: bool,
+    num_live_tokens_1: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(weights, float32 [T, K]; experts, int32 [T, K]): for each token the experts with the
-    `num_chosen` largest logits, the largest first, of equal ones that with the smaller number.
+    `num_experts_per_token` largest logits, the largest first, of equal ones that with the smaller
+    number.
 
-    A weight is the expert's share in the softmax over all X logits, in float32; with `normalizes`,
-    a token's weights are divided by their sum. Tokens of padding, behind the first `num_live_1`,
-    have weights of 0 and choose expert X, which does not exist. On any device.
+    A weight is the expert's share in the softmax over all X logits, in float32; with
+    `normalizes_weights`, a token's weights are divided by their sum. Tokens of padding, behind the
+    first `num_live_tokens_1`, have weights of 0 and choose expert X, which does not exist. On any
+    device.
     """
-    float_TX = logits_TX.to(torch.float32)
-    ids_TK = float_TX.sort(dim=1, descending=True, stable=True).indices[:, :num_chosen]
-    weights_TK = float_TX.softmax(dim=1).gather(1, ids_TK)
-    if normalizes:
+    float_logits_TX = logits_TX.to(torch.float32)
+    ids_TK = float_logits_TX.sort(dim=1, descending=True, stable=True).indices[
+        :, :num_experts_per_token
+    ]
+    weights_TK = float_logits_TX.softmax(dim=1).gather(1, ids_TK)
+    if normalizes_weights:
         weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
-    if num_live_1 is not None:
-        is_padding_T1 = torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_live_1
+    if num_live_tokens_1 is not None:
+        is_padding_T1 = (
+            torch.arange(len(ids_TK), device=ids_TK.device)[:, None] >= num_live_tokens_1
+        )
         weights_TK = weights_TK.masked_fill(is_padding_T1, 0)
         ids_TK = ids_TK.masked_fill(is_padding_T1, logits_TX.shape[1])
     return weights_TK, ids_TK.to(torch.int32)
@@ -51,23 +60,25 @@ def expert_mlp_reference(
     packed; the dtype of their weights may be another one. On any device, whose values the host
     waits for.
     """
-    num_tokens, num_chosen = ids_TK.shape
+    num_tokens, num_experts_per_token = ids_TK.shape
     ids_P = ids_TK.flatten().long()
     pairs_P = ids_P.sort(stable=True).indices
     num_experts = len(experts.gate_up)
-    num_pairs = ids_P.bincount(minlength=num_experts + 1).tolist()
+    num_pairs_per_expert = ids_P.bincount(minlength=num_experts + 1).tolist()
     product_PE = torch.zeros(len(ids_P), x_TE.shape[1], dtype=x_TE.dtype, device=x_TE.device)
-    for expert, pairs in enumerate(pairs_P.split(num_pairs)):
+    for expert, pairs in enumerate(pairs_P.split(num_pairs_per_expert)):
         if not len(pairs) or expert == num_experts:
             continue
         gate_up, down = (
             weight[expert].to(x_TE.dtype) for weight in (experts.gate_up, experts.down)
         )
-        hidden = silu_and_mul_reference(functional.linear(x_TE[pairs // num_chosen], gate_up))
+        hidden = silu_and_mul_reference(
+            functional.linear(x_TE[pairs // num_experts_per_token], gate_up)
+        )
         product_PE[pairs] = functional.linear(hidden, down)
     total_TE = torch.zeros_like(x_TE, dtype=torch.float32)
-    product_TKE = product_PE.view(num_tokens, num_chosen, x_TE.shape[1])
-    for k in range(num_chosen):
+    product_TKE = product_PE.view(num_tokens, num_experts_per_token, x_TE.shape[1])
+    for k in range(num_experts_per_token):
         total_TE += weights_TK[:, k, None] * product_TKE[:, k].to(torch.float32)
     return total_TE.to(x_TE.dtype)
 
@@ -75,7 +86,7 @@ def expert_mlp_reference(
 class ReferenceExperts:
     """`ExpertKernels` in plain PyTorch."""
 
-    def first_step(
+    def warmup_calls(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
     ) -> list[Callable[[], object]]:
         """Nothing to compile."""
@@ -86,10 +97,17 @@ class ReferenceExperts:
         return weights
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
+        self,
+        logits_TX: Tensor,
+        num_experts_per_token: int,
+        normalizes_weights: bool,
+        num_live_tokens_1: Tensor | None,
+        /,
     ) -> tuple[Tensor, Tensor]:
         """See `route_reference`."""
-        return route_reference(logits_TX, num_chosen, normalizes, num_live_1)
+        return route_reference(
+            logits_TX, num_experts_per_token, normalizes_weights, num_live_tokens_1
+        )
 
     def mlp(
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /

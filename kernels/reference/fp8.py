@@ -24,11 +24,15 @@ def from_fp8(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).to(torch.float32)
 
 
-def stored_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x as a cache of this dtype holds it."""
     return to_fp8(x) if dtype is torch.uint8 else x.to(dtype)
 
 
-def cache_as_float32(stored: Tensor) -> Tensor:
+def cache_as_float32(cached_values: Tensor) -> Tensor:
     """Elements of a cache, as float32."""
-    return from_fp8(stored) if stored.dtype is torch.uint8 else stored.to(torch.float32)
+    return (
+        from_fp8(cached_values)
+        if cached_values.dtype is torch.uint8
+        else cached_values.to(torch.float32)
+    )

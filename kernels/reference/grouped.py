@@ -18,24 +18,26 @@ from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8
 
 # Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
-SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-CODES_PER_WORD = len(SHIFTS)
-MAX_CODE, MIDDLE = 15, 8
+INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
+CODES_PER_WORD = len(INT4_SHIFTS)
+MAX_CODE, MIDDLE_CODE = 15, 8
 BLOCK_ROWS = 128  # that share scales where e4m3 numbers are computed
 _MIN_SCALE = 2.0**-100  # of groups of zeros too; every dtype of scales but float16 holds it
 
 
-def shifts_on(device: torch.device) -> Tensor:
-    """`SHIFTS`, int32, computed there: a copy from the host could be no part of a CUDA graph."""
+def int4_device_shifts(device: torch.device) -> Tensor:
+    """`INT4_SHIFTS`, int32, computed there: a copy from the host could be no part of a
+    CUDA graph.
+    """
     place = torch.arange(CODES_PER_WORD, dtype=torch.int32, device=device)
     return place % 2 * 16 + place // 2 * 4
 
 
 def pack_codes(codes_YX: Tensor) -> Tensor:
     """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
-    codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(SHIFTS)))
+    codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(INT4_SHIFTS)))
     words_YW = torch.zeros(codes_YW8.shape[:2], dtype=torch.int32)
-    for i, shift in enumerate(SHIFTS):
+    for i, shift in enumerate(INT4_SHIFTS):
         words_YW |= codes_YW8[:, :, i] << shift
     return words_YW
 
@@ -45,10 +47,10 @@ def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor,
     values: between the smallest number of a group and the largest one, with 0 among them.
     """
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
-    lowest_YG, highest_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
-    scale_YG = ((highest_YG - lowest_YG) / MAX_CODE).clamp(min=_MIN_SCALE).to(torch.bfloat16)
+    min_value_YG, max_value_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
+    scale_YG = ((max_value_YG - min_value_YG) / MAX_CODE).clamp(min=_MIN_SCALE).to(torch.bfloat16)
     step_YG1 = scale_YG.to(torch.float32).unsqueeze(2)
-    zeros_YG1 = torch.round(-lowest_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
+    zeros_YG1 = torch.round(-min_value_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
     codes_YGX = torch.round(values_YGX / step_YG1 + zeros_YG1).clamp(0, MAX_CODE)
     return codes_YGX.flatten(1), zeros_YG1.squeeze(2).to(torch.uint8), scale_YG
 
@@ -59,23 +61,23 @@ def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     """
     rows = len(values_YX)
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
-    largest_YG = functional.pad(values_YGX.abs().amax(2), (0, 0, 0, -rows % BLOCK_ROWS))
-    scale_BG = largest_YG.unflatten(0, (-1, BLOCK_ROWS)).amax(1) / MAX_FP8
+    max_magnitude_YG = functional.pad(values_YGX.abs().amax(2), (0, 0, 0, -rows % BLOCK_ROWS))
+    scale_BG = max_magnitude_YG.unflatten(0, (-1, BLOCK_ROWS)).amax(1) / MAX_FP8
     scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(BLOCK_ROWS, 0)[:rows]
     return to_fp8(values_YGX / scale_YG.unsqueeze(2)).flatten(1), scale_YG
 
 
-def widened(weight: GroupedCodes) -> Tensor:
+def dequantize(weight: GroupedCodes) -> Tensor:
     """The values, [Y, X], of a weight that is not packed: those of whole numbers exactly, those of
     e4m3 numbers rounded to float32.
     """
-    groups = weight.scale_YG.shape[1], -1
+    group_shape = weight.scale_YG.shape[1], -1
     if weight.zeros_YG is None:
-        numbers_YGX = from_fp8(weight.words_YW).unflatten(1, groups)
+        numbers_YGX = from_fp8(weight.words_YW).unflatten(1, group_shape)
     else:
-        shifts = shifts_on(weight.words_YW.device)
+        shifts = int4_device_shifts(weight.words_YW.device)
         codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
-        numbers_YGX = codes_YX.unflatten(1, groups) - weight.zeros_YG.unsqueeze(2)
+        numbers_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros_YG.unsqueeze(2)
     scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)
     values_YGX: Tensor = numbers_YGX.to(torch.float32) * scale_YG1
     return values_YGX.flatten(1)
@@ -84,7 +86,7 @@ def widened(weight: GroupedCodes) -> Tensor:
 class ReferenceGrouped:
     """`GroupedKernels` in plain PyTorch, on any device, for both forms."""
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""
         return []
 
@@ -94,7 +96,7 @@ class ReferenceGrouped:
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """[T, Y] in the dtype of x, with sums in float32."""
-        out_TY = x_TX.to(torch.float32) @ widened(weight).T
+        out_TY = x_TX.to(torch.float32) @ dequantize(weight).T
         if bias_Y is not None:
             out_TY = out_TY + bias_Y.to(torch.float32)
         return out_TY.to(x_TX.dtype)

@@ -26,24 +26,30 @@ MAX_CODE = 127
 MIN_MAGNITUDE = 1e-30
 
 
-def quantize_rows(x_MX: Tensor, largest_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(codes, int8 [M, X]; scales, float32 [M]). `largest_M`: largest magnitudes of rows of which
-    `x_MX` is only a part.
+def quantize_rows(x_MX: Tensor, max_magnitude_M: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, int8 [M, X]; scales, float32 [M]). `max_magnitude_M`: largest magnitudes of rows of
+    which `x_MX` is only a part.
     """
-    float_MX = x_MX.to(torch.float32)
-    largest_M = float_MX.abs().amax(dim=1) if largest_M is None else largest_M.to(torch.float32)
-    # Not MAX_CODE / largest_M, which torch computes with the reciprocal: that rounds twice.
-    factor_M = torch.where(
-        largest_M > MIN_MAGNITUDE, torch.full_like(largest_M, MAX_CODE) / largest_M, 0.0
+    float_x_MX = x_MX.to(torch.float32)
+    max_magnitude_M = (
+        float_x_MX.abs().amax(dim=1)
+        if max_magnitude_M is None
+        else max_magnitude_M.to(torch.float32)
     )
-    codes_MX = torch.round(float_MX * factor_M.unsqueeze(1)).to(torch.int8)
-    return codes_MX, largest_M / MAX_CODE
+    # Not MAX_CODE / max_magnitude_M, which torch computes with the reciprocal: that rounds twice.
+    factor_M = torch.where(
+        max_magnitude_M > MIN_MAGNITUDE,
+        torch.full_like(max_magnitude_M, MAX_CODE) / max_magnitude_M,
+        0.0,
+    )
+    codes_MX = torch.round(float_x_MX * factor_M.unsqueeze(1)).to(torch.int8)
+    return codes_MX, max_magnitude_M / MAX_CODE
 
 
 class ReferenceInt8:
     """`Int8Kernels` in plain PyTorch, on any device."""
 
-    def first_step(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""
         return []
 

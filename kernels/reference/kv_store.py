@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kernels.reference.fp8 import stored_as
+from kernels.reference.fp8 import to_cache_dtype
 
 
 def store_kv_reference(
@@ -21,9 +21,9 @@ def store_kv_reference(
     kv_places_T: Tensor,
 ) -> None:
     """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
-    written_T = kv_places_T >= 0
-    places = kv_places_T[written_T]
+    is_written_T = kv_places_T >= 0
+    places = kv_places_T[is_written_T]
     blocks = places // k_cache_NPKD.shape[1]
     offsets = places % k_cache_NPKD.shape[1]
-    k_cache_NPKD[blocks, offsets] = stored_as(k_TKD[written_T], k_cache_NPKD.dtype)
-    v_cache_NPKD[blocks, offsets] = stored_as(v_TKD[written_T], v_cache_NPKD.dtype)
+    k_cache_NPKD[blocks, offsets] = to_cache_dtype(k_TKD[is_written_T], k_cache_NPKD.dtype)
+    v_cache_NPKD[blocks, offsets] = to_cache_dtype(v_TKD[is_written_T], v_cache_NPKD.dtype)

@@ -41,8 +41,8 @@ BLOCK_COLUMNS = 128
 MAX_LISTED_TOP_K = 256
 INFINITY_BITS = 0x7F800000
 _ID_LIMIT = (1 << 31) - 1
-_LOW_31 = (1 << 31) - 1
-_LOW_32 = (1 << 32) - 1
+_LOW_31_BITS = (1 << 31) - 1
+_LOW_32_BITS = (1 << 32) - 1
 
 
 # Uniform numbers
@@ -90,18 +90,18 @@ def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
     lower id.
     """
     value_bits = (values + 0.0).view(torch.int32).to(torch.int64)  # + 0.0 turns -0.0 into 0.0
-    return (_ordered(value_bits) << 32) + (_ID_LIMIT - ids)
+    return (_ordered_bits(value_bits) << 32) + (_ID_LIMIT - ids)
 
 
 def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     """(values, ids) of `pack_value_and_id`."""
-    bits = _ordered(packed >> 32)
-    return bits.to(torch.int32).view(torch.float32), _ID_LIMIT - (packed & _LOW_32)
+    bits = _ordered_bits(packed >> 32)
+    return bits.to(torch.int32).view(torch.float32), _ID_LIMIT - (packed & _LOW_32_BITS)
 
 
-def _ordered(bits: Tensor) -> Tensor:
+def _ordered_bits(bits: Tensor) -> Tensor:
     """Sign-extended float32 bits to integers in the order of the floats; its own inverse."""
-    return bits ^ ((bits >> 63) & _LOW_31)
+    return bits ^ ((bits >> 63) & _LOW_31_BITS)
 
 
 # Penalties
@@ -109,24 +109,24 @@ def _ordered(bits: Tensor) -> Tensor:
 
 def penalize(
     logits_RV: Tensor,
-    prompt_RV: Tensor,
+    is_in_prompt_RV: Tensor,
     counts_RV: Tensor,
     repetition_R: Tensor,
     presence_R: Tensor,
     frequency_R: Tensor,
 ) -> Tensor:
-    """New logits. `prompt_RV`: bool, token is in the prompt; `counts_RV`: how often it is in the
-    output.
+    """New logits. `is_in_prompt_RV`: bool, token is in the prompt; `counts_RV`: how often it is in
+    the output.
 
     Repetition (Keskar et al. 2019, arXiv:1909.05858) first, over both: a positive logit is divided
     by the penalty, a negative one multiplied. Then, over the output, the frequency penalty per
     occurrence and the presence penalty once.
     """
-    in_output_RV = counts_RV > 0
+    is_in_output_RV = counts_RV > 0
     repetition_R1 = repetition_R[:, None]
-    repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
-    logits_RV = torch.where(prompt_RV | in_output_RV, repeated_RV, logits_RV)
-    return logits_RV - (counts_RV * frequency_R[:, None] + in_output_RV * presence_R[:, None])
+    penalized_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+    logits_RV = torch.where(is_in_prompt_RV | is_in_output_RV, penalized_RV, logits_RV)
+    return logits_RV - (counts_RV * frequency_R[:, None] + is_in_output_RV * presence_R[:, None])
 
 
 # Gaps and weights
@@ -174,26 +174,26 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     `top_k_R` int64, 1 to `max_top_k` = K, which the host knows.
     """
     gaps_RV = _all_gaps(gap_rows)
-    nearest_RK = gaps_RV.topk(
+    nearest_gaps_RK = gaps_RV.topk(
         min(max_top_k, gaps_RV.shape[1]), dim=1, largest=False, sorted=True
     ).values
-    nearest_RK = nearest_RK.nan_to_num_(nan=torch.inf, posinf=torch.inf)
-    nearest_RK = torch.nn.functional.pad(
-        nearest_RK, (0, max_top_k - nearest_RK.shape[1]), value=torch.inf
+    nearest_gaps_RK = nearest_gaps_RK.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    nearest_gaps_RK = torch.nn.functional.pad(
+        nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
     )
-    last_R1 = top_k_R[:, None] - 1
-    limit_R1 = nearest_RK.gather(1, last_R1)
-    listed_RK = torch.arange(max_top_k, device=nearest_RK.device) <= last_R1
-    nearest_RK = torch.where(listed_RK, nearest_RK, torch.inf)
-    ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_RK == limit_R1).sum(
+    last_entry_R1 = top_k_R[:, None] - 1
+    limit_R1 = nearest_gaps_RK.gather(1, last_entry_R1)
+    is_listed_RK = torch.arange(max_top_k, device=nearest_gaps_RK.device) <= last_entry_R1
+    nearest_gaps_RK = torch.where(is_listed_RK, nearest_gaps_RK, torch.inf)
+    num_ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_gaps_RK == limit_R1).sum(
         1, keepdim=True
     )
-    counts_RK = nearest_RK.isfinite().to(torch.int64)
-    counts_RK.scatter_add_(1, last_R1, torch.where(limit_R1.isfinite(), ties_R1, 0))
-    return (nearest_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
+    counts_RK = nearest_gaps_RK.isfinite().to(torch.int64)
+    counts_RK.scatter_add_(1, last_entry_R1, torch.where(limit_R1.isfinite(), num_ties_R1, 0))
+    return (nearest_gaps_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
 
 
-def listed_limits(
+def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
@@ -203,24 +203,29 @@ def listed_limits(
     their ties, so the lists contain everything needed. `top_p_R` int64 in units of 2**-30;
     `min_p_limit_R` float32, infinite for none.
     """
-    gaps_RC, counts_RC = _listed(list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values)
-    top_k_limit_R = _first_gap(gaps_RC, counts_RC, top_k_R)
+    gaps_RC, counts_RC = _entry_gaps_and_counts(
+        list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values
+    )
+    top_k_limit_R = _gap_at_target(gaps_RC, counts_RC, top_k_R)
     weights_RC = token_weights(gaps_RC, top_k_limit_R) * counts_RC
-    top_p_limit_R = _first_gap(gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R))
+    top_p_limit_R = _gap_at_target(
+        gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R)
+    )
     top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
     limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), min_p_limit_R)
     kept_weights = [
-        token_weights(gaps_RK, limit_R) * counts_RK for gaps_RK, counts_RK in map(_listed, list_NRK)
+        token_weights(gaps_RK, limit_R) * counts_RK
+        for gaps_RK, counts_RK in map(_entry_gaps_and_counts, list_NRK)
     ]
     return limit_R, torch.stack(kept_weights).sum(dim=2)
 
 
-def _listed(list_RC: Tensor) -> tuple[Tensor, Tensor]:
+def _entry_gaps_and_counts(list_RC: Tensor) -> tuple[Tensor, Tensor]:
     """(gaps, counts) of entries of `list_nearest`."""
-    return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32
+    return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32_BITS
 
 
-def _first_gap(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Tensor:
+def _gap_at_target(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Tensor:
     """The gap at which the running sum reaches `target_R`, infinite where it never does."""
     place_R1 = (amounts_RC.cumsum(dim=1) < target_R[:, None]).sum(dim=1, keepdim=True)
     return torch.nn.functional.pad(gaps_RC, (0, 1), value=torch.inf).gather(1, place_R1).squeeze(1)
@@ -243,10 +248,12 @@ def gap_histogram(
     gaps_RV = _all_gaps(gap_rows)
     gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
-    counted_RV = (gaps_RV <= limit_R[:, None]) & (
+    is_counted_RV = (gaps_RV <= limit_R[:, None]) & (
         (gap_prefixes_RV >> num_bits) == prefix_R[:, None]
     )
-    amounts_RV = token_weights(gaps_RV) * counted_RV if by_weight else counted_RV.to(torch.int64)
+    amounts_RV = (
+        token_weights(gaps_RV) * is_counted_RV if by_weight else is_counted_RV.to(torch.int64)
+    )
     histogram_RX = torch.zeros(
         len(gaps_RV), 1 << num_bits, dtype=torch.int64, device=gaps_RV.device
     )
@@ -255,13 +262,13 @@ def gap_histogram(
 
 def next_digit(histogram_RX: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
     """(the first bin up to which `target_R` is reached, how much of that bin is still wanted)."""
-    reached_RX = histogram_RX.cumsum(dim=1)
+    running_sum_RX = histogram_RX.cumsum(dim=1)
     digit_R1 = (
-        (reached_RX < target_R[:, None])
+        (running_sum_RX < target_R[:, None])
         .sum(dim=1, keepdim=True)
         .clamp_(max=histogram_RX.shape[1] - 1)
     )
-    sum_before_R1 = reached_RX.gather(1, digit_R1) - histogram_RX.gather(1, digit_R1)
+    sum_before_R1 = running_sum_RX.gather(1, digit_R1) - histogram_RX.gather(1, digit_R1)
     return digit_R1.squeeze(1), target_R - sum_before_R1.squeeze(1)
 
 
@@ -269,7 +276,7 @@ def top_p_target(weight_R: Tensor, top_p_R: Tensor) -> Tensor:
     """What top-p keeps at the least of the weight `weight_R`: ceil(weight * top_p / 2**30) and at
     least 1, exactly; `top_p_R` is in units of 2**-30.
     """
-    high_R, low_R = weight_R >> 31, weight_R & _LOW_31
+    high_R, low_R = weight_R >> 31, weight_R & _LOW_31_BITS
     low_product_R = low_R * top_p_R + (TOP_P_ONE - 1)
     return (high_R * top_p_R * 2 + (low_product_R >> 30)).clamp_(min=1)
 
@@ -277,23 +284,25 @@ def top_p_target(weight_R: Tensor, top_p_R: Tensor) -> Tensor:
 # The pick
 
 
-def target_weight(seeds_R: Tensor, positions_R: Tensor, kept_NR: Tensor, rank: int) -> Tensor:
+def target_weight(
+    seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int
+) -> Tensor:
     """Where the drawn token of each row lies in the running sum of this rank's weights, int64 [R];
-    below 0 or beyond them where another rank has it. The ranks' weights, `kept_NR` int64, follow
-    each other in token-id order.
+    below 0 or beyond them where another rank has it. The ranks' weights, `kept_weight_NR` int64,
+    follow each other in token-id order.
 
     `seeds_R`, `positions_R`: int64, see `uniform_bits`.
     """
-    target_weight_R = uniform_below(uniform_bits(seeds_R, positions_R), kept_NR.sum(dim=0))
-    return target_weight_R - kept_NR[:rank].sum(dim=0)
+    target_weight_R = uniform_below(uniform_bits(seeds_R, positions_R), kept_weight_NR.sum(dim=0))
+    return target_weight_R - kept_weight_NR[:rank].sum(dim=0)
 
 
 def uniform_below(bits_R: Tensor, total_R: Tensor) -> Tensor:
     """A number from 0 to total - 1, uniform as the bits are: floor(bits / 2**62 * total) exactly,
     for a total below 2**58: products of 31-bit halves never overflow.
     """
-    bits_high, bits_low = bits_R >> 31, bits_R & _LOW_31
-    total_high, total_low = total_R >> 31, total_R & _LOW_31
+    bits_high, bits_low = bits_R >> 31, bits_R & _LOW_31_BITS
+    total_high, total_low = total_R >> 31, total_R & _LOW_31_BITS
     middle = total_high * bits_low + total_low * bits_high + ((total_low * bits_low) >> 31)
     return total_high * bits_high + (middle >> 31)
 
@@ -307,16 +316,16 @@ def pick_column(
 
     `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
-    reached_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
-    column_R = (reached_RV <= target_weight_R[:, None]).sum(dim=1)
-    in_shard_R = (target_weight_R >= 0) & (column_R < reached_RV.shape[1])
+    running_sum_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
+    column_R = (running_sum_RV <= target_weight_R[:, None]).sum(dim=1)
+    in_shard_R = (target_weight_R >= 0) & (column_R < running_sum_RV.shape[1])
     return torch.where(in_shard_R, column_R, -1)
 
 
 def _blocks(values_RC: Tensor, padding: float) -> Tensor:
     """[R, X, `BLOCK_COLUMNS`]: the values by block, with padding at the end of the last one."""
-    num_missing = -values_RC.shape[1] % BLOCK_COLUMNS
-    padded_RC = torch.nn.functional.pad(values_RC, (0, num_missing), value=padding)
+    num_padding_columns = -values_RC.shape[1] % BLOCK_COLUMNS
+    padded_RC = torch.nn.functional.pad(values_RC, (0, num_padding_columns), value=padding)
     return padded_RC.view(len(values_RC), -1, BLOCK_COLUMNS)
 
 

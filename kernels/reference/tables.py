@@ -36,6 +36,6 @@ def write_tokens_reference(
     """Put each token at its slot and position. At position 0, which no sampled token has, nothing
     is written: it marks a row of padding. `token_ids_R` is int64, the others int32.
     """
-    old_R = tokens_SL[slots_R, positions_R]
-    new_R = torch.where(positions_R > 0, token_ids_R.to(torch.int32), old_R)
-    tokens_SL[slots_R, positions_R] = new_R
+    old_token_id_R = tokens_SL[slots_R, positions_R]
+    new_token_id_R = torch.where(positions_R > 0, token_ids_R.to(torch.int32), old_token_id_R)
+    tokens_SL[slots_R, positions_R] = new_token_id_R

@@ -182,7 +182,7 @@ def test_small_batches_divide_a_row_and_use_the_large_tile(monkeypatch: pytest.M
     """They are all that CUDA's checkers run."""
     divided = gpu_check_attention.SMALL_BATCHES["parts"]
     attn = divided.metadata(torch.arange(30), 16, TRITON, 1, DEVICE)
-    assert attn.decode is not None and int(attn.decode.start_B1.diff().max()) > 2
+    assert attn.decode_parts is not None and int(attn.decode_parts.part_start_B1.diff().max()) > 2
     launched = record_launches(monkeypatch)
     check = small()
     gpu_check_attention.attention(check, "triton", TRITON)
@@ -196,8 +196,8 @@ def test_padded_batch_has_the_shape_of_a_mixed_graph() -> None:
     assert batch.query_lens == [1, 1, 0, 0, 0, 129, 0, 0, 5]
     attn = batch.metadata(torch.arange(60), 16, TRITON, 8, DEVICE)
     assert (attn.max_query_len, attn.max_seq_len) == (136, 4096)
-    assert attn.decode is not None and attn.decode.num_rows == 5
-    starts = attn.decode.start_B1.tolist()
+    assert attn.decode_parts is not None and attn.decode_parts.num_rows == 5
+    starts = attn.decode_parts.part_start_B1.tolist()
     assert starts[2:] == [starts[2]] * 4 and starts[2] > 2
 
 
@@ -212,8 +212,8 @@ def test_batches_reach_every_way_of_launching_attention(
     for batch in gpu_check_attention.BATCHES.values():
         num_blocks = sum(-(-seq_len // block_size) for seq_len in batch.seq_lens)
         attn = batch.metadata(torch.arange(num_blocks), block_size, TRITON, kv_heads, DEVICE)
-        if attn.decode is not None:
-            one_part.append(int((attn.decode.start_B1.diff() == 1).sum()))
+        if attn.decode_parts is not None:
+            one_part.append(int((attn.decode_parts.part_start_B1.diff() == 1).sum()))
         cache = torch.empty(
             num_blocks, block_size, kv_heads, dim, dtype=torch.bfloat16, device=DEVICE
         )

@@ -13,7 +13,7 @@ import torch
 from benchmarks import gpu_sweep
 from benchmarks.gpu_check_speed import Pool
 from benchmarks.gpu_sweep import Case, best_of, line_of
-from kernels.gpu.attention_launch import Launch
+from kernels.gpu.attention_launch import LaunchConfig
 from tests.benchmarks.gpu_check_small import small
 from tests.kernels.gpu_device import DEVICE
 
@@ -47,10 +47,10 @@ def test_a_launch_with_another_output_or_an_error_is_marked() -> None:
     check = small()
     case = Case(name="prefill 20", heads=(2, 1, 64), block_size=16, seq_lens=[20], query_lens=[20])
 
-    def broken(launch: Launch) -> Launch:
+    def broken(launch: LaunchConfig) -> LaunchConfig:
         raise RuntimeError("no registers left")
 
-    launches: dict[str, Callable[[Launch], Launch]] = {
+    launches: dict[str, Callable[[LaunchConfig], LaunchConfig]] = {
         "as chosen": lambda launch: launch,
         "broken": broken,
     }

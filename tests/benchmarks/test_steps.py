@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import gpu_runs
 from benchmarks.gpu_runs_table import table
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
 PROGRAM = """
 import sys
@@ -40,7 +40,7 @@ def step(name: str, program: str, **options: Any) -> dict[str, Any]:
 
 def start(out: Path, steps: list[dict[str, Any]], budget_s: float = 60) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-c", PROGRAM, repr(steps), str(out), str(budget_s)]
-    return subprocess.Popen(command, cwd=CHECKOUT)
+    return subprocess.Popen(command, cwd=SOURCE_ROOT)
 
 
 def run(out: Path, steps: list[dict[str, Any]], budget_s: float = 60) -> dict[str, dict[str, Any]]:
@@ -179,7 +179,7 @@ def test_a_second_call_keeps_what_the_first_has_done_and_tells_how_the_rest_is_d
     command += ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
     run(tmp_path / "out", [step("inputs", "")])
     command += ["--budget-s", "1", "--steps", "ray_generate", "transformers"]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=150)
+    done = subprocess.run(command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=150)
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines()[-1].endswith("--steps ray_generate transformers")
     statuses = {name: result["status"] for name, result in results(tmp_path / "out").items()}

@@ -18,7 +18,7 @@ from cluster import LLM
 from cluster.api.access import Access
 from cluster.api.app import Api
 from cluster.api.connections import server_config
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.client.client import Client
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def model_api() -> Iterator[Api]:
 
 def _api(client: Client, tokenizer: Tokenizer) -> Api:
     access = Access(api_key=API_KEY)
-    served = Served(name=MODEL_NAME, builder=client.builder, tokenizer=tokenizer)
+    served = ServedModel(name=MODEL_NAME, builder=client.builder, tokenizer=tokenizer)
     return Api(client, served, version="0", access=access)
 
 

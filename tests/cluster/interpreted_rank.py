@@ -18,4 +18,4 @@ class InterpretedRank(RankActor):
 class InterpretingDriver(Driver):
     """A driver of such ranks."""
 
-    rank_actor = InterpretedRank
+    rank_actor_class = InterpretedRank

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
 
@@ -33,7 +33,7 @@ def start(*args: str | Path | int, env: dict[str, str] | None = None) -> Run:
     command = [sys.executable, "launch.py", "generate", *map(str, args)]
     return subprocess.Popen(
         command,
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         env=os.environ | (env or {}),
         start_new_session=True,
         text=True,
@@ -282,7 +282,7 @@ def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(
 ) -> None:
     program = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(small_model.path)],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -295,7 +295,7 @@ def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(
 def test_the_demonstration_kills_a_rank_while_its_text_goes_on() -> None:
     command = [sys.executable, "-m", "cluster.commands.lose_rank"]
     done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "rank 1, was killed]" in done.stdout

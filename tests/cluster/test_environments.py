@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from benchmarks.http_load import run_streams
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import descendants, wait_until
 from tests.cluster.serve.served import free_port
 
@@ -34,8 +34,8 @@ AS_USER = (
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
 )
 MOUNTS = {
-    "a read-only checkout": f"mount --bind {CHECKOUT} {CHECKOUT} && "
-    f"mount -o remount,bind,ro {CHECKOUT}",
+    "a read-only checkout": f"mount --bind {SOURCE_ROOT} {SOURCE_ROOT} && "
+    f"mount -o remount,bind,ro {SOURCE_ROOT}",
     "64 MiB of shared memory": "mount -t tmpfs -o size=64m,mode=1777 none /dev/shm",
 }
 PREFIXES = {"one core": ("taskset", "-c", "0"), "an unknown user": AS_USER}
@@ -97,7 +97,7 @@ def begin(folder: Path) -> Iterator[Begin]:
         if PROCESS_ONE in traits or any(trait in MOUNTS for trait in traits):
             new = ["-pf", "--mount-proc"] if PROCESS_ONE in traits else []
             mounts = [MOUNTS[trait] for trait in MOUNTS if trait in traits]
-            script = " && ".join([*mounts, f"cd {CHECKOUT}", 'exec "$@"'])
+            script = " && ".join([*mounts, f"cd {SOURCE_ROOT}", 'exec "$@"'])
             command += ["unshare", "-m", *new, "sh", "-c", script, "sh"]
         for trait, prefix in PREFIXES.items():
             command += prefix if trait in traits else ()
@@ -110,7 +110,7 @@ def begin(folder: Path) -> Iterator[Begin]:
         begun.append(
             subprocess.Popen(
                 command,
-                cwd=CHECKOUT,
+                cwd=SOURCE_ROOT,
                 env=variables,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -191,7 +191,7 @@ def test_serve_listens_on_every_address_of_both_protocols(server: Server, begin:
     for url in (f"http://[::1]:{server.port}", f"http://127.0.0.1:{server.port}"):
         assert httpx.get(f"{url}/health").status_code == 200
         command = [sys.executable, "launch.py", "top", "--once", "--url", url]
-        shown = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, check=True)
+        shown = subprocess.run(command, cwd=SOURCE_ROOT, capture_output=True, text=True, check=True)
         assert "engines ready" in shown.stdout
         body = {"prompt": "What is", "max_tokens": 3, "ignore_eos": True}
         assert asyncio.run(run_streams(url, [body])).num_failed == 0

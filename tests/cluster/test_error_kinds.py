@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from cluster.error_kinds import NO_THREAD_MESSAGE, ErrorKind, kind_of
 from cluster.grammar.helper import HelperLostError
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.errors import (
     ConfigError,
     EngineDeadError,
@@ -86,4 +86,4 @@ def test_an_error_means_the_same_here_and_raised_remotely(
 
 def test_the_table_needs_no_ray() -> None:
     code = "import sys, cluster.error_kinds; assert 'ray' not in sys.modules, 'imports Ray'"
-    subprocess.run([sys.executable, "-c", code], cwd=CHECKOUT, check=True)
+    subprocess.run([sys.executable, "-c", code], cwd=SOURCE_ROOT, check=True)

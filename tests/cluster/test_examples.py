@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from benchmarks.http_load import free_port
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
-EXAMPLES = sorted((CHECKOUT / "examples").glob("*.py"))
+EXAMPLES = sorted((SOURCE_ROOT / "examples").glob("*.py"))
 LIMIT_S = 120.0
 MOST_LINES = 60
 
@@ -27,9 +27,9 @@ MOST_LINES = 60
 def run(example: str, *args: str | Path | int, cwd: Path) -> str:
     """What an example prints; it must succeed."""
     done = subprocess.run(
-        [sys.executable, CHECKOUT / "examples" / example, *map(str, args)],
+        [sys.executable, SOURCE_ROOT / "examples" / example, *map(str, args)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE_ROOT)},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -86,9 +86,9 @@ class TestRun:
 def composed(tmp_path: Path) -> Iterator[str]:
     port = free_port()
     with subprocess.Popen(
-        [sys.executable, CHECKOUT / "examples" / "compose.py", "--port", str(port)],
+        [sys.executable, SOURCE_ROOT / "examples" / "compose.py", "--port", str(port)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(CHECKOUT)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE_ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -21,7 +21,7 @@ import torch
 
 from cluster import LLM, RequestOutput, SamplingParams, StructuredOutputs
 from cluster.api.app import Api
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.client.tokenizer import Tokenizer
 from cluster.commands.lose_rank import processes_of
 from tests.cluster.processes import wait_until
@@ -116,7 +116,7 @@ def test_constrained_output_keeps_to_its_schema(llm: LLM) -> None:
 
 
 def test_the_api_answers_as_a_whole_and_as_a_stream(llm: LLM, model_dir: Path) -> None:
-    served = Served(name="experts", builder=llm.client.builder, tokenizer=Tokenizer(model_dir))
+    served = ServedModel(name="experts", builder=llm.client.builder, tokenizer=Tokenizer(model_dir))
 
     async def ask() -> tuple[str | None, str]:
         app: Any = Api(llm.client, served, version="0")

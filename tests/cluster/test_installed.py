@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from setup import inside_package
 
 # One process installs the copy for all of them.
@@ -58,7 +58,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of an environment in which a copy of the checkout was installed."""
     folder = tmp_path_factory.mktemp("installed")
     source = shutil.copytree(
-        CHECKOUT, folder / "source", ignore=shutil.ignore_patterns(*NOT_NEEDED)
+        SOURCE_ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_NEEDED)
     )
     subprocess.run(
         [sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True
@@ -115,8 +115,8 @@ def test_the_file_for_ray_serve_names_a_module_of_the_package(
     python: Path, own_folder: Path
 ) -> None:
     program = (
-        "import importlib, yaml; from eagleray.configs.paths import CHECKOUT\n"
-        "[app] = yaml.safe_load((CHECKOUT / 'configs/serve.yaml').read_text())['applications']\n"
+        "import importlib, yaml; from eagleray.configs.paths import SOURCE_ROOT\n"
+        "[app] = yaml.safe_load((SOURCE_ROOT / 'configs/serve.yaml').read_text())['applications']\n"
         "module, name = app['import_path'].split(':')\n"
         "print(getattr(importlib.import_module(module), name).__module__)"
     )
@@ -127,7 +127,7 @@ def test_the_file_for_ray_serve_names_a_module_of_the_package(
 
 def test_programs_are_checked_against_our_types(python: Path, own_folder: Path) -> None:
     """mypy and others look for this file."""
-    program = "import eagleray.configs.paths as p; print((p.CHECKOUT / 'py.typed').exists())"
+    program = "import eagleray.configs.paths as p; print((p.SOURCE_ROOT / 'py.typed').exists())"
     command = [str(python), "-c", program]
     done = subprocess.run(command, cwd=own_folder, capture_output=True, text=True, check=True)
     assert done.stdout == "True\n"
@@ -137,8 +137,8 @@ def test_our_folders_hide_no_packages_from_the_programs_that_we_start(
     python: Path, own_folder: Path
 ) -> None:
     program = (
-        "import subprocess; from eagleray.configs.paths import CHECKOUT, program_of\n"
-        "print(subprocess.check_output(program_of('site'), cwd=CHECKOUT,"
+        "import subprocess; from eagleray.configs.paths import SOURCE_ROOT, module_command\n"
+        "print(subprocess.check_output(module_command('site'), cwd=SOURCE_ROOT,"
         " text=True))"
     )
     command = [str(python), "-c", program]

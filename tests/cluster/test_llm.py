@@ -250,7 +250,7 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("cluster.client.driver_handle.call", interrupt)
+        patch.setattr("cluster.client.driver_handle.result_of", interrupt)
         # Too large to go inline.
         llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))
     ray.get(submitted[0])
@@ -290,7 +290,7 @@ def test_a_frontend_that_stops_polling_has_its_requests_aborted(
     with LLM(small_model.path, frontend_timeout_s=1.0, **OPTIONS) as engine:
         params = SamplingParams(max_tokens=240, ignore_eos=True)
         silent = engine.client.builder.build(list(range(8)), params, lambda _: None)
-        ray.get(engine._engine.driver.submit.remote("silent", silent.requests))
+        ray.get(engine._engine_processes.driver.submit.remote("silent", silent.requests))
         wait_until(lambda: not idle(engine), "the request's first block", 8.0)
         wait_until(lambda: idle(engine), "the abort", 8.0)
 

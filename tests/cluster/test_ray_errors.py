@@ -17,7 +17,7 @@ from cluster.ray_errors import (
     LostCallError,
     NoAnswerError,
     NoRoomError,
-    call,
+    result_of,
     start_call,
 )
 from scheduler.errors import EngineDeadError, EngineError, OverloadedError, RequestError
@@ -60,7 +60,7 @@ def test_an_answer_that_is_an_error_of_ray_becomes_ours(
 
     monkeypatch.setattr(ray, "get", get)
     with pytest.raises(expected) as raised:
-        call(object(), "submit requests")
+        result_of(object(), "submit requests")
     assert type(raised.value) is expected
     if expected is not RequestError:
         assert str(raised.value).startswith("could not submit requests: ")

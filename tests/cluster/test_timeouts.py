@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import timeouts
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from cluster.timeouts import Timeouts
 from configs.engine import EngineConfig
 from scheduler.errors import ConfigError
@@ -20,7 +20,7 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     stuck: float, start: float, nodes: int
 ) -> None:
     options = EngineConfig(stuck_after_s=stuck, start_timeout_s=start, wait_for_nodes_s=nodes)
-    limits = Timeouts.of(options)
+    limits = Timeouts.from_options(options)
     order = [
         timeouts.HEARTBEAT_S + timeouts.RANK_ANSWER_TIMEOUT_S,
         limits.stuck_after_s,
@@ -29,8 +29,8 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     ]
     assert order == sorted(set(order)), order
     assert start < limits.start_s < limits.lease_wait_s, "a request outlasts one start of a driver"
-    assert max(start, nodes, limits.driver_silent_s) <= limits.give_up_s < limits.replaced_s
-    assert nodes + limits.start_s < limits.first_engine_s
+    assert max(start, nodes, limits.driver_silent_s) <= limits.give_up_s < limits.replacement_s
+    assert nodes + limits.start_s < limits.first_engine_wait_s
 
 
 def test_each_who_asks_for_counters_waits_longer_than_whom_it_asks() -> None:
@@ -49,14 +49,16 @@ def test_an_engine_that_is_dead_for_good_is_replaced_within_ten_seconds() -> Non
 
 
 def test_nothing_is_raised_by_default() -> None:
-    limits = Timeouts.of(EngineConfig())
-    assert limits.describe_raised() is None
+    limits = Timeouts.from_options(EngineConfig())
+    assert limits.describe_raised_limits() is None
     assert (limits.stuck_after_s, limits.driver_silent_s, limits.give_up_s) == (20, 25, 300)
     assert limits.replica_silent_s == 30
 
 
 def test_what_is_raised_is_said_in_one_line() -> None:
-    said = Timeouts.of(EngineConfig(stuck_after_s=100, start_timeout_s=900)).describe_raised()
+    said = Timeouts.from_options(
+        EngineConfig(stuck_after_s=100, start_timeout_s=900)
+    ).describe_raised_limits()
     assert said == (
         "a driver that hangs is replaced after 105 s, and Ray Serve ends a replica that does not"
         " answer after 110 s; lost ranks and drivers are replaced for 900 s"
@@ -65,4 +67,4 @@ def test_what_is_raised_is_said_in_one_line() -> None:
 
 def test_a_limit_that_would_replace_ranks_that_work_is_refused_before_the_start() -> None:
     with pytest.raises(ConfigError, match=r"stuck_after_s 0\.5 .* give more than 0\.9"):
-        prepare(EngineConfig(stuck_after_s=0.5))
+        make_engine_setup(EngineConfig(stuck_after_s=0.5))

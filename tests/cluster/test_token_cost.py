@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks.several_apis import run_apis
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 
 pytestmark = pytest.mark.engine
 
@@ -19,7 +19,7 @@ def test_streams_of_waiting_ranks_are_measured_by_process() -> None:
     options = ("--way", "streams", "--rows", "16", "--tokens", "150")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.token_cost", *options],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdout=subprocess.PIPE,
         start_new_session=True,  # its processes are found by their session
         check=True,

@@ -14,7 +14,7 @@ import pytest
 from cluster import LLM, SamplingParams
 from cluster.commands.lose_rank import processes_of
 from configs.paths import DEFAULT_MODEL_DIR
-from kernels.cpu.capabilities import CPU
+from kernels.cpu.capabilities import CPU_CAPABILITIES
 from tests.cluster.processes import wait_until
 from tests.cluster.test_experts import chat_of, check_constrained_output
 from tests.default_model.questions import held_out_sums, is_right
@@ -29,7 +29,7 @@ SUMS = held_out_sums()[:24]
 @pytest.fixture(scope="module", params=["int8", "int4", "fp8"])
 def llm(users_ray: None, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """One engine for all tests of a form of weights."""
-    if request.param not in CPU.quantizations:
+    if request.param not in CPU_CAPABILITIES.quantizations:
         pytest.skip(f"the kernels of this processor have no {request.param}")
     cache: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_kv_blocks": 256, "max_model_len": 192}
     with LLM(

@@ -282,11 +282,13 @@ def test_a_dtype_the_kernels_lack_is_refused_with_the_possible_ones() -> None:
 
 
 def test_quantization_is_the_users_or_the_checkpoints() -> None:
-    from_user = Quantization(stored=False, vocabulary=True)
+    from_user = Quantization(is_stored=False, includes_vocabulary=True)
     assert resolved(quantization="int8").quantization == from_user
     raw = {"quantization_config": COMPRESSED_TENSORS}
     for options in ({}, {"quantization": "int8"}):
-        assert resolved(raw, **options).quantization == Quantization(stored=True, vocabulary=False)
+        assert resolved(raw, **options).quantization == Quantization(
+            is_stored=True, includes_vocabulary=False
+        )
     assert resolved().quantization is None
     with pytest.raises(ConfigError, match="quantization must be one of int8, int4, fp8, got 'fp4'"):
         EngineConfig(quantization="fp4")
@@ -361,7 +363,7 @@ def test_what_was_given_stands() -> None:
 def test_a_block_table_is_as_wide_as_the_longest_sequence_needs(
     max_model_len: int, width: int
 ) -> None:
-    assert resolved(max_model_len=max_model_len, block_size=16).blocks_per_sequence == width
+    assert resolved(max_model_len=max_model_len, block_size=16).max_blocks_per_sequence == width
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from configs.experts import Experts
+from configs.experts import ExpertsConfig
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError
 
@@ -63,11 +63,11 @@ def layers_with_experts(**changes: Any) -> list[int]:
 
 
 def test_every_field_is_read() -> None:
-    assert read(decoder_sparse_step=2, mlp_only_layers=[2, 1]).experts == Experts(
+    assert read(decoder_sparse_step=2, mlp_only_layers=[2, 1]).experts == ExpertsConfig(
         num_experts=16,
-        num_per_token=4,
+        num_experts_per_token=4,
         intermediate_size=24,
-        normalizes=True,
+        normalizes_weights=True,
         sparse_step=2,
         dense_layers=(1, 2),
     )
@@ -89,7 +89,7 @@ def test_what_may_be_absent_gets_the_value_transformers_gives_it() -> None:
     ).experts
     theirs: Any = Qwen3MoeConfig()
     assert experts is not None
-    assert experts.normalizes == theirs.norm_topk_prob
+    assert experts.normalizes_weights == theirs.norm_topk_prob
     assert experts.sparse_step == theirs.decoder_sparse_step
     assert list(experts.dense_layers) == theirs.mlp_only_layers
 
@@ -103,7 +103,7 @@ def test_a_dense_model_has_no_experts() -> None:
 def test_a_model_none_of_whose_layers_has_experts_is_dense(options: dict[str, Any]) -> None:
     int8 = {"quantization_config": INT8}
     assert read(**options).experts is None
-    assert read(**options, **int8).stored is not None
+    assert read(**options, **int8).stored_format is not None
 
 
 def test_layers_have_experts_as_in_transformers() -> None:

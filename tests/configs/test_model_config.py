@@ -285,7 +285,7 @@ def test_outputs_end_at_the_ids_of_both_files(tmp_path: Path) -> None:
 
 
 def test_an_end_that_the_model_does_not_have_is_left_out() -> None:
-    assert read().ending_at([1000, -1, 3, 7]).eos_token_ids == (7, 3)
+    assert read().with_eos_token_ids([1000, -1, 3, 7]).eos_token_ids == (7, 3)
 
 
 def test_an_end_in_the_generation_config_that_is_no_id_is_refused_with_the_file(

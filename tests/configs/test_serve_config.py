@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cluster.api.admission import ApiLimits
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.serve.application import _autoscaling
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
-from scheduler.bounds import HTTP_BOUNDS, most
+from scheduler.bounds import HTTP_BOUNDS, field_limit
 from scheduler.errors import ConfigError
 
 
@@ -36,16 +36,16 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
     assert _autoscaling(ServeConfig(replicas=2), "cpu") is None
-    assert ServeConfig().is_single
-    assert not ServeConfig(replicas=2).is_single
-    assert not ServeConfig(max_replicas=2).is_single
+    assert ServeConfig().has_single_engine
+    assert not ServeConfig(replicas=2).has_single_engine
+    assert not ServeConfig(max_replicas=2).has_single_engine
 
 
 def test_the_limit_of_open_outputs_is_divided_only_where_it_cannot_be_shared() -> None:
     config = ServeConfig(api_replicas=3, replicas=2, max_open_requests=100)
-    assert config.max_open == 67
-    assert dataclasses.replace(config, shared_port="/tmp/port").max_open == 200
-    assert ServeConfig(max_open_requests=100).max_open == 100
+    assert config.max_open_outputs == 67
+    assert dataclasses.replace(config, shared_port="/tmp/port").max_open_outputs == 200
+    assert ServeConfig(max_open_requests=100).max_open_outputs == 100
 
 
 def test_an_engine_is_in_the_process_of_the_api_only_if_both_are_alone() -> None:
@@ -75,14 +75,16 @@ def test_replicas_are_added_when_half_of_the_sequences_run(device: str, target: 
 
 def test_the_bounds_that_can_be_configured_are_those_of_the_table_at_first() -> None:
     config, limits = ServeConfig(), ApiLimits()
-    assert config.max_body_bytes == limits.max_body_bytes == HTTP_BOUNDS["body"].most
-    [max_messages] = [field for field in dataclasses.fields(Served) if field.name == "max_messages"]
-    assert config.max_messages == max_messages.default == most("messages")
+    assert config.max_body_bytes == limits.max_body_bytes == HTTP_BOUNDS["body"].maximum
+    [max_messages] = [
+        field for field in dataclasses.fields(ServedModel) if field.name == "max_messages"
+    ]
+    assert config.max_messages == max_messages.default == field_limit("messages")
     assert config.slow_reader_timeout_s == limits.slow_reader_timeout_s
 
 
 def test_names_are_separated_by_commas() -> None:
-    assert ServeConfig.names(" a.example, b.example:80,") == ("a.example", "b.example:80")
-    assert ServeConfig.names(None) == ()
+    assert ServeConfig.split_names(" a.example, b.example:80,") == ("a.example", "b.example:80")
+    assert ServeConfig.split_names(None) == ()
     with pytest.raises(ConfigError, match="allowed_hosts must be text"):
         ServeConfig.from_dict({"allowed_hosts": ["a"]})

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 
 Floats = npt.NDArray[np.float64]
 _MASK = (1 << 64) - 1
@@ -35,7 +35,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def adjust(
-    logits: Floats, sampling: Sampling, prompt: Sequence[int], output: Sequence[int]
+    logits: Floats, sampling: ResolvedSampling, prompt: Sequence[int], output: Sequence[int]
 ) -> Floats:
     """Penalties, then bias, then the mask of `min_tokens`."""
     out = logits.astype(np.float64)
@@ -54,7 +54,7 @@ def adjust(
     return out
 
 
-def distribution(logits: Floats, sampling: Sampling) -> tuple[Floats, float]:
+def distribution(logits: Floats, sampling: ResolvedSampling) -> tuple[Floats, float]:
     """(probabilities after temperature, top-k, top-p and min-p; margin). `logits` are adjusted
     already.
     """
@@ -84,7 +84,7 @@ def distribution(logits: Floats, sampling: Sampling) -> tuple[Floats, float]:
     return weights / weights.sum(), margin
 
 
-def sample(logits: Floats, sampling: Sampling, position: int) -> tuple[int, float]:
+def sample(logits: Floats, sampling: ResolvedSampling, position: int) -> tuple[int, float]:
     """(token, margin). `logits` are adjusted already."""
     if sampling.temperature == 0:
         best = int(logits.argmax())

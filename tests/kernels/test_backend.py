@@ -17,7 +17,7 @@ from kernels import select
 from kernels.cpu.capabilities import has_bfloat16
 from kernels.interface import Capabilities
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from kernels.select import choose, select_backend
+from kernels.select import choose_capabilities, select_backend
 
 ROOT = Path(__file__).parents[2]
 CPU = select_backend("cpu", "cpu")
@@ -58,7 +58,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_takes_the_best_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, absent)
     assert select_backend("cpu") is CPU
-    assert choose("cuda:1").name == "triton"
+    assert choose_capabilities("cuda:1").name == "triton"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def test_auto_takes_the_best_for_the_device(monkeypatch: pytest.MonkeyPatch) -> 
 def test_auto_passes_over_what_cannot_do_what_is_asked(
     installed: None, dtype: str | None, head_dim: int, block_size: int | None, name: str
 ) -> None:
-    assert choose("cuda", dtype=dtype, head_dim=head_dim, block_size=block_size).name == name
+    assert (
+        choose_capabilities("cuda", dtype=dtype, head_dim=head_dim, block_size=block_size).name
+        == name
+    )
 
 
 def test_every_backend_is_a_choice_of_the_option_and_its_help_names_it() -> None:
@@ -90,16 +93,16 @@ def test_every_backend_is_a_choice_of_the_option_and_its_help_names_it() -> None
 def test_named_backend_is_taken(installed: None) -> None:
     assert select_backend("cpu", "reference") is REFERENCE
     assert select_backend("cpu", "cpu") is CPU
-    assert choose("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, (
+    assert choose_capabilities("cuda", "flash_attn", dtype="float32") is FLASH_ATTN, (
         "its dtypes are checked with the model's"
     )
     with pytest.raises(ValueError, match="block_size 16 must be a multiple of 256"):
-        choose("cuda", "flash_attn", block_size=16)
+        choose_capabilities("cuda", "flash_attn", block_size=16)
 
 
 def test_triton_on_a_cpu_wants_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert choose("cpu", "triton").name == "triton"
+    assert choose_capabilities("cpu", "triton").name == "triton"
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(ValueError, match=r"only in Triton's interpreter.*set TRITON_INTERPRET=1"):
         select_backend("cpu", "triton")
@@ -131,7 +134,8 @@ def test_bfloat16_is_told_from_the_processor_as_onednn_tells_it() -> None:
 
 def test_choosing_loads_neither_torch_nor_numba() -> None:
     program = (
-        "import sys; from kernels.select import choose; choose('cpu'); choose('cuda', 'triton'); "
+        "import sys; from kernels.select import choose_capabilities as choose; "
+        "choose('cpu'); choose('cuda', 'triton'); "
         "print(sorted({'torch', 'numba', 'triton'} & set(sys.modules)))"
     )
     done = subprocess.run(

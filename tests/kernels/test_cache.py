@@ -121,7 +121,7 @@ def test_every_signature_is_compiled_once_and_then_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("kernels.cpu.cache._CHECKOUT", Path(__file__).resolve().parent)
+    monkeypatch.setattr("kernels.cpu.cache._CHECKOUT_DIR", Path(__file__).resolve().parent)
     arrays = {4: np.zeros(1, np.float32), 8: np.zeros((2, 3))}
     for count in ("cache_misses", "cache_hits"):
         compiled = exact_entry_jit(size_of_elements)

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kernels.decode_parts import MAX_PARTS_PER_ROW, PART_TOKENS, max_decode_parts, part_starts
+from kernels.decode_parts import CHUNK_TOKENS, MAX_PARTS_PER_ROW, max_decode_parts, part_starts
 
 H200 = 132
 
@@ -29,9 +29,9 @@ def test_parts_fit_and_none_could_be_shorter(seed: int) -> None:
     max_parts = max_decode_parts(num_rows, rng.choice((1, 4, 8)), longest, rng.choice((1, H200)))
     parts = parts_of(seq_lens, max_parts)
     assert all(1 <= n <= MAX_PARTS_PER_ROW for n in parts) and sum(parts) <= max_parts
-    length = PART_TOKENS * -(-longest_part(seq_lens, parts) // PART_TOKENS)
-    if length > PART_TOKENS:  # with parts one step shorter, a row or the batch would not fit
-        shorter = [max(1, -(-n // (length - PART_TOKENS))) for n in seq_lens]
+    length = CHUNK_TOKENS * -(-longest_part(seq_lens, parts) // CHUNK_TOKENS)
+    if length > CHUNK_TOKENS:  # with parts one step shorter, a row or the batch would not fit
+        shorter = [max(1, -(-n // (length - CHUNK_TOKENS))) for n in seq_lens]
         assert sum(shorter) > max_parts or max(shorter) > MAX_PARTS_PER_ROW
 
 
@@ -41,7 +41,7 @@ def test_at_most_a_tenth_of_the_parts_are_empty(num_rows: int, kv_heads: int) ->
     """Unless the tokens are so few that parts cannot be shorter."""
     max_parts = max_decode_parts(num_rows, kv_heads, 40960, H200)
     parts = parts_of([512] * num_rows, max_parts)
-    assert sum(parts) >= 0.9 * max_parts or parts[0] == -(-512 // PART_TOKENS)
+    assert sum(parts) >= 0.9 * max_parts or parts[0] == -(-512 // CHUNK_TOKENS)
 
 
 def test_a_long_row_beside_short_ones_is_divided() -> None:

@@ -48,8 +48,10 @@ def copy_of(weights: ExpertWeights) -> ExpertWeights:
     return ExpertWeights(gate_up=weights.gate_up.clone(), down=weights.down.clone())
 
 
-def routing_of(num_experts: int, num_chosen: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-    return route_reference(normal(num_tokens, num_experts, seed=3), num_chosen, True)
+def routing_of(
+    num_experts: int, num_experts_per_token: int, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    return route_reference(normal(num_tokens, num_experts, seed=3), num_experts_per_token, True)
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -101,16 +103,20 @@ def test_a_token_gets_the_same_bits_in_any_batch_and_on_any_number_of_threads(
     assert torch.equal(OURS.mlp(x, shares, ids, experts), together)
 
 
-@pytest.mark.parametrize("normalizes", [False, True])
+@pytest.mark.parametrize("normalizes_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(1, 1), (8, 2), (128, 8), (160, 160)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_experts_per_token"), [(1, 1), (8, 2), (128, 8), (160, 160)]
+)
 def test_choices_and_weights_are_those_of_the_definition(
-    num_experts: int, num_chosen: int, dtype: torch.dtype, normalizes: bool
+    num_experts: int, num_experts_per_token: int, dtype: torch.dtype, normalizes_weights: bool
 ) -> None:
     """In bfloat16 some logits are equal."""
     logits = (4 * normal(50, num_experts)).to(dtype)
-    shares, ids = OURS.route(logits, num_chosen, normalizes, None)
-    expected_shares, expected_ids = route_reference(logits, num_chosen, normalizes)
+    shares, ids = OURS.route(logits, num_experts_per_token, normalizes_weights, None)
+    expected_shares, expected_ids = route_reference(
+        logits, num_experts_per_token, normalizes_weights
+    )
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares, rtol=1e-6, atol=1e-9)
 

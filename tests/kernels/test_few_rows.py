@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.cpu import linear, torch_c
-from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.packed import max_few_rows, packed_address
 from kernels.cpu.tile import has_dot_products
 
 pytestmark = pytest.mark.skipif(
@@ -84,7 +84,7 @@ def test_linear_takes_it_for_few_rows_only(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.zeros(len(x), size_out, dtype=torch.bfloat16)
 
     monkeypatch.setattr(linear, "linear_of_few_rows", spy)
-    most = max_rows(64, 128)
+    most = max_few_rows(64, 128)
     for rows in (1, most, most + 1):
         out = linear.linear(normal(rows, 64, seed=2), whole, None)
         assert out.shape == (rows, 128)

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 from configs.engine import EngineConfig
-from kernels.cpu.capabilities import CPU
+from kernels.cpu.capabilities import CPU_CAPABILITIES
 from kernels.gpu import flash_attn
-from kernels.gpu.capabilities import TRITON
+from kernels.gpu.capabilities import TRITON_CAPABILITIES
 from kernels.gpu.flash_attn import FlashAttn, find_flash_attn, may_split
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
-from kernels.reference.capabilities import REFERENCE
+from kernels.reference.capabilities import REFERENCE_CAPABILITIES
 from tests.kernels import flash_attn_stand_in as stand_in
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_attention import Case, make_case
@@ -571,11 +571,11 @@ def test_the_help_says_the_default_block_size_of_each_backend(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     defaults = {
-        "cpu": CPU.default_block_size,
-        "triton": TRITON.default_block_size,
+        "cpu": CPU_CAPABILITIES.default_block_size,
+        "triton": TRITON_CAPABILITIES.default_block_size,
         "FlashAttention-3": find(monkeypatch, WHEEL).default_block_size,
         "FlashAttention-2": find(monkeypatch, FA2).default_block_size,
-        "reference": REFERENCE.default_block_size,
+        "reference": REFERENCE_CAPABILITIES.default_block_size,
     }
     [option] = [each for each in fields(EngineConfig) if each.name == "block_size"]
     stated: dict[str, int] = {}

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu.fp8 import _BFLOAT16_PAIRS, _FLOAT16_PAIRS, Fp8Read, loaded
+from kernels.gpu.fp8 import _BFLOAT16_PAIR_PTX, _FLOAT16_PAIR_PTX, Fp8Widening, from_cache_dtype
 from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from kernels.reference.attention import paged_attention_reference
@@ -114,20 +114,20 @@ def test_a_gpu_keeps_only_finite_numbers(dtype: torch.dtype) -> None:
 
 
 @triton.jit
-def _widen(codes: tl.tensor, out: tl.tensor, READ: tl.constexpr) -> None:
+def _widen(codes: tl.tensor, out: tl.tensor, WIDENING: tl.constexpr) -> None:
     place = tl.arange(0, 256)
-    tl.store(out + place, loaded(tl.load(codes + place), out.dtype.element_ty, READ))
+    tl.store(out + place, from_cache_dtype(tl.load(codes + place), out.dtype.element_ty, WIDENING))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("read", get_args(Fp8Read))
-def test_every_way_of_reading_gives_the_same_bits(read: Fp8Read, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("read", get_args(Fp8Widening))
+def test_every_way_of_reading_gives_the_same_bits(read: Fp8Widening, dtype: torch.dtype) -> None:
     if read != "singly" and DEVICE.type != "cuda":
         pytest.skip("the interpreter runs neither assembly nor the chip's instructions")
     if read == "instructions" and torch.cuda.get_device_capability(DEVICE) < (8, 9):
         pytest.skip("this chip has no such instructions")
     out = torch.zeros(256, dtype=dtype, device=DEVICE)
-    _widen[(1,)](EVERY_CODE.to(DEVICE), out, READ=read)
+    _widen[(1,)](EVERY_CODE.to(DEVICE), out, WIDENING=read)
     is_number = from_fp8(EVERY_CODE).isfinite()
     bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     want = from_fp8(EVERY_CODE).to(dtype)
@@ -177,7 +177,7 @@ def run_ptx(code: str, word: int, dtype: torch.dtype) -> list[int]:
 
 @pytest.mark.parametrize(
     ("dtype", "pairs"),
-    [(torch.float16, _FLOAT16_PAIRS), (torch.bfloat16, _BFLOAT16_PAIRS)],
+    [(torch.float16, _FLOAT16_PAIR_PTX), (torch.bfloat16, _BFLOAT16_PAIR_PTX)],
     ids=["float16", "bfloat16"],
 )
 def test_assembly_for_pairs_is_exact_and_keeps_order(dtype: torch.dtype, pairs: Any) -> None:

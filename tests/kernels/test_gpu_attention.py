@@ -13,7 +13,7 @@ import torch
 
 from kernels.decode_parts import part_starts
 from kernels.gpu import attention
-from kernels.gpu.attention_launch import Launch
+from kernels.gpu.attention_launch import LaunchConfig
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.attention import paged_attention_reference
 from tests.kernels.gpu_device import DEVICE
@@ -57,16 +57,16 @@ def divided(case: Case, max_parts: int | None = None) -> Case:
     kv_heads = k_cache.shape[2]
     lens = attn.seq_lens_B[:num_rows].cpu().numpy()
     if max_parts is None:
-        max_parts = attention.max_parts_of(num_rows, kv_heads, attn.max_seq_len, DEVICE)
-    decode = None
+        max_parts = attention.max_parts_on_device(num_rows, kv_heads, attn.max_seq_len, DEVICE)
+    decode_parts = None
     if num_rows:
-        decode = DecodeParts(
+        decode_parts = DecodeParts(
             num_rows=num_rows,
             max_parts=max_parts,
-            start_B1=torch.from_numpy(part_starts(lens, max_parts)).to(DEVICE),
-            arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
+            part_start_B1=torch.from_numpy(part_starts(lens, max_parts)).to(DEVICE),
+            num_arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
         )
-    return q, k_cache, v_cache, replace(attn, decode=decode)
+    return q, k_cache, v_cache, replace(attn, decode_parts=decode_parts)
 
 
 def paged_attention_gpu(
@@ -78,11 +78,11 @@ def paged_attention_gpu(
 ) -> torch.Tensor:
     """Attention, after dividing the decode rows if they are not divided yet."""
     case = on_device((q, k_cache, v_cache, attn))
-    if attn.decode is None:
+    if attn.decode_parts is None:
         case = divided(case)
     out = attention.paged_attention(*case, scale).cpu()
-    decode = case[-1].decode
-    assert decode is None or not decode.arrived_BK.any(), "counters are zeros again"
+    decode_parts = case[-1].decode_parts
+    assert decode_parts is None or not decode_parts.num_arrived_BK.any(), "counters are zeros again"
     return out
 
 
@@ -141,14 +141,14 @@ def test_rows_of_padding_get_zeros_or_nothing(new_memory_is_nan: None) -> None:
     """
     lens, query_lens = [40, 33, 0, 0, 70, 0, 0], [1, 1, 0, 0, 9, 0, 5]
     case = make_case(lens, query_lens, block_size=16, kv_heads=1, group=2, dtype=torch.float16)
-    start_B1 = np.pad(part_starts(np.array(lens[:2], np.int32), 6), (0, 2), mode="edge")
-    decode = DecodeParts(
+    part_start_B1 = np.pad(part_starts(np.array(lens[:2], np.int32), 6), (0, 2), mode="edge")
+    decode_parts = DecodeParts(
         num_rows=4,
         max_parts=6,
-        start_B1=torch.from_numpy(start_B1).to(DEVICE),
-        arrived_BK=torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
+        part_start_B1=torch.from_numpy(part_start_B1).to(DEVICE),
+        num_arrived_BK=torch.zeros(4, 1, dtype=torch.int32, device=DEVICE),
     )
-    assert_matches_reference((*case[:3], replace(case[3], decode=decode)))
+    assert_matches_reference((*case[:3], replace(case[3], decode_parts=decode_parts)))
 
 
 @pytest.mark.parametrize("block_size", [16, 256])
@@ -280,9 +280,9 @@ def test_more_parts_than_a_grid_may_have_in_its_second_dimension_are_in_the_firs
 @pytest.mark.parametrize("tile_c", [16, 128])
 def test_launch_that_a_benchmark_chooses_is_used(tile_m: int, tile_c: int) -> None:
     case = on_device(make_case(*MIXED, head_dim=64, dtype=torch.float16))
-    chosen: list[Launch] = []
+    chosen: list[LaunchConfig] = []
 
-    def tune(launch: Launch) -> Launch:
+    def tune(launch: LaunchConfig) -> LaunchConfig:
         chosen.append(replace(launch, tile_m=tile_m, tile_c=tile_c, num_warps=4))
         return chosen[-1]
 
@@ -419,9 +419,9 @@ def test_long_rows_beside_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 @NEEDS_GPU
 def test_captured_decode_follows_the_lengths_on_the_device() -> None:
     case = make_case([2000, 1500, 900, 300], [1] * 4, head_dim=128, dtype=torch.bfloat16)
-    max_parts = attention.max_parts_of(4, case[1].shape[2], 32_768, DEVICE)
+    max_parts = attention.max_parts_on_device(4, case[1].shape[2], 32_768, DEVICE)
     q, k_cache, v_cache, attn = divided(on_device(case), max_parts)
-    assert attn.decode is not None
+    assert attn.decode_parts is not None
     attention.paged_attention(q, k_cache, v_cache, attn, 0.1)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -429,7 +429,7 @@ def test_captured_decode_follows_the_lengths_on_the_device() -> None:
     for lens in ([2000, 1500, 900, 300], [1, 129, 0, 64]):
         attn.seq_lens_B.copy_(torch.tensor(lens, dtype=torch.int32))
         starts = part_starts(np.array(lens, np.int32), max_parts)
-        attn.decode.start_B1.copy_(torch.from_numpy(starts))
+        attn.decode_parts.part_start_B1.copy_(torch.from_numpy(starts))
         graph.replay()
         live = [row for row, length in enumerate(lens) if length]
         rows = torch.tensor(live, device=DEVICE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.gpu.experts import TritonExperts, _sorted_pairs, tiles_of
+from kernels.gpu.experts import TritonExperts, _sort_pairs_by_expert, choose_tile_config
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import expert_mlp_reference, route_reference
 from tests.kernels.gpu_device import DEVICE
@@ -35,11 +35,13 @@ def weights_of(num_experts: int, hidden: int, features: int, dtype: torch.dtype)
 def test_sums_are_those_of_the_reference(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
-    num_experts, num_chosen, num_tokens, hidden, features = sizes
+    num_experts, num_experts_per_token, num_tokens, hidden, features = sizes
     weights = weights_of(num_experts, hidden, features, dtype)
     x = normal(num_tokens, hidden, dtype=dtype)
     before = x.clone()
-    shares, ids = route_reference(normal(num_tokens, num_experts, seed=3), num_chosen, True)
+    shares, ids = route_reference(
+        normal(num_tokens, num_experts, seed=3), num_experts_per_token, True
+    )
     want = expert_mlp_reference(x, shares, ids, weights)
     got = OURS.mlp(x, shares, ids, weights)
     assert got.dtype == dtype and torch.equal(x, before)
@@ -51,8 +53,8 @@ def test_sums_are_those_of_the_reference(
 def test_every_kind_of_tile_computes_the_same(
     rows_per_expert: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiles = tiles_of(rows_per_expert, 2)
-    monkeypatch.setattr("kernels.gpu.experts.tiles_of", lambda *_: tiles)
+    tiles = choose_tile_config(rows_per_expert, 2)
+    monkeypatch.setattr("kernels.gpu.experts.choose_tile_config", lambda *_: tiles)
     weights = weights_of(4, 160, 96, BFLOAT16)
     x, (shares, ids) = (
         normal(70, 160, dtype=BFLOAT16),
@@ -65,13 +67,15 @@ def test_every_kind_of_tile_computes_the_same(
     )
 
 
-@pytest.mark.parametrize(("num_experts", "num_chosen", "num_tokens"), [(8, 2, 1), (6, 3, 1500)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_experts_per_token", "num_tokens"), [(8, 2, 1), (6, 3, 1500)]
+)
 def test_pairs_are_sorted_and_every_one_is_in_one_tile(
-    num_experts: int, num_chosen: int, num_tokens: int
+    num_experts: int, num_experts_per_token: int, num_tokens: int
 ) -> None:
-    _, ids = route_reference(normal(num_tokens, num_experts, seed=6), num_chosen, False)
+    _, ids = route_reference(normal(num_tokens, num_experts, seed=6), num_experts_per_token, False)
     ids[ids == 1] = 0  # some expert has no token; a token may have one twice here
-    order, tiles = _sorted_pairs(ids, num_experts, 16)
+    order, tiles = _sort_pairs_by_expert(ids, num_experts, 16)
     assert torch.equal(order.long(), ids.flatten().sort(stable=True).indices)
     covered = []
     for expert, first, num_rows in tiles.tolist():
@@ -79,17 +83,21 @@ def test_pairs_are_sorted_and_every_one_is_in_one_tile(
             pairs = order[first : first + num_rows]
             assert len(pairs) == num_rows <= 16 and (ids.flatten()[pairs.long()] == expert).all()
             covered += pairs.tolist()
-    assert sorted(covered) == list(range(num_tokens * num_chosen))
+    assert sorted(covered) == list(range(num_tokens * num_experts_per_token))
 
 
-@pytest.mark.parametrize("normalizes", [False, True])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(1, 1), (8, 2), (128, 8), (20, 20)])
+@pytest.mark.parametrize("normalizes_weights", [False, True])
+@pytest.mark.parametrize(
+    ("num_experts", "num_experts_per_token"), [(1, 1), (8, 2), (128, 8), (20, 20)]
+)
 def test_choices_and_weights_are_those_of_the_reference(
-    num_experts: int, num_chosen: int, normalizes: bool
+    num_experts: int, num_experts_per_token: int, normalizes_weights: bool
 ) -> None:
     logits = (4 * normal(12, num_experts)).round(decimals=1).to(BFLOAT16)  # some are equal
-    shares, ids = OURS.route(logits, num_chosen, normalizes, None)
-    expected_shares, expected_ids = route_reference(logits, num_chosen, normalizes)
+    shares, ids = OURS.route(logits, num_experts_per_token, normalizes_weights, None)
+    expected_shares, expected_ids = route_reference(
+        logits, num_experts_per_token, normalizes_weights
+    )
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(shares, expected_shares, rtol=3e-6, atol=1e-9)
 
@@ -125,7 +133,7 @@ def test_padding_chooses_no_expert_and_reads_none() -> None:
     shares, ids = OURS.route(logits, 4, True, num_live.to(DEVICE))
     live_shares, live_ids = OURS.route(logits[:3].contiguous(), 4, True, None)
     assert torch.equal(ids[:3], live_ids) and torch.equal(shares[:3], live_shares)
-    _, tiles = _sorted_pairs(ids, 32, 16)
+    _, tiles = _sort_pairs_by_expert(ids, 32, 16)
     experts_read = {expert for expert, _, num_rows in tiles.tolist() if num_rows}
     assert experts_read == set(live_ids.flatten().tolist())
     out = OURS.mlp(x, shares, ids, weights)

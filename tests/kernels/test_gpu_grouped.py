@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels.gpu import grouped
-from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, split_of
+from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, choose_split
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import ReferenceGrouped, pack_codes, widened
+from kernels.reference.grouped import ReferenceGrouped, dequantize, pack_codes
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.test_gpu_elementwise import BFLOAT16, DTYPES, normal
 from tests.kernels.test_grouped import E4M3_CODES
@@ -87,7 +87,7 @@ def test_products_of_codes_are_exact_where_sums_are(num_rows: int) -> None:
     weight = drawn(40, 256, 64, torch.bfloat16)
     weight.scale_YG.fill_(1)
     x = torch.randint(-2, 3, (num_rows, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    expected = x.double() @ widened(weight).double().T
+    expected = x.double() @ dequantize(weight).double().T
     assert expected.abs().max() < 2048
     for dtype in DTYPES:
         exact = expected.to(dtype).double()
@@ -95,7 +95,7 @@ def test_products_of_codes_are_exact_where_sums_are(num_rows: int) -> None:
 
 
 def test_a_matrix_may_be_widened_in_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped, "_WIDENED_BYTES", 1)  # so, the fewest features
+    monkeypatch.setattr(grouped, "_WIDENED_TILE_BYTES", 1)  # so, the fewest features
     weight, x = drawn(300, 64, 32, torch.float16), normal(MAX_FUSED_ROWS + 1, 64)
     bias = normal(300, seed=1)
     assert_near(product(x, weight, bias), REFERENCE.linear(x, weight, bias))
@@ -114,10 +114,10 @@ def test_parts_have_every_block_once() -> None:
     counts = set()
     for num_panels in (1, 32, 192, 1187):
         for num_blocks in (1, 4, 7, 8, 9, 32, 96):
-            blocks_per_part, num_parts = split_of(num_panels, num_blocks)
+            blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
             assert (num_parts - 1) * blocks_per_part < num_blocks <= num_parts * blocks_per_part
             counts.add(num_parts)
-    assert max(counts) > 8 and split_of(1, IN_PARTS[2] // 128)[1] > 1
+    assert max(counts) > 8 and choose_split(1, IN_PARTS[2] // 128)[1] > 1
 
 
 @pytest.mark.parametrize("size_out", [0, 8])

@@ -20,7 +20,7 @@ from kernels.gpu import sampling as GPU
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling as reference
 from kernels.reference.sampling import BLOCK_COLUMNS, RADIX_PASSES, TOP_P_ONE, WEIGHT_ONE
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 from tests.kernels.gpu_device import DEVICE
 from tests.kernels.replaced import Replaced, functions_of
 from tests.kernels.test_sampling_backends import (
@@ -255,8 +255,8 @@ def test_limits_of_lists_are_the_reference_s_and_each_rank_keeps_what_it_weighs(
         for part in parts
     ]
     lists = torch.stack([reference.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = gpu.listed_limits(lists, top_k, top_p, min_p_limit)
-    assert torch.equal(limit, reference.listed_limits(lists, top_k, top_p, min_p_limit)[0])
+    limit, kept = gpu.limits_from_lists(lists, top_k, top_p, min_p_limit)
+    assert torch.equal(limit, reference.limits_from_lists(lists, top_k, top_p, min_p_limit)[0])
     for rank, shard in enumerate(shards):
         assert torch.equal(kept[rank], gpu.block_weights(shard, limit)[1])
 
@@ -349,7 +349,9 @@ def test_sampler_draws_the_tokens_that_it_draws_with_the_reference() -> None:
             TensorParallelGroup(0, 1, torch.device("cpu")), kernels, 1003, 0, 1003, 8, "cpu"
         )
         for slot, some in enumerate(options):
-            sampler.admit(slot, Sampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1)
+            sampler.admit(
+                slot, ResolvedSampling(**({"seed": slot, "max_tokens": 100} | some)), [5, 9], 1
+            )
         for position in (1, 2):
             drawn.append(
                 sampler.sample(logits, sampler.state.batch(range(7), [position] * 7)).token_ids_B
@@ -371,7 +373,7 @@ def test_a_graph_replays_every_kernel_over_new_logits() -> None:
             temperature_R=temperatures,
         )
         lists = GPU.list_nearest(gap_rows, top_k, 20)
-        limit, kept = GPU.listed_limits(
+        limit, kept = GPU.limits_from_lists(
             lists[None], top_k, top_k, torch.full_like(max_B, torch.inf)
         )
         sums, total = GPU.block_weights(gap_rows, limit)

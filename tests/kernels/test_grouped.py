@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.cpu.grouped import CpuGrouped
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import ReferenceGrouped, pack_codes, widened
+from kernels.reference.grouped import ReferenceGrouped, dequantize, pack_codes
 
 CPU, REFERENCE = {form: CpuGrouped(form) for form in ("int4", "fp8")}, ReferenceGrouped()
 # Rows of x, features out and in, inputs of a group: of one panel and of several, the last one not
@@ -60,7 +60,7 @@ def test_codes_of_words_are_those_that_were_packed() -> None:
         scale_YG=torch.ones(5, 1, dtype=torch.float16),
         num_rows=5,
     )
-    assert torch.equal(widened(weight), codes.float())
+    assert torch.equal(dequantize(weight), codes.float())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,7 +97,7 @@ def test_products_of_codes_are_exact_where_sums_are() -> None:
     weight = drawn(128, 256, 64, KINDS["int4_bfloat16"])
     weight.scale_YG.fill_(1)
     x = torch.randint(-4, 5, (3, 256)).float()
-    expected = x.double() @ widened(weight).double().T
+    expected = x.double() @ dequantize(weight).double().T
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(product(x.to(dtype), weight, None), expected.to(dtype))
 

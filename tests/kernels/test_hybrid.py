@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from kernels.gpu import flash_attn
-from kernels.gpu.capabilities import TRITON
+from kernels.gpu.capabilities import TRITON_CAPABILITIES
 from kernels.interface import Kernels
 from kernels.reference.attention import paged_attention_reference
-from kernels.select import choose, select_backend
+from kernels.select import choose_capabilities, select_backend
 from tests.kernels import flash_attn_stand_in as stand_in
 from tests.kernels.test_attention import Case, make_case
 from tests.kernels.test_flash_attn import FA2, INSTALLED, STAND_INS, WHEEL, install
@@ -103,7 +103,7 @@ def test_bounds_above_what_is_reached_change_nothing(kernels: Kernels) -> None:
 
 def test_rows_that_are_not_divided_are_all_for_flash_attn_3(kernels: Kernels) -> None:
     q, k, v, attn = make_device_case(kernels, "decode and chunks")
-    assert_matches_reference(kernels, (q, k, v, replace(attn, decode=None)))
+    assert_matches_reference(kernels, (q, k, v, replace(attn, decode_parts=None)))
 
 
 @needs_library
@@ -169,15 +169,15 @@ def test_flash_attn_3_is_not_called_for_decode_rows(calls: list[dict[str, Any]])
 
 def test_its_capabilities_are_those_of_flash_attn_3(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WHEEL)
-    capabilities = choose("cuda", "hybrid")
+    capabilities = choose_capabilities("cuda", "hybrid")
     assert capabilities.name == "hybrid"
     assert capabilities.description.startswith("hybrid (FlashAttention-3, fa3_fwd_interface")
     assert (capabilities.default_block_size, capabilities.dtypes) == (128, ("bfloat16",))
-    assert capabilities.quantizations == TRITON.quantizations == ("int4", "fp8")
+    assert capabilities.quantizations == TRITON_CAPABILITIES.quantizations == ("int4", "fp8")
     with pytest.raises(ValueError, match=r"block_size 16 .* multiples of 128"):
-        choose("cuda", "hybrid", block_size=16)
+        choose_capabilities("cuda", "hybrid", block_size=16)
     with pytest.raises(ValueError, match=r"head_dim 96 .* possible are 64 to 128 in"):
-        choose("cuda", "hybrid", head_dim=96)
+        choose_capabilities("cuda", "hybrid", head_dim=96)
 
 
 def test_decode_rows_are_divided_as_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,10 +189,10 @@ def test_decode_rows_are_divided_as_for_triton(monkeypatch: pytest.MonkeyPatch) 
 
 def test_auto_takes_it_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, WHEEL)
-    assert choose("cuda").name == "hybrid"
-    assert choose("cuda", dtype="float32").name == "triton"
-    assert choose("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"
-    assert choose("cuda", head_dim=32).name == "triton"
+    assert choose_capabilities("cuda").name == "hybrid"
+    assert choose_capabilities("cuda", dtype="float32").name == "triton"
+    assert choose_capabilities("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"
+    assert choose_capabilities("cuda", head_dim=32).name == "triton"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from kernels.cpu import int8
 from kernels.cpu.capabilities import has_int8
 from kernels.cpu.int8 import CpuInt8
-from kernels.cpu.packed import max_rows, packed_address
+from kernels.cpu.packed import max_few_rows, packed_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
 from kernels.reference.int8 import ReferenceInt8, quantize_rows
@@ -34,7 +34,7 @@ def test_bits_are_those_of_the_definition(shape: tuple[int, int], dtype: torch.d
     packed, generator = OURS.pack_weight(weight), torch.Generator().manual_seed(2)
     if has_dot_products() and shape[1] % 4 == 0:
         assert packed.address is not None
-    most = max_rows(shape[1], shape[0])
+    most = max_few_rows(shape[1], shape[0])
     for rows in (*range(1, 10), most, most + 1, 100):
         x = torch.randn(rows, shape[1], generator=generator).to(dtype)
         for bias in (None, torch.randn(shape[0], generator=generator).to(dtype)):
@@ -47,10 +47,10 @@ def test_few_rows_and_many_are_different_code_with_the_same_bits(
     packed = OURS.pack_weight(weight_of(192, 320))
     if packed.address is None:
         pytest.skip("products of few rows are oneDNN's on this processor")
-    x = torch.randn(max_rows(320, 192), 320).bfloat16()
+    x = torch.randn(max_few_rows(320, 192), 320).bfloat16()
     few = OURS.linear(x, packed, None)
-    monkeypatch.setattr(int8, "max_rows", lambda *_: 0)
-    monkeypatch.setattr(int8, "_few_rows", None)
+    monkeypatch.setattr(int8, "max_few_rows", lambda *_: 0)
+    monkeypatch.setattr(int8, "_multiply_few_rows", None)
     assert torch.equal(OURS.linear(x, packed, None), few)
 
 
@@ -58,7 +58,7 @@ def test_rows_of_zeros_and_of_tiny_numbers_are_zero() -> None:
     packed = OURS.pack_weight(weight_of(64, 64))
     x = torch.zeros(3, 64)
     x[1, 5], x[2] = 1e-31, 1e-42
-    for rows in (x, x.repeat(max_rows(64, 64), 1)):
+    for rows in (x, x.repeat(max_few_rows(64, 64), 1)):
         assert not OURS.linear(rows, packed, None).any()
 
 
@@ -68,7 +68,7 @@ def test_extreme_codes_do_not_saturate() -> None:
     """
     codes = torch.full((64, 4096), -127, dtype=torch.int8)
     packed = OURS.pack_weight(Int8Weight(codes_YX=codes, scale_Y=torch.ones(64)))
-    for rows in (1, max_rows(4096, 64) + 1):
+    for rows in (1, max_few_rows(4096, 64) + 1):
         for sign in (1.0, -1.0):
             out = OURS.linear(torch.full((rows, 4096), 127 * sign), packed, None)
             assert (out == -127.0 * 127 * sign * 4096).all()

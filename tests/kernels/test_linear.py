@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.cpu.linear import linear, pack_weight, packs
+from kernels.cpu.linear import linear, pack_weight, packs_dtype
 
-pytestmark = pytest.mark.skipif(not packs(torch.float32), reason="float32 is packed on x86 only")
+pytestmark = pytest.mark.skipif(
+    not packs_dtype(torch.float32), reason="float32 is packed on x86 only"
+)
 SHAPES = [(384, 256), (320, 96), (1024, 2048), (3000, 1024)]
 
 

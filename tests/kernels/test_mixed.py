@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.cpu import pool
-from kernels.cpu.mixed import PANEL, CpuMixed
+from kernels.cpu.mixed import PANEL_FEATURES, CpuMixed
 
 MIXED = CpuMixed()
 # Whole and broken panels; rows within a chunk, of several chunks, and of several spans.
@@ -22,7 +22,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def make_weight(size_out: int, size_in: int) -> torch.Tensor:
     """bfloat16, padded with rows of ones, which must not show."""
-    weight = torch.ones(-(-size_out // PANEL) * PANEL, size_in, dtype=torch.bfloat16)
+    weight = torch.ones(
+        -(-size_out // PANEL_FEATURES) * PANEL_FEATURES, size_in, dtype=torch.bfloat16
+    )
     weight[:size_out] = normal(size_out, size_in)
     return weight
 
@@ -77,7 +79,9 @@ def test_every_value_of_bfloat16_is_multiplied_as_it_is(rows: int) -> None:
     """Including infinities, zeros of both signs and subnormal numbers."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     values = values[~values.isnan()]
-    weight = torch.zeros(-(-len(values) // PANEL) * PANEL, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(
+        -(-len(values) // PANEL_FEATURES) * PANEL_FEATURES, 1, dtype=torch.bfloat16
+    )
     weight[: len(values), 0] = values
     product = MIXED.linear(torch.ones(rows, 1), MIXED.pack_weight(weight), len(values), None)
     assert torch.equal(product, values.to(torch.float32).expand(rows, -1))

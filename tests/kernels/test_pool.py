@@ -15,7 +15,7 @@ import numba
 import numpy as np
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from kernels.cpu import pool
 from kernels.cpu.parallel import parallel_for
 
@@ -82,7 +82,7 @@ def run_program(program: str) -> str:
     """What it prints; it has the names of this module."""
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"from {__name__} import *\n{program}"],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         capture_output=True,
         text=True,
         check=True,

@@ -342,7 +342,7 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
         for part in parts
     ]
     lists = torch.stack([kernels.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = kernels.listed_limits(lists, top_k, top_p, min_p_limit)
+    limit, kept = kernels.limits_from_lists(lists, top_k, top_p, min_p_limit)
     everything = limits_of(rows, torch.inf)
     for r, gaps in enumerate(gaps_of(rows)):
         weights = weights_alone(kernels, rows, everything)[r]

@@ -8,18 +8,25 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 
-from cluster.api.document import POST
-from cluster.api.fields import IGNORED, OF_OTHER_PATHS, OTHER_NAMES, REFUSED_EVERYWHERE, Asks
-from cluster.api.schema import Model, Options
-from cluster.api.unknown import HEADER
+from cluster.api.document import POST_ENDPOINTS
+from cluster.api.fields import (
+    FIELD_SYNONYMS,
+    FIELDS_OF_OTHER_PATHS,
+    FIELDS_REFUSED_EVERYWHERE,
+    IGNORED_FIELDS,
+    ValuePredicate,
+)
+from cluster.api.schema import Options, RequestModel
+from cluster.api.unknown import IGNORED_HEADER
 
 INTRODUCTION = (
     "Clients add fields with every release. So a field that is not known is **ignored**: the answer"
-    f" names it in the header `{HEADER}`, the metric `eagleray_api_ignored_fields_total` counts it,"
-    " and the log names it once. Two kinds are **refused** with 400 and a reason, because without"
-    " them the answer would not be what was asked for: what looks like a field of ours misspelled"
-    " (`max_token`, `temprature`, `topP`), where the error names the field that is meant; and what"
-    " would change the answer in a way that cannot be honored ([below](#what-is-refused)).",
+    f" names it in the header `{IGNORED_HEADER}`, the metric `eagleray_api_ignored_fields_total`"
+    " counts it, and the log names it once. Two kinds are **refused** with 400 and a reason,"
+    " because without them the answer would not be what was asked for: what looks like a field of"
+    " ours misspelled (`max_token`, `temprature`, `topP`), where the error names the field that is"
+    " meant; and what would change the answer in a way that cannot be honored"
+    " ([below](#what-is-refused)).",
     "The rule holds for the fields of the body and of the objects in it that say how to answer,"
     " such as tools and formats. Unknown keys of messages, their parts and their calls are ignored"
     " silently: clients send back what any server gave them. An unknown field that is null asks for"
@@ -32,12 +39,12 @@ INTRODUCTION = (
     "This page is printed from [the tables](../cluster/api/fields.py) and [the models]"
     "(../cluster/api/schema.py).",
 )
-SHORT = {path: path.removeprefix("/v1/").removeprefix("/") for path in POST}
+SHORT = {path: path.removeprefix("/v1/").removeprefix("/") for path in POST_ENDPOINTS}
 
 
 def page() -> str:
     """The page."""
-    models = {SHORT[path]: post.model for path, post in POST.items()}
+    models = {SHORT[path]: post.model for path, post in POST_ENDPOINTS.items()}
     lines = ["# Fields of requests", ""]
     for paragraph in INTRODUCTION:
         lines += [*textwrap.wrap(paragraph, 120), ""]
@@ -51,13 +58,13 @@ def page() -> str:
     lines += ["", "Objects within a request have these fields:", ""]
     lines += _table(["object", "fields"], _rows_of_options())
     lines += ["", "## What changes nothing", "", "Clients send these unasked.", ""]
-    lists = [model.WITHOUT_EFFECT for model in models.values()]
+    lists = [model.FIELDS_WITHOUT_EFFECT for model in models.values()]
     lines += _table(["field", "possible values"], _rows_without_effect(lists))
     lines += ["", "## What is refused", ""]
     lines += ["A field that is null or false, or an empty text or list, asks for nothing.", ""]
     lines += _table(["field", "reason"], _rows_of_refused(models))
     lines += ["", "These are refused where they are not honored, unless they ask for nothing:", ""]
-    lines += _table(["field", "reason"], _rows_without_effect([OF_OTHER_PATHS]))
+    lines += _table(["field", "reason"], _rows_without_effect([FIELDS_OF_OTHER_PATHS]))
     lines += ["", "## Other names", ""]
     lines += ["Refused alone, with the name to use; ignored beside the field that is meant.", ""]
     lines += _table(["field", "use"], _rows_of_names())
@@ -74,61 +81,63 @@ def _table(header: list[str], rows: Iterable[list[str]]) -> list[str]:
     ]
 
 
-def _rows_of_fields(models: dict[str, type[Model]]) -> Iterator[list[str]]:
+def _rows_of_fields(models: dict[str, type[RequestModel]]) -> Iterator[list[str]]:
     names = {
         name
         for model in models.values()
-        for name in (*model.names(), *model.WITHOUT_EFFECT, *model.REFUSED)
+        for name in (*model.field_names(), *model.FIELDS_WITHOUT_EFFECT, *model.REFUSED_FIELDS)
     }
     for name in sorted(names):
         yield [f"`{name}`", *(_fate(name, model) for model in models.values())]
 
 
-def _fate(name: str, model: type[Model]) -> str:
-    if name in model.names():
+def _fate(name: str, model: type[RequestModel]) -> str:
+    if name in model.field_names():
         return "yes"
-    if name in model.WITHOUT_EFFECT:
+    if name in model.FIELDS_WITHOUT_EFFECT:
         return "no effect"
-    if model.names() & set(OTHER_NAMES.get(name, ())):
+    if model.field_names() & set(FIELD_SYNONYMS.get(name, ())):
         return "other name"
-    is_refused = name in model.refused() or name in model.without_effect()
+    is_refused = name in model.refused_fields() or name in model.fields_without_effect()
     return "refused" if is_refused else "ignored"
 
 
 def _rows_of_options() -> Iterator[list[str]]:
     fields: dict[str, set[str]] = {}
     for options in Options.__subclasses__():
-        fields.setdefault(options.PATH, set()).update(options.names())
+        fields.setdefault(options.PATH, set()).update(options.field_names())
     for place in sorted(fields):
         yield [f"`{place}`", _names(fields[place])]
 
 
-def _rows_without_effect(tables: Iterable[Mapping[str, tuple[Asks, str]]]) -> Iterator[list[str]]:
+def _rows_without_effect(
+    tables: Iterable[Mapping[str, tuple[ValuePredicate, str]]],
+) -> Iterator[list[str]]:
     advice = {name: reason for table in tables for name, (_, reason) in table.items()}
     for name in sorted(advice):
         yield [f"`{name}`", advice[name] or "any"]
 
 
-def _rows_of_refused(models: dict[str, type[Model]]) -> Iterator[list[str]]:
+def _rows_of_refused(models: dict[str, type[RequestModel]]) -> Iterator[list[str]]:
     """Fields with the same reason stand together."""
     fields: dict[str, set[str]] = {}
-    for name, reason in REFUSED_EVERYWHERE.items():
+    for name, reason in FIELDS_REFUSED_EVERYWHERE.items():
         fields.setdefault(reason, set()).add(name)
     for model in models.values():
-        for name, reason in model.REFUSED.items():
+        for name, reason in model.REFUSED_FIELDS.items():
             fields.setdefault(reason, set()).add(name)
     for reason in sorted(fields, key=lambda reason: min(fields[reason])):
         yield [_names(fields[reason]), reason]
 
 
 def _rows_of_names() -> Iterator[list[str]]:
-    for name in sorted(OTHER_NAMES):
-        yield [f"`{name}`", " or ".join(f"`{meant}`" for meant in OTHER_NAMES[name])]
+    for name in sorted(FIELD_SYNONYMS):
+        yield [f"`{name}`", " or ".join(f"`{meant}`" for meant in FIELD_SYNONYMS[name])]
 
 
 def _rows_of_ignored() -> Iterator[list[str]]:
     fields: dict[str, set[str]] = {}
-    for name, owner in IGNORED.items():
+    for name, owner in IGNORED_FIELDS.items():
         fields.setdefault(owner, set()).add(name)
     for owner in sorted(fields, key=str.lower):
         yield [owner, _names(fields[owner])]

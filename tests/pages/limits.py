@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.bounds import TABLES
+from scheduler.bounds import BOUND_TABLES
 
 
 def page() -> str:
@@ -18,10 +18,10 @@ def page() -> str:
         " such as the text of a message,",
         "is bounded by the size of the body and by the context.",
     ]
-    for title, bounds in TABLES.items():
+    for title, bounds in BOUND_TABLES.items():
         lines += ["", f"## {title}", "", "| what | at most | why not more |", "|---|---|---|"]
         lines += [
-            f"| {bound.where} | {bound.most:,} {bound.unit} | {bound.reason} |"
+            f"| {bound.scope} | {bound.maximum:,} {bound.unit} | {bound.reason} |"
             for bound in bounds.values()
         ]
     return "\n".join([*lines, ""])

@@ -9,7 +9,7 @@ from typing import Any
 from configs.engine import EngineConfig
 from configs.options import flag_of
 from configs.serve import ServeConfig
-from scheduler.params import DEFAULTS, SamplingParams
+from scheduler.params import DEFAULT_SAMPLING_PARAMS, SamplingParams
 
 INTRODUCTION = """\
 # Options
@@ -100,7 +100,7 @@ def _parameter_rows() -> Iterator[tuple[str, str, object, str]]:
     """(name, flag, default, help text) of each sampling parameter."""
     for field in dataclasses.fields(SamplingParams):
         flag = flag_of(field) or ""
-        yield field.name, flag, getattr(DEFAULTS, field.name), field.metadata["help"]
+        yield field.name, flag, getattr(DEFAULT_SAMPLING_PARAMS, field.name), field.metadata["help"]
 
 
 if __name__ == "__main__":

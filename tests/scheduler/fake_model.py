@@ -22,16 +22,16 @@ from random import Random
 
 import xxhash
 
-from scheduler.engine import LATE, MaskAnswer
+from scheduler.engine import MASK_LATE, MaskAnswer
 from scheduler.messages import (
     AdmittedRows,
     PromptLogprobs,
     StepMask,
     StepPlan,
     StepResult,
-    ints,
+    int32_array,
 )
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 from scheduler.sequence import Sequence
 
 VOCAB_SIZE = 1000
@@ -122,7 +122,7 @@ class FakeGrammars:
         is_new = self._given.get(seq.request_id) != length
         if is_new and self.rng is not None and self.rng.random() < self.late_probability:
             self.num_late += 1
-            return LATE
+            return MASK_LATE
         self._given[seq.request_id] = length
         return allowed(seq.token_ids)
 
@@ -156,7 +156,7 @@ class Lane:
 
     def _run_ready(self) -> None:
         waiting = self.waiting
-        while waiting and (not waiting[0].masked or waiting[0].step_id in self._masks):
+        while waiting and (not waiting[0].mask_flags or waiting[0].step_id in self._masks):
             plan = waiting.popleft()
             self.results.append(self.rank.run(plan, self._masks.pop(plan.step_id, None)))
 
@@ -178,7 +178,7 @@ def next_token(context: bytes, seed: int) -> int:
 
 
 def generate(
-    token_ids: list[int], num_prompt_tokens: int, sampling: Sampling, max_total: int
+    token_ids: list[int], num_prompt_tokens: int, sampling: ResolvedSampling, max_total: int
 ) -> tuple[list[int], str]:
     """All tokens of an undisturbed run and why it ends. `token_ids` may hold generated tokens
     already.
@@ -208,7 +208,7 @@ class Row:
     num_computed: int
     digests: array[int]
     block_table: list[int]
-    sampling: Sampling
+    sampling: ResolvedSampling
 
 
 class FakeRank:
@@ -256,21 +256,21 @@ class FakeRank:
 
     def run(self, plan: StepPlan, mask: StepMask | None = None) -> StepResult:
         """Execute a plan at once."""
-        assert (mask is not None) == bool(plan.masked), f"{mask} for {plan}"
+        assert (mask is not None) == bool(plan.mask_flags), f"{mask} for {plan}"
         masks = dict(zip(mask.rows, mask.masks, strict=True)) if mask is not None else {}
         assert (plan.step_id, plan.epoch) == (
             self.num_steps,
             self.epoch,
         ), f"step {plan.step_id} out of order"
         self.num_steps += 1
-        for slot in plan.released:
+        for slot in plan.released_slots:
             self._release(slot)
         # Before the admitted rows, which may share a block that is appended and filled in this
         # step.
         for slot, block_id in zip(plan.appended_slots, plan.appended_block_ids, strict=True):
             self._append(self._row(slot), block_id)
-        if plan.admitted is not None:
-            self._admit(plan.admitted)
+        if plan.admitted_rows is not None:
+            self._admit(plan.admitted_rows)
         assert len(set(plan.slots)) == len(plan.slots) > 0, (
             f"a slot twice in a step, or none: {plan.slots}"
         )
@@ -278,11 +278,11 @@ class FakeRank:
         starts = [row.num_computed for row in batch]
         for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
             self._store(row, num_new)
-        sampled, scores = ints(), []
-        is_scored = plan.scored or bytes(len(batch))
-        is_masked = plan.masked or bytes(len(batch))
+        sampled, scores = int32_array(), []
+        is_scored = plan.scoring_flags or bytes(len(batch))
+        is_masked = plan.mask_flags or bytes(len(batch))
         for row, start, samples, masked, scored in zip(
-            batch, starts, plan.samples, is_masked, is_scored, strict=True
+            batch, starts, plan.sampling_flags, is_masked, is_scored, strict=True
         ):
             context = self._attend(row, start)
             if scored:
@@ -413,16 +413,16 @@ class FakeRank:
         """The scores of the prompt tokens that follow those of a chunk."""
         end = min(row.num_computed + 1, row.num_prompt_tokens)
         assert row.sampling.prompt_logprobs == 0 and start + 1 < end, f"nothing to score: {row}"
-        ranks = ints(
+        ranks = int32_array(
             score(context[: place * DIGEST_BYTES], row.tokens[place])
             for place in range(start + 1, end)
         )
         return PromptLogprobs(
-            first=start + 1,
+            first_position=start + 1,
             num_top=0,
             logprobs=array("f", bytes(4 * len(ranks))),
-            ranks=ranks,
-            top_token_ids=ints(),
+            token_ranks=ranks,
+            top_token_ids=int32_array(),
             top_logprobs=array("f"),
         )
 

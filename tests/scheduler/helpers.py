@@ -9,8 +9,8 @@ from typing import Any
 from scheduler.block_manager import BlockManager
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.steps import StepOutput
 from tests.scheduler.fake_model import VOCAB_SIZE, FakeRank, salt_of
@@ -51,7 +51,7 @@ def hold(manager: BlockManager, token_ids: list[int], salt: str = "") -> tuple[U
 
 def num_findable(manager: BlockManager, token_ids: list[int], salt: str = "") -> int:
     """How many leading tokens would be found; changes nothing."""
-    return len(manager._find_cached(User(token_ids, salt))) * manager.block_size
+    return len(manager._find_cached_blocks(User(token_ids, salt))) * manager.block_size
 
 
 def make_limits(**changes: Any) -> SchedulerLimits:
@@ -75,12 +75,12 @@ def make_request(
     stop: Iterable[int] = (),
     seed: int = 0,
 ) -> Request:
-    tokens = ints(token_ids)
+    tokens = int32_array(token_ids)
     return Request(
         request_id=request_id,
         token_ids=tokens,
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        sampling=Sampling(seed=seed, max_tokens=max_tokens, stop_token_ids=frozenset(stop)),
+        sampling=ResolvedSampling(seed=seed, max_tokens=max_tokens, stop_token_ids=frozenset(stop)),
         cache_salt=salt_of(seed),
     )
 
@@ -95,9 +95,9 @@ def must_schedule(scheduler: Scheduler) -> StepPlan:
 
 def give(scheduler: Scheduler, *tokens: int) -> StepOutput:
     """Apply these tokens as the result of the oldest unread step."""
-    oldest = scheduler.submitted[0]
+    oldest = scheduler.submitted_steps[0]
     output = scheduler.apply(
-        StepResult(step_id=oldest.step_id, epoch=oldest.epoch, token_ids=ints(tokens))
+        StepResult(step_id=oldest.step_id, epoch=oldest.epoch, token_ids=int32_array(tokens))
     )
     scheduler.check()
     return output
@@ -106,7 +106,7 @@ def give(scheduler: Scheduler, *tokens: int) -> StepOutput:
 def run_step(scheduler: Scheduler, *tokens: int) -> StepPlan:
     """Plan one step and give it these tokens, or 9 for each row that samples."""
     plan = must_schedule(scheduler)
-    give(scheduler, *(tokens or [9] * sum(plan.samples)))
+    give(scheduler, *(tokens or [9] * sum(plan.sampling_flags)))
     return plan
 
 
@@ -114,13 +114,13 @@ def rows(plan: StepPlan) -> list[tuple[int, int, bool]]:
     """Slot, number of new tokens and whether it samples, for each row of a plan."""
     return [
         (s, n, bool(p))
-        for s, n, p in zip(plan.slots, plan.num_new_tokens, plan.samples, strict=True)
+        for s, n, p in zip(plan.slots, plan.num_new_tokens, plan.sampling_flags, strict=True)
     ]
 
 
 def cached_of(plan: StepPlan) -> list[int]:
     """Cached tokens of each admitted row of a plan."""
-    return list(plan.admitted.num_cached_tokens) if plan.admitted else []
+    return list(plan.admitted_rows.num_cached_tokens) if plan.admitted_rows else []
 
 
 class FakeExecutor:
@@ -155,10 +155,10 @@ class FakeExecutor:
 def block_ids_of(plan: StepPlan) -> list[list[int]]:
     """Block table of each admitted row of a plan."""
     tables: list[list[int]] = []
-    if plan.admitted is not None:
+    if plan.admitted_rows is not None:
         first = 0
-        for count in plan.admitted.num_blocks:
-            tables.append(list(plan.admitted.block_ids[first : first + count]))
+        for count in plan.admitted_rows.num_blocks:
+            tables.append(list(plan.admitted_rows.block_ids[first : first + count]))
             first += count
     return tables
 

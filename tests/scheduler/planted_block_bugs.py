@@ -35,7 +35,7 @@ class SharedBlockReleasedEarly(BlockManager):
             block = self.blocks[block_id]
             if block.ref_count == 1:
                 block.ref_count = 0
-                self._free[block_id] = block
+                self._free_blocks[block_id] = block
 
 
 class UsedBlockEvicted(BlockManager):
@@ -44,10 +44,10 @@ class UsedBlockEvicted(BlockManager):
     def can_append(self, seq: BlockUser, num_tokens: int) -> bool:
         return True
 
-    def _take_free(self) -> int:
+    def _take_free_block(self) -> int:
         if self.num_free_blocks == 0:
-            self._free[0] = self.blocks[0]
-        return super()._take_free()
+            self._free_blocks[0] = self.blocks[0]
+        return super()._take_free_block()
 
 
 class TableOneTooShort(BlockManager):
@@ -61,10 +61,10 @@ class RevivedBlockStaysFree(BlockManager):
     """A hit on a free block leaves it in the free list, so it is handed out again."""
 
     def allocate(self, seq: BlockUser) -> int:
-        revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
+        revived = [block for block in self._find_cached_blocks(seq) if block.ref_count == 0]
         num_cached = super().allocate(seq)
         for block in revived:
-            self._free[block.block_id] = block
+            self._free_blocks[block.block_id] = block
         return num_cached
 
 
@@ -72,10 +72,10 @@ class RevivedBlockLosesHash(BlockManager):
     """A hit on a free block removes it from the index, though a sequence counts it as published."""
 
     def allocate(self, seq: BlockUser) -> int:
-        revived = [block for block in self._find_cached(seq) if block.ref_count == 0]
+        revived = [block for block in self._find_cached_blocks(seq) if block.ref_count == 0]
         num_cached = super().allocate(seq)
         for block in revived:
-            self._index.pop(block.hash, None)
+            self._prefix_index.pop(block.hash, None)
             block.hash = NO_HASH
         return num_cached
 
@@ -85,7 +85,7 @@ class RevivedBlocksNotCounted(BlockManager):
 
     def can_allocate(self, seq: BlockUser) -> bool:
         return (
-            self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached(seq))
+            self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached_blocks(seq))
             <= self.num_free_blocks
         )
 
@@ -96,18 +96,18 @@ class RevivedBlocksNotCounted(BlockManager):
 class StaleIndexEntry(BlockManager):
     """A block given to new content can still be found by its old content."""
 
-    def _take_free(self) -> int:
-        block = next(iter(self._free.values()))
+    def _take_free_block(self) -> int:
+        block = next(iter(self._free_blocks.values()))
         key, tokens, parent, salt = (
             block.hash,
             block.token_ids,
             block.parent_serial,
             block.cache_salt,
         )
-        block_id = super()._take_free()
+        block_id = super()._take_free_block()
         if key != NO_HASH:
             block.token_ids, block.parent_serial, block.cache_salt = tokens, parent, salt
-            self._index.setdefault(key, block)
+            self._prefix_index.setdefault(key, block)
         return block_id
 
 
@@ -120,12 +120,12 @@ class _LooseManager(BlockManager):
             and block.parent_serial == parent_serial
         )
 
-    def _find_cached(self, seq: BlockUser) -> list[Block]:
+    def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
         found: list[Block] = []
         parent_serial = ROOT_SERIAL
         reads = self._caches_prefixes and seq.reads_prefixes
         for index in range(len(seq.token_ids) // self.block_size if reads else 0):
-            block = self._index.get(self._block_hash(seq, index))
+            block = self._prefix_index.get(self._block_hash(seq, index))
             if block is None or not self._matches(block, seq, index, parent_serial):
                 break
             found.append(block)
@@ -154,15 +154,15 @@ class SaltNotCompared(_LooseManager):
 class HitAfterMiss(BlockManager):
     """A later block counts as cached though an earlier one is missing."""
 
-    def _find_cached(self, seq: BlockUser) -> list[Block]:
-        found = super()._find_cached(seq)
+    def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
+        found = super()._find_cached_blocks(seq)
         index = len(found) + 1
         if (
             self._caches_prefixes
             and seq.reads_prefixes
             and index < len(seq.token_ids) // self.block_size
         ):
-            block = self._index.get(self._block_hash(seq, index))
+            block = self._prefix_index.get(self._block_hash(seq, index))
             if block is not None and block.token_ids == self._block_tokens(seq, index):
                 found.append(block)
         return found
@@ -174,7 +174,7 @@ class CollisionTakesSerial(BlockManager):
     """
 
     def _publish_block(self, seq: BlockUser, index: int) -> None:
-        first = self._index.get(self._block_hash(seq, index))
+        first = self._prefix_index.get(self._block_hash(seq, index))
         serial = first.serial if first is not None else None
         super()._publish_block(seq, index)
         if serial is not None:
@@ -191,14 +191,14 @@ class PartialBlockPublished(BlockManager):
 class IndexOutlivesEpoch(BlockManager):
     """A new epoch still finds the cache content of the previous one."""
 
-    def clear_index(self) -> None:
+    def clear_prefix_index(self) -> None:
         pass
 
 
 class ScoredPromptReadsPrefixes(BlockManager):
     """A sequence that needs the logits of its whole prompt begins with cached blocks."""
 
-    def _find_cached(self, seq: BlockUser) -> list[Block]:
+    def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
         reader = SimpleNamespace(
             token_ids=seq.token_ids,
             cache_salt=seq.cache_salt,
@@ -207,4 +207,4 @@ class ScoredPromptReadsPrefixes(BlockManager):
             num_published_blocks=seq.num_published_blocks,
             reads_prefixes=True,
         )
-        return super()._find_cached(reader)
+        return super()._find_cached_blocks(reader)

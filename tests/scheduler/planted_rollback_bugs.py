@@ -31,9 +31,9 @@ class WithdrawnBlockStaysInTheIndex(BlockManager):
     """A block is forgotten, but not its entry in the index."""
 
     def withdraw_unconfirmed(self, step_id: int, users: Iterable[BlockUser]) -> None:
-        index = dict(self._index)
+        index = dict(self._prefix_index)
         super().withdraw_unconfirmed(step_id, users)
-        self._index = index
+        self._prefix_index = index
 
 
 class WithdrawnBlockCountsAsPublished(BlockManager):
@@ -65,11 +65,11 @@ class _RollsBack(Scheduler):
 
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         undo = [self._before(seq) for seq in self.running]
-        convicted = super().start_epoch(cache_survives=cache_survives)
+        failed_sequences = super().start_epoch(cache_survives=cache_survives)
         for sequence, change in zip(list(self.running), undo, strict=False):
             change()
             self._after(sequence)
-        return convicted
+        return failed_sequences
 
     def _before(self, seq: Sequence) -> Callable[[], None]:
         return lambda: None
@@ -143,11 +143,11 @@ class BlockIsGivenAwayTwice(Scheduler):
     """The last block of a sequence that goes on is free, too."""
 
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
-        convicted = super().start_epoch(cache_survives=cache_survives)
+        failed_sequences = super().start_epoch(cache_survives=cache_survives)
         for seq in self.running[:1]:
             block = self.block_manager.blocks[seq.block_table[-1]]
-            self.block_manager._free[block.block_id] = block
-        return convicted
+            self.block_manager._free_blocks[block.block_id] = block
+        return failed_sequences
 
 
 class ReleasedSlotsAreSentAgain(Scheduler):
@@ -155,9 +155,9 @@ class ReleasedSlotsAreSentAgain(Scheduler):
 
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         released_slots = list(self.queues.released_slots)
-        convicted = super().start_epoch(cache_survives=cache_survives)
+        failed_sequences = super().start_epoch(cache_survives=cache_survives)
         self.queues.released_slots += released_slots
-        return convicted
+        return failed_sequences
 
 
 class SpoiledCacheIsTrusted(Scheduler):

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from scheduler.engine import Engine, Executor
-from scheduler.messages import Request, StepMask, StepPlan, StepResult, ints
+from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.steps import StepDraft, StepOutput, SubmittedStep
@@ -53,9 +53,9 @@ class FullHitWritesSharedBlock(Scheduler):
 
     def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
-        _, num_cached = step.admitted[-1]
+        _, num_cached = step.admitted_sequences[-1]
         if num_cached == len(seq.token_ids):
-            step.admitted[-1] = (seq, num_cached - self.limits.block_size)
+            step.admitted_sequences[-1] = (seq, num_cached - self.limits.block_size)
 
 
 class FullHitHasNoQuery(Scheduler):
@@ -63,7 +63,7 @@ class FullHitHasNoQuery(Scheduler):
 
     def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
-        if step.admitted[-1][1] == len(seq.token_ids):
+        if step.admitted_sequences[-1][1] == len(seq.token_ids):
             step.num_new_tokens[-1] = 0
 
 
@@ -75,8 +75,8 @@ class PartialChunkSamples(Scheduler):
 
     def _admit(self, seq: Sequence, step: StepDraft) -> None:
         super()._admit(seq, step)
-        if not step.samples[-1]:
-            step.samples[-1] = 1
+        if not step.sampling_flags[-1]:
+            step.sampling_flags[-1] = 1
             step.sampling_sequences.append(seq)
             seq.num_pending, seq.num_total = 1, seq.num_total + 1
 
@@ -114,10 +114,10 @@ class DecodeStarvedByPrefill(Scheduler):
 class OldestPreempted(Scheduler):
     """The earliest arrival is preempted instead of the latest."""
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         if not self.block_manager.can_append(seq, num_tokens):
             self.running.append(self.running.pop(0))
-        return super()._grow(seq, num_tokens, step)
+        return super()._grow_block_table(seq, num_tokens, step)
 
 
 class EverybodyYields(Scheduler):
@@ -125,11 +125,11 @@ class EverybodyYields(Scheduler):
     everything again.
     """
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         if self.block_manager.can_append(seq, num_tokens):
-            return super()._grow(seq, num_tokens, step)
+            return super()._grow_block_table(seq, num_tokens, step)
         while seq in self.running:
-            self.queues.wait_again(self.running[-1], self._last_step_id)
+            self.queues.requeue(self.running[-1], self._last_step_id)
         step.num_preempted += 1
         return False
 
@@ -140,16 +140,16 @@ class PreemptsWithoutNeed(Scheduler):
     def schedule(self) -> StepPlan | None:
         if self.stats.num_steps % 3 == 2:
             while self.running:
-                self.queues.wait_again(self.running[-1], self._last_step_id)
+                self.queues.requeue(self.running[-1], self._last_step_id)
         return super().schedule()
 
 
 class _WithPreempted(Scheduler):
     """Does something with each sequence that is preempted."""
 
-    def _grow(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
         num_preempted = step.num_preempted
-        has_grown = super()._grow(seq, num_tokens, step)
+        has_grown = super()._grow_block_table(seq, num_tokens, step)
         for preempted in list(self.waiting)[: step.num_preempted - num_preempted]:
             self._break(preempted)
         return has_grown
@@ -169,14 +169,14 @@ class PreemptedGoesLast(_WithPreempted):
 class SlotReusedWhileHeld(Scheduler):
     """Workers are told about a released slot one step late."""
 
-    _late: array[int] = ints()
+    _late: array[int] = int32_array()
 
     def schedule(self) -> StepPlan | None:
         plan = super().schedule()
         if plan is None:
             return None
-        late, self._late = self._late, plan.released
-        return dataclasses.replace(plan, released=late)
+        late, self._late = self._late, plan.released_slots
+        return dataclasses.replace(plan, released_slots=late)
 
 
 # -- tokens and ends -------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class FinishDropped(Scheduler):
     def _take_tokens(self, step: SubmittedStep, tokens: array[int], output: StepOutput) -> None:
         waiting = list(self.waiting)
         super()._take_tokens(step, tokens, output)
-        output.finished = [seq for seq in output.finished if seq not in waiting]
+        output.finished_sequences = [seq for seq in output.finished_sequences if seq not in waiting]
 
 
 class RunsBeyondLength(Scheduler):
@@ -256,34 +256,34 @@ class EpochReordersArrivals(Scheduler):
 class NoQuarantine(Suspects):
     """Suspects run with all others, which are convicted with them."""
 
-    def start_epoch(self, unfinished: Iterable[Sequence]) -> None:
+    def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
         pass
 
 
 class NeverConvicts(Suspects):
     """A request that kills ranks may do so forever."""
 
-    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
-        super().strike(in_flight)
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight_sequences)
         return []
 
 
 class ConvictsSuspects(Suspects):
     """Every request that ran during two crashes fails."""
 
-    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
-        super().strike(in_flight)
-        return [seq for seq in in_flight if seq.strikes >= 2]
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight_sequences)
+        return [seq for seq in in_flight_sequences if seq.strikes >= 2]
 
 
 class AnyTokenClears(Suspects):
     """A request that kills ranks when it decodes may do so once for each of its tokens."""
 
-    def strike(self, in_flight: list[Sequence]) -> list[Sequence]:
-        for seq in in_flight:
-            if len(seq.token_ids) > seq.tokens_at_strike:
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        for seq in in_flight_sequences:
+            if len(seq.token_ids) > seq.num_tokens_at_strike:
                 seq.strikes = 0
-        return super().strike(in_flight)
+        return super().strike(in_flight_sequences)
 
 
 class BlamesWaiting(Scheduler):
@@ -301,7 +301,7 @@ class SuspectsKeepTheirSlot(Suspects):
     def pop_cleared(self) -> Sequence | None:
         seq = self.first
         if seq and (
-            seq.status is SequenceStatus.FINISHED or len(seq.token_ids) > seq.tokens_at_strike
+            seq.status is SequenceStatus.FINISHED or len(seq.token_ids) > seq.num_tokens_at_strike
         ):
             del self.sequences[0]
         return None
@@ -311,10 +311,10 @@ class SuspectsOverlap(Scheduler):
     """A suspect begins while steps of the one before it are under way."""
 
     def schedule(self) -> StepPlan | None:
-        submitted, self.submitted = self.submitted, deque()
+        submitted_steps, self.submitted_steps = self.submitted_steps, deque()
         plan = super().schedule()
-        submitted.extend(self.submitted)
-        self.submitted = submitted
+        submitted_steps.extend(self.submitted_steps)
+        self.submitted_steps = submitted_steps
         return plan
 
 
@@ -359,8 +359,8 @@ class MaskIsStale(Engine):
     """A step gets its mask when it is planned, without the tokens of the steps before it."""
 
     def step(self) -> StepOutput | None:
-        for step in self.scheduler.submitted:
-            self._mask(step)
+        for step in self.scheduler.submitted_steps:
+            self._send_mask(step)
         return super().step()
 
 
@@ -369,18 +369,18 @@ class MaskIsMissing(Scheduler):
 
     def schedule(self) -> StepPlan | None:
         plan = super().schedule()
-        if plan is None or not plan.masked:
+        if plan is None or not plan.mask_flags:
             return plan
-        self.submitted[-1].has_mask = True
-        return dataclasses.replace(plan, masked=b"")
+        self.submitted_steps[-1].has_mask = True
+        return dataclasses.replace(plan, mask_flags=b"")
 
 
 class MaskIsNotSent(Engine):
     """Steps with an odd id get no mask."""
 
-    def _mask(self, step: SubmittedStep) -> None:
+    def _send_mask(self, step: SubmittedStep) -> None:
         if step.step_id % 2 == 0:
-            super()._mask(step)
+            super()._send_mask(step)
 
 
 class LateMaskIsForgotten(Scheduler):
@@ -409,7 +409,7 @@ class ScoresAreLostWithAnEpoch(Scheduler):
     """What was in flight when the ranks were lost is not scored again."""
 
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
-        for submitted in self.submitted:
+        for submitted in self.submitted_steps:
             for seq in submitted.scored_sequences:
                 seq.next_scored_position = min(seq.num_computed + 1, seq.num_prompt_tokens)
         return super().start_epoch(cache_survives=cache_survives)
@@ -420,13 +420,13 @@ class OnlyWholePromptsAreScored(Scheduler):
 
     def _schedule_running(self, step: StepDraft) -> None:
         super()._schedule_running(step)
-        step.scored_by_row.clear()
+        step.scored_sequence_by_row.clear()
 
 
 class HeldSequenceIsForgotten(Engine):
     """A sequence whose mask was late never runs again."""
 
-    def _resume_held(self) -> None:
+    def _resume_held_sequences(self) -> None:
         pass
 
 
@@ -443,4 +443,4 @@ class _Renumbering:
         self.wait, self._mask = executor.wait, executor.mask
 
     def mask(self, mask: StepMask) -> None:
-        self._mask(dataclasses.replace(mask, rows=ints(range(len(mask.rows)))))
+        self._mask(dataclasses.replace(mask, rows=int32_array(range(len(mask.rows)))))

@@ -15,8 +15,8 @@ import xxhash
 
 from scheduler.block_manager import HashFunction
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepPlan, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.sequence import Sequence
 from tests.scheduler.fake_model import (
     SALTS,
@@ -71,7 +71,7 @@ class Scenario:
     def poison_in(self, plan: StepPlan, running: list[Sequence]) -> frozenset[str]:
         """The requests that end the step of this plan."""
         names = {seq.slot: seq.request_id for seq in running}
-        admitted = set(plan.admitted.slots) if plan.admitted else set[int]()
+        admitted = set(plan.admitted_rows.slots) if plan.admitted_rows else set[int]()
         decoding = {
             names[slot]
             for slot, num_new in zip(plan.slots, plan.num_new_tokens, strict=True)
@@ -149,7 +149,7 @@ class _Requests:
         return self.drawn
 
     def _request(
-        self, request_id: str, prompt: list[int], sampling: Sampling, arrival_s: float
+        self, request_id: str, prompt: list[int], sampling: ResolvedSampling, arrival_s: float
     ) -> Request:
         """A request, sometimes with part or all of its output."""
         tokens = prompt
@@ -158,7 +158,7 @@ class _Requests:
             tokens = tokens[: self.rng.randint(len(prompt), len(tokens))]
         return Request(
             request_id=request_id,
-            token_ids=ints(tokens),
+            token_ids=int32_array(tokens),
             num_prompt_tokens=len(prompt),
             sampling=sampling,
             cache_salt=salt_of(sampling.seed),
@@ -169,10 +169,10 @@ class _Requests:
     def _seed(self, num_salts: int) -> int:
         return self.rng.randrange(1000) * len(SALTS) + self.rng.randrange(num_salts)
 
-    def _sampling(self, seed: int) -> Sampling:
+    def _sampling(self, seed: int) -> ResolvedSampling:
         rng = self.rng
         short = (1, 2, rng.randint(1, 10), rng.randint(1, 40))
-        return Sampling(
+        return ResolvedSampling(
             seed=seed,
             max_tokens=rng.choice((rng.randint(20, 100), 1000) if self.growing else short),
             stop_token_ids=frozenset(range(rng.choice((0, 0, 20, 100)))),

@@ -31,14 +31,14 @@ from random import Random
 from scheduler.block_manager import ROOT_SERIAL, Block, BlockManager
 from scheduler.engine import Engine
 from scheduler.errors import RequestError
-from scheduler.messages import PromptLogprobs, Request, StepMask, StepPlan, StepResult, ints
+from scheduler.messages import PromptLogprobs, Request, StepMask, StepPlan, StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.steps import StepOutput
 from scheduler.suspects import (
     CLEARING_TOKENS,
-    CONVICTED_STRIKES,
-    CONVICTED_WITH_TOKENS,
+    FAIL_STRIKES,
+    FAIL_STRIKES_WITHOUT_TOKEN,
     Suspects,
 )
 from tests.scheduler.fake_model import (
@@ -129,11 +129,11 @@ class Client:
     def take_scores(self, part: PromptLogprobs) -> None:
         """Each token of the prompt is scored once, in order, from all that comes before it."""
         assert not self.ended, f"scores after the end: {self.sequence}"
-        assert part.first == 1 + len(self.scores), (
-            f"scores from {part.first} on, expected those from {1 + len(self.scores)} on:"
+        assert part.first_position == 1 + len(self.scores), (
+            f"scores from {part.first_position} on, expected those from {1 + len(self.scores)} on:"
             f" {self.sequence}"
         )
-        self.scores += part.ranks
+        self.scores += part.token_ranks
 
     def check_scores(self) -> None:
         """A token comes after all scores of the prompt."""
@@ -235,7 +235,7 @@ class Simulation:
 
     def mask(self, mask: StepMask) -> None:
         assert mask.epoch == self.scheduler.epoch
-        assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted), (
+        assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted_steps), (
             f"the mask of step {mask.step_id} came before the result of an earlier one"
         )
         if self.lane.waiting:  # otherwise the step is launched next, and may be lost then
@@ -259,11 +259,11 @@ class Simulation:
     def _note_read(self, plan: StepPlan, names: dict[int, str]) -> None:
         """The result of a plan is read: what it stores is there."""
         self.rank.note_read(plan.step_id)
-        if plan.admitted is not None:
+        if plan.admitted_rows is not None:
             for slot, num_tokens, num_cached in zip(
-                plan.admitted.slots,
-                plan.admitted.num_tokens,
-                plan.admitted.num_cached_tokens,
+                plan.admitted_rows.slots,
+                plan.admitted_rows.num_tokens,
+                plan.admitted_rows.num_cached_tokens,
                 strict=True,
             ):
                 self.num_read[names[slot]] = min(num_cached, num_tokens - 1)
@@ -295,7 +295,7 @@ class Simulation:
             self._start_epoch(by_poison=isinstance(error, PoisonError))
             return
         if output is None:
-            assert not self.scheduler.has_unfinished or self.grammars.late_probability, (
+            assert not self.scheduler.has_unfinished_sequences or self.grammars.late_probability, (
                 "stuck: sequences are unfinished, but there is no step"
             )
             if self.arriving:
@@ -310,7 +310,7 @@ class Simulation:
             client = self.clients[sequence.request_id]
             client.num_losses += not by_poison
             client.num_tokens_at_loss = len(client.tokens)
-        self.report.lost_steps += len(self.scheduler.submitted)
+        self.report.lost_steps += len(self.scheduler.submitted_steps)
         self.report.epochs_lost += 1
         self.lane.clear()
         self.is_poisoned = False
@@ -340,7 +340,7 @@ class Simulation:
             client.num_crashes = 1 if is_cleared else client.num_crashes + 1
             client.num_tokens_at_crash = len(client.tokens)
             is_decode_poison = request_id in self.scenario.decode_poison
-            most = CONVICTED_WITH_TOKENS if is_decode_poison else CONVICTED_STRIKES
+            most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
         self.guilty = frozenset()
@@ -352,7 +352,7 @@ class Simulation:
         admitted = {
             names[slot]
             for plan, names in self.unread_plans
-            for slot in (plan.admitted.slots if plan.admitted else ())
+            for slot in (plan.admitted_rows.slots if plan.admitted_rows else ())
         }
         for sequence in running:
             if sequence.status is SequenceStatus.RUNNING:
@@ -367,9 +367,9 @@ class Simulation:
 
     def _waiting_in_flight(self) -> list[Sequence]:
         """Those that wait again, preempted or held, while a step of theirs is in flight."""
-        if not self.scheduler.submitted:
+        if not self.scheduler.submitted_steps:
             return []
-        oldest_step_id = self.scheduler.submitted[0].step_id
+        oldest_step_id = self.scheduler.submitted_steps[0].step_id
         return [seq for seq in self.scheduler.waiting if seq.last_step_id >= oldest_step_id]
 
     def _arrive(self) -> None:
@@ -415,7 +415,7 @@ class Simulation:
             assert self.engine.finish(request.request_id, "abort") is None, "finished twice"
             again = Request(
                 request_id=request.request_id,
-                token_ids=ints(client.tokens),
+                token_ids=int32_array(client.tokens),
                 num_prompt_tokens=request.num_prompt_tokens,
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
@@ -446,10 +446,10 @@ class Simulation:
                 client.num_losses = 0
             if len(client.tokens) == len(client.expected):
                 complete.append(sequence)
-        assert complete == output.finished, (
-            f"{complete} have all tokens, {output.finished} finished"
+        assert complete == output.finished_sequences, (
+            f"{complete} have all tokens, {output.finished_sequences} finished"
         )
-        for sequence in output.finished:
+        for sequence in output.finished_sequences:
             self._end(self.clients[sequence.request_id])
 
     def _end(self, client: Client) -> None:
@@ -466,7 +466,7 @@ class Simulation:
     def _audit(self, plan: StepPlan) -> None:
         """Check a plan from the clients' point of view, when it is launched."""
         limits = self.scenario.limits
-        num_unread = len(self.scheduler.submitted)
+        num_unread = len(self.scheduler.submitted_steps)
         assert num_unread <= self.scenario.num_steps_ahead + 1, f"{num_unread} steps unread"
         num_tokens, num_rows = sum(plan.num_new_tokens), len(plan.slots)
         assert num_tokens <= limits.max_num_batched_tokens, f"{num_tokens} tokens in a step"
@@ -481,8 +481,8 @@ class Simulation:
             assert sequence.slot in moving or last_in_flight or sequence.is_held, (
                 f"does not move: {sequence}"
             )
-        if plan.admitted is not None:
-            rows = plan.admitted
+        if plan.admitted_rows is not None:
+            rows = plan.admitted_rows
             for slot, count, cached in zip(
                 rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True
             ):
@@ -512,7 +512,7 @@ class Simulation:
         for block in self.manager.blocks:
             if block.serial != ROOT_SERIAL:
                 by_serial[block.serial] = block
-        for block in self.manager._index.values():
+        for block in self.manager._prefix_index.values():
             prefix: list[int] = []
             link: Block | None = block
             while link is not None and link.parent_serial != ROOT_SERIAL:
@@ -554,7 +554,7 @@ class Simulation:
                     num_tokens = len(self._limit_of(client.sequence)) - len(client.tokens)
                     bound += num_chunks + num_tokens + self.scenario.num_steps_ahead + 2
             # Each crash starts everything again, and each suspect runs alone.
-            bound *= 1 + 2 * CONVICTED_WITH_TOKENS * len(self.scenario.poison)
+            bound *= 1 + 2 * FAIL_STRIKES * len(self.scenario.poison)
             self.calm_since, self.last_turn = self.num_turns, self.num_turns + bound
         assert self.last_turn is None or self.num_turns <= self.last_turn, (
             "not live: unfinished after the last turn"
@@ -567,7 +567,7 @@ class Simulation:
         limits = self.scenario.limits
         assert self.manager.num_free_blocks == limits.num_blocks, "blocks were not given back"
         assert not self.grammars.known, f"grammars were not forgotten: {self.grammars.known}"
-        assert num_unfinished(self.engine) == 0 and not self.scheduler.submitted, (
+        assert num_unfinished(self.engine) == 0 and not self.scheduler.submitted_steps, (
             "a result was not read"
         )
         report = self.report

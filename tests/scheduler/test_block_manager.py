@@ -143,11 +143,11 @@ def lose_reference(manager: BlockManager, user: User) -> None:
 
 def free_used_block(manager: BlockManager, user: User) -> None:
     block_id = user.block_table[0]
-    manager._free[block_id] = manager.blocks[block_id]
+    manager._free_blocks[block_id] = manager.blocks[block_id]
 
 
 def lose_free_block(manager: BlockManager, user: User) -> None:
-    del manager._free[manager.blocks[-1].block_id]
+    del manager._free_blocks[manager.blocks[-1].block_id]
 
 
 def lose_hash(manager: BlockManager, user: User) -> None:
@@ -155,7 +155,7 @@ def lose_hash(manager: BlockManager, user: User) -> None:
 
 
 def index_under_another_hash(manager: BlockManager, user: User) -> None:
-    manager._index[12345] = manager.blocks[user.block_table[0]]
+    manager._prefix_index[12345] = manager.blocks[user.block_table[0]]
 
 
 def index_partial_block(manager: BlockManager, user: User) -> None:

@@ -123,7 +123,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.active)
     @rule()
     def start_epoch(self) -> None:
-        self.manager.clear_index()
+        self.manager.clear_prefix_index()
         self.content.clear()
 
     @invariant()

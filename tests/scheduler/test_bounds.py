@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.bounds import TABLES, check_schema, shown
+from scheduler.bounds import BOUND_TABLES, check_schema_bounds, short_repr
 from scheduler.errors import RequestError
 
 
 def test_every_bound_has_a_reason() -> None:
-    for bounds in TABLES.values():
+    for bounds in BOUND_TABLES.values():
         for bound in bounds.values():
-            assert bound.most > 0 and bound.unit and bound.where and bound.reason
+            assert bound.maximum > 0 and bound.unit and bound.scope and bound.reason
 
 
 def test_schemas_are_measured_however_they_are_nested() -> None:
-    check_schema({"a": [{"b": "c" * 65_000}] * 1}, "json", "json")
+    check_schema_bounds({"a": [{"b": "c" * 65_000}] * 1}, "json", "json")
     deep: object = {}
     for _ in range(200):
         deep = [deep]
     for too_large in (deep, {"a" * 70_000: 1}, {"a": ["b" * 40_000] * 2}, [[0] * 9000] * 2):
         with pytest.raises(RequestError, match=r"^json: .* are too many") as refused:
-            check_schema(too_large, "json", "field")
+            check_schema_bounds(too_large, "json", "field")
         assert refused.value.parameter == "field"
 
 
 def test_values_are_shown_by_their_beginning() -> None:
-    assert (shown("auto"), shown(5), shown([1, "a"])) == ("'auto'", "5", "[1, 'a']")
+    assert (short_repr("auto"), short_repr(5), short_repr([1, "a"])) == ("'auto'", "5", "[1, 'a']")
     for long in ("a" * 10**6, [[0] * 1000] * 1000, {"a" * 10**5: 0}, b"a" * 10**6):
-        assert len(shown(long)) <= 103
+        assert len(short_repr(long)) <= 103

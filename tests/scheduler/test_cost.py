@@ -19,7 +19,7 @@ from random import Random
 import pytest
 
 from scheduler.block_manager import BlockManager
-from scheduler.messages import StepPlan, StepResult, ints
+from scheduler.messages import StepPlan, StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import User, make_limits, make_request
 
@@ -40,7 +40,7 @@ def collected_garbage() -> Iterator[None]:
 
 
 def give(scheduler: Scheduler, plan: StepPlan) -> None:
-    tokens = ints([9]) * sum(plan.samples)
+    tokens = int32_array([9]) * sum(plan.sampling_flags)
     scheduler.apply(StepResult(step_id=plan.step_id, epoch=plan.epoch, token_ids=tokens))
 
 

@@ -133,8 +133,8 @@ def test_engine_keeps_so_many_steps_ahead_of_the_result(
 def test_a_step_can_be_planned_late_while_others_are_under_way(depth: int) -> None:
     engine, executor = make_engine(num_steps_ahead=depth)
     engine.add(make_request("a", PROMPT))
-    engine.ensure_submitted()
-    engine.ensure_submitted()
+    engine.ensure_step_submitted()
+    engine.ensure_step_submitted()
     assert executor.events == ["launch 0"] and engine.slack_s == 0.0, "nothing is known yet"
     for _ in range(3):
         engine.step()

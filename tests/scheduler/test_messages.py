@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from scheduler import messages
-from scheduler.messages import AdmittedRows, Request, StepPlan, ints
+from scheduler.messages import AdmittedRows, Request, StepPlan, int32_array
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import make_limits, make_request, must_schedule, run_step
 
@@ -39,18 +39,21 @@ def test_plan_pickles_with_its_admitted_rows() -> None:
     plan = must_schedule(scheduler)
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan
-    assert isinstance(again, StepPlan) and isinstance(again.admitted, AdmittedRows)
+    assert isinstance(again, StepPlan) and isinstance(again.admitted_rows, AdmittedRows)
 
 
 def test_ints_are_32_bit() -> None:
-    assert ints([1, 2]).itemsize == 4 and list(ints([2**31 - 1, -(2**31)])) == [2**31 - 1, -(2**31)]
+    assert int32_array([1, 2]).itemsize == 4 and list(int32_array([2**31 - 1, -(2**31)])) == [
+        2**31 - 1,
+        -(2**31),
+    ]
 
 
 def test_admitted_rows_start_after_what_is_cached() -> None:
     scheduler = Scheduler(make_limits())
     for name in "ab":
         scheduler.add(make_request(name, range(10)))
-    admitted = run_step(scheduler).admitted
+    admitted = run_step(scheduler).admitted_rows
     assert admitted is not None
     assert list(admitted.num_tokens) == [10, 10] and list(admitted.num_cached_tokens) == [0, 8]
     assert admitted.token_ids.tolist() == [*range(10), *range(10)]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from scheduler import records
-from scheduler.messages import StepPlan, StepResult, ints
+from scheduler.messages import StepPlan, StepResult, int32_array
 from scheduler.pace import MAX_LONG_GAP_ROWS, MIN_PROMPT_TOKENS, TOKENS_PER_LONG_GAP, Pace
 from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import make_limits, make_request, must_schedule
@@ -44,7 +44,7 @@ def run(
     plans = []
     for _ in range(num_steps):
         plan = must_schedule(scheduler)
-        tokens = ints([9] * sum(plan.samples))
+        tokens = int32_array([9] * sum(plan.sampling_flags))
         step_s = seconds_of(plan, costs)
         result = StepResult(
             step_id=plan.step_id,
@@ -105,7 +105,7 @@ def test_a_slope_with_decodes_in_it_is_caught() -> None:
 class TakesTheNearestHoweverFar(Pace):
     """The base of one row is used for that of thirty."""
 
-    def _is_new(self, num_decoding: int) -> bool:
+    def _is_new_row_count(self, num_decoding: int) -> bool:
         return not self._base_s_by_rows
 
 
@@ -202,17 +202,17 @@ def test_the_nearest_number_of_rows_stands_for_one_that_has_not_run() -> None:
 
 def test_the_shortest_time_of_a_step_is_known_once_fewer_rows_and_prompts_have_run() -> None:
     pace = Pace(0.0, CAP)  # without a limit it learns as well
-    assert pace.shortest_s(4, 0) == pace.shortest_s(0, 10) == 0.0
+    assert pace.min_duration_s(4, 0) == pace.min_duration_s(0, 10) == 0.0
     pace.observe(4, 0, 0.05)
     pace.observe(4, 0, 0.04)
     pace.observe(8, 0, 0.09)
-    assert pace.shortest_s(3, 0) == 0.0, "fewer rows may take less"
-    assert [pace.shortest_s(rows, 0) for rows in (4, 7, 8, 99)] == [0.04, 0.04, 0.09, 0.09]
-    assert pace.shortest_s(4, 10) == 0.0
+    assert pace.min_duration_s(3, 0) == 0.0, "fewer rows may take less"
+    assert [pace.min_duration_s(rows, 0) for rows in (4, 7, 8, 99)] == [0.04, 0.04, 0.09, 0.09]
+    assert pace.min_duration_s(4, 10) == 0.0
     pace.observe(0, 100, 0.3)
     pace.observe(0, 100, 0.2)
-    assert pace.shortest_s(4, 10) == pytest.approx(0.06)
-    assert pace.shortest_s(0, 10) == pytest.approx(0.02)
+    assert pace.min_duration_s(4, 10) == pytest.approx(0.06)
+    assert pace.min_duration_s(0, 10) == pytest.approx(0.02)
 
 
 def test_beside_fewer_rows_than_usual_a_step_may_take_what_it_may_beside_the_usual() -> None:
@@ -221,12 +221,12 @@ def test_beside_fewer_rows_than_usual_a_step_may_take_what_it_may_beside_the_usu
         pace.observe(num_rows, 0, BASE_S + ROW_S * num_rows)
     pace.observe(8, 100, BASE_S + ROW_S * 8 + 100 * TOKEN_S)
     for _ in range(1000):
-        pace.spend(8, 0)
+        pace.account_for_step(8, 0)
     longest_s = 3.0 * (BASE_S + ROW_S * 8)
     assert pace.budget(8) == int((longest_s - BASE_S - ROW_S * 8) / TOKEN_S + 1e-6)
     assert pace.budget(4) == int((longest_s - BASE_S - ROW_S * 4) / TOKEN_S + 1e-6)
     for _ in range(2000):
-        pace.spend(4, 0)
+        pace.account_for_step(4, 0)
     assert pace.budget(4) == int(2.0 * (BASE_S + ROW_S * 4) / TOKEN_S + 1e-6)
     assert pace.budget(8) < int(2.0 * (BASE_S + ROW_S * 8) / TOKEN_S), "more than usual get less"
 
@@ -237,7 +237,7 @@ def test_prompts_go_on_where_rows_suddenly_become_many() -> None:
         pace.observe(num_rows, 0, 0.006 + 0.001 * num_rows)
     pace.observe(30, 100, 0.006 + 0.030 + 100 * 0.0001)
     for _ in range(1000):
-        pace.spend(1, 0)
+        pace.account_for_step(1, 0)
     assert pace.budget(30) > 200
 
 
@@ -298,8 +298,8 @@ def share_of_long_gaps(scheduler: Scheduler, num_prompts: int) -> float:
 class NeverSpends(Pace):
     """Long gaps cost nothing."""
 
-    def spend(self, num_decoding: int, num_prompt_tokens: int) -> None:
-        super().spend(num_decoding, 0)
+    def account_for_step(self, num_decoding: int, num_prompt_tokens: int) -> None:
+        super().account_for_step(num_decoding, 0)
 
 
 @pytest.mark.parametrize("num_decodes", [1, MAX_LONG_GAP_ROWS])
@@ -324,7 +324,7 @@ def test_prompts_that_cost_nothing_are_not_limited_beside_more_rows_than_usual()
     pace.observe(1, 0, 0.01)
     pace.observe(8, 0, 0.2)
     pace.observe(8, 100, 0.1)
-    pace.spend(1, 0)
+    pace.account_for_step(1, 0)
     assert pace.budget(6) == CAP
 
 
@@ -333,4 +333,4 @@ def test_records_say_what_the_first_in_line_waits_for() -> None:
         scheduler = scheduler_with_decodes(slowdown)
         run(scheduler, 2)
         *_, last = scheduler.records.since(0.0)
-        assert last.head_waits_for == reason
+        assert last.head_wait_reason == reason

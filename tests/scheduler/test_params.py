@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from scheduler.errors import RequestError
 from scheduler.params import (
-    DEFAULTS,
+    DEFAULT_SAMPLING_PARAMS,
     MAX_LOGPROBS,
     SEED_LIMIT,
-    Sampling,
+    ResolvedSampling,
     SamplingParams,
     StructuredOutputs,
     derive_seed,
@@ -175,7 +175,7 @@ def test_a_structure_says_itself_when_an_output_ends(other: dict[str, Any]) -> N
     with pytest.raises(RequestError, match="is not possible with structured_outputs"):
         SamplingParams.from_dict(other | structure)
     with pytest.raises(RequestError):
-        SamplingParams.from_dict(structure).over(SamplingParams.from_dict(other))
+        SamplingParams.from_dict(structure).with_defaults(SamplingParams.from_dict(other))
 
 
 @pytest.mark.parametrize("key", ["x", "-1", "1.0", "", "²", "9" * 5000, str(2**31)])
@@ -218,7 +218,7 @@ def test_any_json_is_accepted_or_refused_by_a_request_error(values: dict[str, An
 
 def test_what_is_set_wins_over_the_defaults_below() -> None:
     request, flags = SamplingParams(temperature=0.0, top_k=5), SamplingParams(top_k=9, top_p=0.5)
-    merged = request.over(flags)
+    merged = request.with_defaults(flags)
     assert (merged.temperature, merged.top_k, merged.top_p, merged.min_p) == (0.0, 5, 0.5, None)
 
 
@@ -228,13 +228,13 @@ def test_layers_can_be_stacked() -> None:
         SamplingParams(top_k=9),
         SamplingParams(top_k=20, top_p=0.8),
     )
-    merged = request.over(flags).over(checkpoint)
+    merged = request.with_defaults(flags).with_defaults(checkpoint)
     assert (merged.n, merged.top_k, merged.top_p) == (2, 9, 0.8)
 
 
 def test_laying_over_changes_neither_layer() -> None:
     request, flags = SamplingParams(temperature=0.0), SamplingParams(top_k=9)
-    request.over(flags)
+    request.with_defaults(flags)
     assert request == SamplingParams(temperature=0.0) and flags == SamplingParams(top_k=9)
 
 
@@ -242,7 +242,7 @@ def test_laying_over_changes_neither_layer() -> None:
 
 
 def test_unset_parameters_resolve_to_the_defaults() -> None:
-    assert SamplingParams().resolve(seed=3) == Sampling(seed=3, max_tokens=256)
+    assert SamplingParams().resolve(seed=3) == ResolvedSampling(seed=3, max_tokens=256)
 
 
 def test_every_set_parameter_reaches_the_engine() -> None:
@@ -260,7 +260,7 @@ def test_every_set_parameter_reaches_the_engine() -> None:
         max_tokens=9,
         logprobs=0,
     )
-    assert params.resolve(seed=3) == Sampling(
+    assert params.resolve(seed=3) == ResolvedSampling(
         seed=3,
         max_tokens=9,
         temperature=0.5,
@@ -316,7 +316,7 @@ def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
         *("logprobs", "prompt_logprobs"),
     }
     assert {
-        name for name in SamplingParams.__slots__ if getattr(DEFAULTS, name) is None
+        name for name in SamplingParams.__slots__ if getattr(DEFAULT_SAMPLING_PARAMS, name) is None
     } == optional
 
 

@@ -132,7 +132,7 @@ def test_block_given_to_new_content_leaves_the_index_at_once() -> None:
     manager.deallocate(user)
     manager.allocate(User(B))  # nothing is published yet
     assert manager.blocks[0].hash == NO_HASH and manager.num_evictions == 1
-    assert not manager._index
+    assert not manager._prefix_index
 
 
 # -- hashes, serials, collisions -------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_new_epoch_finds_nothing() -> None:
     manager = make_manager()
     user, _ = hold(manager, A + B)
     manager.deallocate(user)
-    manager.clear_index()
+    manager.clear_prefix_index()
     assert num_findable(manager, A + B) == 0
     assert {block.hash for block in manager.blocks} == {NO_HASH}
 
@@ -298,4 +298,4 @@ def test_new_epoch_with_used_blocks_is_an_error() -> None:
     manager = make_manager()
     hold(manager, A)
     with pytest.raises(AssertionError, match="every block free"):
-        manager.clear_index()
+        manager.clear_prefix_index()

@@ -129,7 +129,7 @@ def test_only_the_first_admission_counts_as_cached_for_the_caller() -> None:
     scheduler = make_scheduler()
     seq = scheduler.add(make_request("a", range(3 * BLOCK)))
     run_step(scheduler)
-    scheduler.queues.wait_again(seq, last_step_id=0)
+    scheduler.queues.requeue(seq, last_step_id=0)
     assert cached_of(must_schedule(scheduler)) == [3 * BLOCK]
     assert seq.num_cached_tokens == 0
     assert scheduler.stats.num_cached_tokens == 0 and scheduler.stats.num_prompt_tokens == 3 * BLOCK

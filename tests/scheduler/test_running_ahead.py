@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.errors import EngineError
-from scheduler.messages import StepResult, ints
+from scheduler.messages import StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceStatus
 from tests.scheduler.helpers import (
@@ -61,7 +61,7 @@ def test_token_in_flight_of_a_stopped_sequence_is_dropped() -> None:
     seq = scheduler.add(make_request("a", [1], stop=[7]))
     must_schedule(scheduler)
     must_schedule(scheduler)
-    assert give(scheduler, 7).finished == [seq]
+    assert give(scheduler, 7).finished_sequences == [seq]
     output = give(scheduler, 8)
     assert (output.sequences, output.token_ids, seq.token_ids) == ([], [], [1, 7])
 
@@ -83,7 +83,7 @@ def test_blocks_and_slot_of_an_aborted_sequence_are_free_before_its_step_is_read
     scheduler.finish(aborted, "abort")
     other = scheduler.add(make_request("b", range(100, 107)))
     plan = must_schedule(scheduler)
-    assert list(plan.released) == list(first.slots) == list(plan.slots) == [other.slot]
+    assert list(plan.released_slots) == list(first.slots) == list(plan.slots) == [other.slot]
     give(scheduler, 8)
     give(scheduler, 9)
     assert other.token_ids[-1] == 9, "the token of the slot's last holder went to the next"
@@ -117,9 +117,9 @@ def test_preempted_sequence_resumes_with_identical_tokens() -> None:
     run_step(scheduler)
     scheduler.finish(scheduler.running[0], "abort")
     plan = must_schedule(scheduler)
-    assert plan.admitted is not None
-    assert plan.admitted.token_ids.tolist() == [*range(100, 100 + 2 * BLOCK), 9]
-    assert list(plan.admitted.num_prompt_tokens) == [2 * BLOCK]
+    assert plan.admitted_rows is not None
+    assert plan.admitted_rows.token_ids.tolist() == [*range(100, 100 + 2 * BLOCK), 9]
+    assert list(plan.admitted_rows.num_prompt_tokens) == [2 * BLOCK]
 
 
 def test_preempted_sequence_goes_before_those_that_have_never_run() -> None:
@@ -134,7 +134,7 @@ def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     scheduler = make_scheduler(num_blocks=4)
     two_that_outgrow_four_blocks(scheduler)
     scheduler.add(make_request("later", [1]))
-    assert must_schedule(scheduler).admitted is None
+    assert must_schedule(scheduler).admitted_rows is None
 
 
 def test_full_blocks_of_a_preempted_sequence_are_found_again() -> None:
@@ -167,7 +167,7 @@ def test_preempted_sequence_waits_for_its_token_in_flight() -> None:
     assert scheduler.schedule() is None
     give(scheduler, 8, 9)
     plan = must_schedule(scheduler)
-    assert plan.admitted is not None and list(plan.admitted.num_tokens) == [2 * BLOCK + 1]
+    assert plan.admitted_rows is not None and list(plan.admitted_rows.num_tokens) == [2 * BLOCK + 1]
     assert preempted.status is SequenceStatus.RUNNING
 
 
@@ -183,7 +183,7 @@ def test_preempted_sequence_can_end_with_its_token_in_flight(
     must_schedule(scheduler)
     must_schedule(scheduler)
     assert preempted.status is SequenceStatus.WAITING
-    assert give(scheduler, 8, 9).finished == [preempted]
+    assert give(scheduler, 8, 9).finished_sequences == [preempted]
     assert preempted.finish_reason == reason and not scheduler.waiting
 
 
@@ -201,7 +201,7 @@ def test_preempted_sequence_can_be_aborted() -> None:
 def test_sequence_alone_is_never_preempted() -> None:
     scheduler = make_scheduler(num_blocks=3)
     seq = scheduler.add(make_request("a", [1], max_tokens=100))
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         run_step(scheduler)
     assert (seq.num_preemptions, len(seq.token_ids)) == (0, 3 * BLOCK)
 
@@ -216,7 +216,7 @@ def busy_scheduler() -> Scheduler:
         scheduler.add(make_request(name, range(length)))
     must_schedule(scheduler)
     must_schedule(scheduler)
-    assert len(scheduler.running) == 2 and len(scheduler.submitted) == 2
+    assert len(scheduler.running) == 2 and len(scheduler.submitted_steps) == 2
     return scheduler
 
 
@@ -225,9 +225,9 @@ def test_new_epoch_starts_every_sequence_again_in_order() -> None:
     scheduler.start_epoch()
     scheduler.check()
     assert [seq.request_id for seq in scheduler.waiting] == ["a", "b", "c"]
-    assert not scheduler.running and not scheduler.submitted
+    assert not scheduler.running and not scheduler.submitted_steps
     plan = must_schedule(scheduler)
-    assert (plan.step_id, plan.epoch, list(plan.released)) == (0, 1, [])
+    assert (plan.step_id, plan.epoch, list(plan.released_slots)) == (0, 1, [])
 
 
 def test_new_epoch_forgets_tokens_that_were_not_read() -> None:
@@ -236,7 +236,10 @@ def test_new_epoch_forgets_tokens_that_were_not_read() -> None:
     scheduler.start_epoch()
     assert [seq.num_pending for seq in scheduler.waiting] == [0, 0, 0]
     plan = must_schedule(scheduler)
-    assert plan.admitted is not None and plan.admitted.token_ids[:7].tolist() == [*range(6), 5]
+    assert plan.admitted_rows is not None and plan.admitted_rows.token_ids[:7].tolist() == [
+        *range(6),
+        5,
+    ]
 
 
 def test_new_epoch_finds_no_cached_blocks() -> None:
@@ -250,7 +253,7 @@ def test_result_of_a_lost_epoch_is_refused() -> None:
     scheduler.start_epoch()
     must_schedule(scheduler)
     with pytest.raises(EngineError, match="step 0 of epoch 0, expected step 0 of epoch 1"):
-        scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=ints([5])))
+        scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=int32_array([5])))
 
 
 def test_new_epoch_is_no_preemption() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.errors import EngineError, RequestError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import StepResult, TokenLogprobs, ints
+from scheduler.messages import StepResult, TokenLogprobs, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_SLOT, SequenceStatus
 from tests.scheduler.helpers import (
@@ -38,14 +38,14 @@ def test_sequence_waits_then_runs_then_finishes() -> None:
     output = give(scheduler, 9)
     states.append(seq.status)
     assert states == [SequenceStatus.WAITING, SequenceStatus.RUNNING, SequenceStatus.FINISHED]
-    assert output.finished == [seq] and not scheduler.has_unfinished
+    assert output.finished_sequences == [seq] and not scheduler.has_unfinished_sequences
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5])
 def test_max_tokens_ends_with_length(max_tokens: int) -> None:
     scheduler = make_scheduler()
     seq = scheduler.add(make_request("a", [1, 2, 3], max_tokens=max_tokens))
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         run_step(scheduler)
     assert (seq.num_output_tokens, seq.finish_reason) == (max_tokens, "length")
 
@@ -53,7 +53,7 @@ def test_max_tokens_ends_with_length(max_tokens: int) -> None:
 def test_max_model_len_ends_with_length() -> None:
     scheduler = make_scheduler(max_model_len=10)
     seq = scheduler.add(make_request("a", range(7), max_tokens=100))
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         run_step(scheduler)
     assert (len(seq.token_ids), seq.finish_reason) == (10, "length")
 
@@ -65,7 +65,7 @@ def test_sequence_that_outgrows_the_whole_cache_ends_with_length() -> None:
     while not seq.finish_reason:
         run_step(scheduler)
     assert (len(seq.token_ids), seq.finish_reason) == (2 * BLOCK, "length")
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         run_step(scheduler)
     assert later.finish_reason == "length"
 
@@ -125,7 +125,7 @@ def refusal(
     scheduler = Scheduler(sizes)
     with pytest.raises(RequestError) as caught:
         scheduler.add(make_request("a", token_ids, num_prompt_tokens=num_prompt_tokens))
-    assert not scheduler.has_unfinished
+    assert not scheduler.has_unfinished_sequences
     assert caught.value.parameter == "prompt"
     return caught.value
 
@@ -172,7 +172,7 @@ def test_request_sent_again_goes_on_after_its_tokens() -> None:
     scheduler = make_scheduler()
     seq = scheduler.add(make_request("a", [1, 2, 8, 9], num_prompt_tokens=2, max_tokens=3))
     plan = run_step(scheduler, 7)
-    assert plan.admitted is not None and list(plan.admitted.num_prompt_tokens) == [2]
+    assert plan.admitted_rows is not None and list(plan.admitted_rows.num_prompt_tokens) == [2]
     assert (seq.token_ids, seq.finish_reason) == ([1, 2, 8, 9, 7], "length")
 
 
@@ -192,7 +192,7 @@ def test_request_that_its_own_tokens_end_comes_back_finished(
     seq = scheduler.add(make_request("a", token_ids, num_prompt_tokens=2, max_tokens=2, stop=[7]))
     assert (seq.status, seq.finish_reason) == (SequenceStatus.FINISHED, reason)
     scheduler.check()
-    assert scheduler.schedule() is None and not scheduler.has_unfinished
+    assert scheduler.schedule() is None and not scheduler.has_unfinished_sequences
 
 
 # -- one loop --------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_everybody_running_moves_while_prompts_keep_arriving() -> None:
         scheduler.add(make_request(f"r{arrival}", [arrival] * 20, max_tokens=5))
         plan = must_schedule(scheduler)
         assert list(plan.slots) == [seq.slot for seq in scheduler.running]
-        give(scheduler, *[9] * sum(plan.samples))
+        give(scheduler, *[9] * sum(plan.sampling_flags))
 
 
 def test_step_never_exceeds_its_token_budget() -> None:
@@ -279,7 +279,7 @@ def test_budget_below_max_num_seqs_is_an_error() -> None:
 def test_block_table_is_never_wider_than_max_model_len_needs() -> None:
     scheduler = make_scheduler(max_model_len=2 * BLOCK + 1)
     seq = scheduler.add(make_request("a", [1], max_tokens=100))
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         must_schedule(scheduler)
         assert len(seq.block_table) <= 3
         give(scheduler, 9)
@@ -293,13 +293,13 @@ def test_result_of_another_step_is_refused_by_its_numbers() -> None:
     scheduler.add(make_request("a", [1]))
     must_schedule(scheduler)
     with pytest.raises(EngineError, match="step 5 of epoch 0, expected step 0 of epoch 0"):
-        scheduler.apply(StepResult(step_id=5, epoch=0, token_ids=ints([1])))
+        scheduler.apply(StepResult(step_id=5, epoch=0, token_ids=int32_array([1])))
     assert give(scheduler, 9).token_ids == [9], "the refused result changed something"
 
 
 def test_result_without_a_step_is_refused() -> None:
     with pytest.raises(EngineError, match="expected no step"):
-        make_scheduler().apply(StepResult(step_id=0, epoch=0, token_ids=ints()))
+        make_scheduler().apply(StepResult(step_id=0, epoch=0, token_ids=int32_array()))
 
 
 def test_result_with_another_number_of_tokens_is_refused() -> None:
@@ -315,7 +315,7 @@ def test_result_with_another_number_of_logprobs_is_refused_before_a_token_is_tak
     seq = scheduler.add(make_request("a", [1]))
     must_schedule(scheduler)
     with pytest.raises(EngineError, match="0 logprobs for 1 tokens"):
-        scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=ints([9]), logprobs=()))
+        scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=int32_array([9]), logprobs=()))
     assert seq.token_ids == [1]
 
 
@@ -328,7 +328,7 @@ def test_logprobs_follow_the_tokens_that_are_kept() -> None:
     logprobs = (TokenLogprobs(logprob=-1.0), TokenLogprobs(logprob=-2.0))
     output = scheduler.apply(
         StepResult(
-            step_id=plan.step_id, epoch=plan.epoch, token_ids=ints([8, 9]), logprobs=logprobs
+            step_id=plan.step_id, epoch=plan.epoch, token_ids=int32_array([8, 9]), logprobs=logprobs
         )
     )
     assert (output.token_ids, output.logprobs) == ([9], [logprobs[1]])
@@ -356,7 +356,7 @@ def busy_scheduler() -> Scheduler:
         (lambda s: setattr(s.waiting[0], "slot", 3), "in the waiting queue but not waiting"),
         (lambda s: setattr(s.waiting[0], "num_computed", 1), "waiting, but holds blocks"),
         (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight were miscounted"),
-        (lambda s: setattr(s.running[0], "arrival", 9), "not in order of arrival"),
+        (lambda s: setattr(s.running[0], "arrival_index", 9), "not in order of arrival"),
         (lambda s: s.queues.free_slots.pop(), "slots were lost or duplicated"),
         (
             lambda s: setattr(s.running[0], "num_computed", 1),

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
-from scheduler.suspects import CLEARING_TOKENS, CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
+from scheduler.suspects import CLEARING_TOKENS, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
 
@@ -102,13 +102,13 @@ def test_whoever_gets_a_few_tokens_before_each_crash_is_convicted_too(num_tokens
             scheduler.start_epoch()
             scheduler.check()
             num_crashes, num_run = num_crashes + 1, 0
-            assert num_crashes <= CONVICTED_WITH_TOKENS, "it is never convicted"
+            assert num_crashes <= FAIL_STRIKES, "it is never convicted"
         else:
-            give(scheduler, *[9] * sum(plan.samples))
+            give(scheduler, *[9] * sum(plan.sampling_flags))
             num_run += bad.num_output_tokens - before
-    assert num_crashes == (CONVICTED_WITH_TOKENS if num_tokens else CONVICTED_STRIKES)
+    assert num_crashes == (FAIL_STRIKES if num_tokens else FAIL_STRIKES_WITHOUT_TOKEN)
     assert bad.finish_reason == "error"
-    while scheduler.has_unfinished:
+    while scheduler.has_unfinished_sequences:
         run_step(scheduler)
     assert [seq.finish_reason for seq in others] == ["length"] * 2
 
@@ -117,7 +117,7 @@ def test_crashes_without_a_token_among_those_with_a_few_do_not_start_the_count_a
     """The death of a rank can be faster than the result of the step before."""
     scheduler, [bad, *_] = long_ones(3, 500)
     convicted: list[Sequence] = []
-    for num_crashes in range(CONVICTED_WITH_TOKENS):
+    for num_crashes in range(FAIL_STRIKES):
         assert not convicted
         if num_crashes % 2:
             run_step(scheduler)
@@ -143,7 +143,7 @@ def test_two_hundred_random_kills_convict_nobody(seed: int) -> None:
             num_kills += 1
             assert scheduler.start_epoch() == []
         else:
-            give(scheduler, *[9] * sum(plan.samples))
+            give(scheduler, *[9] * sum(plan.sampling_flags))
 
 
 def test_whoever_did_not_run_is_not_blamed() -> None:
@@ -185,7 +185,7 @@ def test_the_next_suspect_waits_for_the_steps_of_the_one_before(why: str) -> Non
     else:
         for _ in range(CLEARING_TOKENS):
             give(scheduler, 9)
-    while scheduler.submitted:
+    while scheduler.submitted_steps:
         assert scheduler.schedule() is None
         give(scheduler, 9)
     must_schedule(scheduler)

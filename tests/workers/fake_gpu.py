@@ -21,7 +21,7 @@ from tests.kernels.replaced import Replaced, functions_of
 from workers.device import (
     Array,
     BufferedUploads,
-    Bytes,
+    ByteArray,
     Device,
     DeviceMemory,
     Event,
@@ -126,7 +126,7 @@ class FakeGpu(Device):
     def step_uploads(self, num_bytes: int) -> StepUploads:
         return BufferedUploads(torch.full((num_bytes,), 0x7F, dtype=torch.uint8), self._copy)
 
-    def _copy(self, target: torch.Tensor, fill: Callable[[Bytes], None]) -> None:
+    def _copy(self, target: torch.Tensor, fill: Callable[[ByteArray], None]) -> None:
         assert self._operations is None, "a copy from the host cannot be part of a graph"
         self.uploads.append(len(target))
         fill(target.numpy())
@@ -145,8 +145,8 @@ class FakeGpu(Device):
         assert first.passed and last.passed, "the time of an event is known once it has passed"
         return float(last.at_s - first.at_s)
 
-    def capture(self, run: Callable[[], object], beside: Graph | None = None) -> FakeGraph:
-        assert beside is (self.graphs[0] if self.graphs else None), (
+    def capture(self, run: Callable[[], object], pool_graph: Graph | None = None) -> FakeGraph:
+        assert pool_graph is (self.graphs[0] if self.graphs else None), (
             "all graphs share the memory of the first"
         )
         run()  # as a GPU does, before it records

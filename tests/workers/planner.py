@@ -11,10 +11,10 @@ from array import array
 from dataclasses import dataclass, field
 from itertools import count
 
-from scheduler.messages import AdmittedRows, StepPlan, ints
-from scheduler.params import Sampling
+from scheduler.messages import AdmittedRows, StepPlan, int32_array
+from scheduler.params import ResolvedSampling
 
-GREEDY = Sampling(seed=0, max_tokens=1000, temperature=0.0)
+GREEDY = ResolvedSampling(seed=0, max_tokens=1000, temperature=0.0)
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Row:
 
     tokens: list[int]
     num_prompt: int
-    sampling: Sampling = GREEDY
+    sampling: ResolvedSampling = GREEDY
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
@@ -72,7 +72,7 @@ class Planner:
         """The next plan: each row computes up to this many tokens, and samples if that reaches the
         end of its tokens.
         """
-        slots, new, samples, sampled = ints(), ints(), bytearray(), []
+        slots, new, samples, sampled = int32_array(), int32_array(), bytearray(), []
         for row, most in rows:
             num_new = min(most, row.length - row.computed)
             row.computed += num_new
@@ -89,13 +89,13 @@ class Planner:
         plan = StepPlan(
             step_id=len(self.sampled),
             epoch=self.epoch,
-            released=ints(self._released),
-            admitted=self._admitted_rows() if self._admitted else None,
-            appended_slots=ints(slot for slot, _ in self._appended),
-            appended_block_ids=ints(block for _, block in self._appended),
+            released_slots=int32_array(self._released),
+            admitted_rows=self._admitted_rows() if self._admitted else None,
+            appended_slots=int32_array(slot for slot, _ in self._appended),
+            appended_block_ids=int32_array(block for _, block in self._appended),
             slots=slots,
             num_new_tokens=new,
-            samples=bytes(samples),
+            sampling_flags=bytes(samples),
         )
         self._released, self._admitted, self._appended = [], [], []
         self.sampled.append(sampled)
@@ -109,12 +109,12 @@ class Planner:
     def _admitted_rows(self) -> AdmittedRows:
         rows = [row for row, _ in self._admitted]
         return AdmittedRows(
-            slots=ints(row.slot for row in rows),
-            num_tokens=ints(len(row.tokens) for row in rows),
-            num_prompt_tokens=ints(row.num_prompt for row in rows),
-            num_cached_tokens=ints(cached for _, cached in self._admitted),
-            num_blocks=ints(len(row.blocks) for row in rows),
-            token_ids=ints(token for row in rows for token in row.tokens),
-            block_ids=ints(block for row in rows for block in row.blocks),
+            slots=int32_array(row.slot for row in rows),
+            num_tokens=int32_array(len(row.tokens) for row in rows),
+            num_prompt_tokens=int32_array(row.num_prompt for row in rows),
+            num_cached_tokens=int32_array(cached for _, cached in self._admitted),
+            num_blocks=int32_array(len(row.blocks) for row in rows),
+            token_ids=int32_array(token for row in rows for token in row.tokens),
+            block_ids=int32_array(block for row in rows for block in row.blocks),
             sampling=tuple(row.sampling for row in rows),
         )

@@ -17,10 +17,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from kernels.interface import Kernels
 from tests.cluster.processes import wait_until
-from workers.compilation import compile_first_step, compile_other_steps_beside
+from workers.compilation import compile_first_step, start_background_compilation
 from workers.parallel.group import TensorParallelGroup
 from workers.progress import Progress
 
@@ -31,9 +31,9 @@ class RecordedKernels:
     def __init__(self, ran: list[int | str]) -> None:
         self.ran = ran
 
-        self.mixed = SimpleNamespace(first_step=lambda: [partial(ran.append, "mixed")])
+        self.mixed = SimpleNamespace(warmup_calls=lambda: [partial(ran.append, "mixed")])
 
-    def first_step(self, dtype: torch.dtype) -> list[Callable[[], object]]:
+    def warmup_calls(self, dtype: torch.dtype) -> list[Callable[[], object]]:
         return [partial(self.ran.append, i) for i in range(6)]
 
 
@@ -46,7 +46,7 @@ class RecordedGroup:
         self.rank, self.size, self.ran = rank, size, ran
         self.progress = Progress()
 
-    def share_out(self, name: str, tasks: list[Any]) -> list[Any]:
+    def claim_tasks(self, name: str, tasks: list[Any]) -> list[Any]:
         return tasks[self.rank :: self.size]
 
     def barrier(self) -> None:
@@ -85,7 +85,7 @@ def test_background_process_ends_with_the_rank_that_started_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))  # empty, so there is much to compile
-    process = compile_other_steps_beside("float32")
+    process = start_background_compilation("float32")
     assert process is not None and process.stdin is not None
     pid = process.pid
     wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19, "the lowest priority", 60.0)
@@ -102,7 +102,7 @@ def test_full_cache_needs_no_background_process(
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
     version_dir().mkdir(parents=True)
     (version_dir() / "other-steps-float32").touch()
-    assert compile_other_steps_beside("float32") is None
+    assert start_background_compilation("float32") is None
 
 
 def test_cache_that_cannot_be_written_keeps_nothing_from_starting(
@@ -110,7 +110,7 @@ def test_cache_that_cannot_be_written_keeps_nothing_from_starting(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    process = compile_other_steps_beside("float32")
+    process = start_background_compilation("float32")
     assert process is not None and process.stdin is not None
     process.stdin.close()
     process.wait(10)
@@ -125,7 +125,7 @@ def test_user_without_a_home_directory_has_a_cache(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("EAGLERAY_CACHE_DIR", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", no_home)
-    assert cache_dir() == CHECKOUT / "build" / "cache"
+    assert cache_dir() == SOURCE_ROOT / "build" / "cache"
 
 
 def _version(checkout: Path) -> str:
@@ -146,9 +146,9 @@ def test_cache_depends_on_the_content_of_the_sources_alone(tmp_path: Path) -> No
     clone = tmp_path / "clone"
     for folder in ("kernels", "configs", "scheduler", "workers"):
         shutil.copytree(
-            CHECKOUT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__")
+            SOURCE_ROOT / folder, clone / folder, ignore=shutil.ignore_patterns("__pycache__")
         )
-    assert _version(clone) == _version(CHECKOUT)
+    assert _version(clone) == _version(SOURCE_ROOT)
     inlined = clone / "kernels" / "cpu" / "jit.py"
     inlined.write_text(inlined.read_text() + "\n# changed\n")
-    assert _version(clone) != _version(CHECKOUT)
+    assert _version(clone) != _version(SOURCE_ROOT)

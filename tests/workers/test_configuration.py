@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from configs.engine import EngineConfig
-from configs.experts import Experts
+from configs.experts import ExpertsConfig
 from configs.model import ModelConfig
 from scheduler.errors import ConfigError
 from tests.kernels.test_flash_attn import WHEEL, install
-from workers.configuration import foresee_config, resolve_config
+from workers.configuration import preview_config, resolve_config
 
 
 def test_with_device_auto_a_dtype_of_gpus_alone_is_no_mistake_yet(small_checkpoint: Path) -> None:
     model = ModelConfig.from_dir(small_checkpoint)
-    assert foresee_config(EngineConfig(dtype="float16"), model, small_checkpoint).dtype == "float16"
+    assert preview_config(EngineConfig(dtype="float16"), model, small_checkpoint).dtype == "float16"
     with pytest.raises(ConfigError, match="'float16' is not possible on device 'cpu'"):
-        foresee_config(EngineConfig(dtype="float16", device="cpu"), model, small_checkpoint)
+        preview_config(EngineConfig(dtype="float16", device="cpu"), model, small_checkpoint)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -32,9 +32,9 @@ def test_flash_attn_may_be_where_the_ranks_run(
 ) -> None:
     model = ModelConfig.from_dir(small_checkpoint)
     engine = EngineConfig(device=device, attention_backend=backend, dtype="float16")
-    assert foresee_config(engine, model, small_checkpoint).device == "cuda"
+    assert preview_config(engine, model, small_checkpoint).device == "cuda"
     with pytest.raises(ConfigError, match=f"backend '{backend}' cannot run on device 'cpu'"):
-        foresee_config(replace(engine, device="cpu"), model, small_checkpoint)
+        preview_config(replace(engine, device="cpu"), model, small_checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
 ) -> None:
     engine = EngineConfig(max_model_len=100000, attention_backend=backend)
     with pytest.raises(ConfigError, match="max_model_len 100000 is beyond"):
-        foresee_config(engine, ModelConfig.from_dir(small_checkpoint), small_checkpoint)
+        preview_config(engine, ModelConfig.from_dir(small_checkpoint), small_checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,9 @@ def test_what_models_with_experts_cannot_have_is_refused(
     small_checkpoint: Path, device: str, options: dict[str, Any], message: str
 ) -> None:
     dense = ModelConfig.from_dir(small_checkpoint)
-    experts = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
+    experts = ExpertsConfig(
+        num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
+    )
     engine = EngineConfig(device=device, **options)
     if options != {"quantization": "int8"}:
         assert resolve_config(engine, dense, small_checkpoint, device).device == device
@@ -88,7 +90,9 @@ def test_what_models_with_experts_cannot_have_is_refused(
 
 
 def test_the_reference_runs_experts_on_a_gpu_without_graphs(small_checkpoint: Path) -> None:
-    experts = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
+    experts = ExpertsConfig(
+        num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
+    )
     model = replace(ModelConfig.from_dir(small_checkpoint), experts=experts)
     engine = EngineConfig(device="cuda", attention_backend="reference", enforce_eager=True)
     assert resolve_config(engine, model, small_checkpoint, "cuda").device == "cuda"

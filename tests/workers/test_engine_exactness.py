@@ -21,7 +21,7 @@ from benchmarks.rank_pool import WorkerPool, executor_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, ints
+from scheduler.messages import Request, int32_array
 from scheduler.params import SamplingParams
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
@@ -126,7 +126,7 @@ def run(
             sampling = wanted.resolve(seed=wanted.seed or 0)
             request = Request(
                 request_id=str(i),
-                token_ids=ints(prompt),
+                token_ids=int32_array(prompt),
                 num_prompt_tokens=len(prompt),
                 sampling=sampling,
             )

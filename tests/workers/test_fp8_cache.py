@@ -20,7 +20,7 @@ from configs.paths import DEFAULT_MODEL_DIR
 from kernels import select
 from kernels.interface import Capabilities
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
+from scheduler.messages import Request, int32_array
 from scheduler.params import SamplingParams
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
@@ -86,7 +86,7 @@ def test_the_default_model_answers_held_out_sums() -> None:
         engine.add(
             Request(
                 request_id=str(number),
-                token_ids=ints(prompt),
+                token_ids=int32_array(prompt),
                 num_prompt_tokens=len(prompt),
                 sampling=params.resolve(seed=0, eos_token_ids=model.eos_token_ids),
             )
@@ -94,7 +94,7 @@ def test_the_default_model_answers_held_out_sums() -> None:
     right = 0
     while engine.has_work:
         output = engine.step()
-        for seq in output.finished if output is not None else ():
+        for seq in output.finished_sequences if output is not None else ():
             answer = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens : -1])
             right += is_right(answer, *sums[int(seq.request_id)])
     executor.close()
@@ -111,5 +111,5 @@ def test_flash_attn_is_not_chosen_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     installed = select.Backend(describe=lambda: found, load=lambda: None)  # type: ignore[arg-type, return-value]
     monkeypatch.setitem(select.BACKENDS["cuda"], "flash_attn", installed)
-    assert select.choose("cuda").name == "flash_attn"
-    assert select.choose("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"
+    assert select.choose_capabilities("cuda").name == "flash_attn"
+    assert select.choose_capabilities("cuda", kv_cache_dtype="fp8_e4m3").name == "triton"

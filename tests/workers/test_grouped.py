@@ -26,7 +26,7 @@ from kernels.cpu.backend import CPU_KERNELS
 from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
-from kernels.reference.grouped import quantize_blocks, quantize_groups, widened
+from kernels.reference.grouped import dequantize, quantize_blocks, quantize_groups
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
 from tests.kernels.replaced import Replaced
@@ -88,8 +88,8 @@ def loaded_model(model_dir: Path, rank: int = 0, size: int = 1, packs: bool = Tr
     """One rank of a model whose codes are kept."""
     model = ModelConfig.from_dir(model_dir)
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
-    assert model.stored is not None
-    quantization = stored_quantization(model.stored, model.sizes_in(size))
+    assert model.stored_format is not None
+    quantization = stored_quantization(model.stored_format, model.input_sizes(size))
     kept = kept_quantization(model_dir, model, quantization)
     assert kept is not None
     ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, kept)
@@ -127,7 +127,7 @@ def test_codes_that_are_kept_stand_for_the_stored_values(
         pieces = [piece for piece in model.slices() if piece.has_groups]
         assert len(pieces) == 7 * SHAPE.layers
         for piece in pieces:
-            values = widened(codes_of(piece))
+            values = dequantize(codes_of(piece))
             part = weights[piece.name].narrow(piece.dim, piece.start, values.shape[piece.dim])
             assert torch.equal(values, part), piece.name
 
@@ -195,7 +195,7 @@ def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
             grouped = whole.unflatten(1, (-1, 128))
             span = grouped.amax(2).clamp(min=0) - grouped.amin(2).clamp(max=0)
             steps = (span / 15).repeat_interleave(128, 1)
-            values = widened(codes_of(piece))
+            values = dequantize(codes_of(piece))
             part = slice(piece.start, piece.start + values.shape[piece.dim])
             place = (part, slice(None)) if piece.dim == 0 else (slice(None), part)
             error = (values - whole[place]).abs() / steps[place]
@@ -218,7 +218,7 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
             ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(form))
             pieces = [piece for piece in ours.slices() if piece.name == name]
             load_weights(pieces, tmp_path, model)
-            parts.append(widened(codes_of(pieces[0])))
+            parts.append(dequantize(codes_of(pieces[0])))
         values[size] = torch.cat(parts, dim=pieces[0].dim)
     assert torch.equal(values[1], values[4])
 

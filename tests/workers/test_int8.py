@@ -108,6 +108,6 @@ def test_a_checkpoint_of_codes(pool: WorkerPool, tmp_path: Path, size: int) -> N
     want = logits_of(eight_bit(model, size, vocabulary=False))
     quantize_checkpoint(tmp_path)
     config = config_of(tmp_path, tensor_parallel_size=size, attention_backend=BACKENDS[-1])
-    assert config.quantization is not None and config.quantization.stored
+    assert config.quantization is not None and config.quantization.is_stored
     with executor_of(pool, config) as executor:
         assert np.abs(run_logits(executor, TOKENS) - want).max() < TOLERANCE

@@ -13,10 +13,10 @@ import pytest
 import xxhash
 
 from benchmarks.in_process import InProcessExecutor
-from scheduler.engine import LATE, Engine, MaskAnswer
+from scheduler.engine import MASK_LATE, Engine, MaskAnswer
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, StepPlan, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepPlan, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from tests.scheduler.fake_model import mask_bytes
@@ -48,9 +48,9 @@ class RandomlyLate:
         key = seq.request_id, len(seq.token_ids)
         if key not in self._given and self._random.random() < self.probability:
             self.num_late += 1
-            return LATE
+            return MASK_LATE
         self._given.add(key)
-        pattern = 0b01010101 << xxhash.xxh32_intdigest(bytes(ints(seq.token_ids))) % 2
+        pattern = 0b01010101 << xxhash.xxh32_intdigest(bytes(int32_array(seq.token_ids))) % 2
         return bytes([pattern]) * self._num_mask_bytes
 
 
@@ -82,8 +82,8 @@ def outputs(
     engine = Engine(Scheduler(limits), executor, num_steps_ahead=num_steps_ahead, grammars=grammars)
     sequences = []
     for number in range(NUM_REQUESTS):
-        prompt = ints(range(5 + number, 8 + 3 * number))
-        sampling = Sampling(
+        prompt = int32_array(range(5 + number, 8 + 3 * number))
+        sampling = ResolvedSampling(
             seed=number, max_tokens=NUM_TOKENS, temperature=1.0, frequency_penalty=0.7
         )
         request = Request(

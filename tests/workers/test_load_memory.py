@@ -17,7 +17,7 @@ from benchmarks.rank_pool import WorkerPool
 from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
 from kernels.cpu.capabilities import has_int8
-from kernels.cpu.linear import packs
+from kernels.cpu.linear import packs_dtype
 from tests.workers.conftest import config_of
 from workers.models.checkpoint import expected_tensors
 from workers.models.random_checkpoint import write_random_checkpoint
@@ -84,7 +84,7 @@ def test_rank_holds_its_share_and_no_more(
     shapes = expected_tensors(ModelConfig.from_dir(checkpoint)).values()
     stored = sum(map(math.prod, shapes)) * held.itemsize
     # A tied embedding is held twice where it is packed: as rows, and for the product.
-    if dtype == "int8" or (dtype != "mixed" and packs(held)):
+    if dtype == "int8" or (dtype != "mixed" and packs_dtype(held)):
         stored += held.itemsize * 40_000 * 512
     for sizes in measured:
         print(

@@ -20,8 +20,8 @@ from configs.paths import DEFAULT_MODEL_DIR
 from kernels.select import select_backend
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import PromptLogprobs, Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import PromptLogprobs, Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
@@ -80,9 +80,9 @@ class Run:
         wanted = {"seed": 0, "max_tokens": 3, "temperature": 0.0, "prompt_logprobs": NUM_TOP}
         request = Request(
             request_id=name,
-            token_ids=ints(prompt),
+            token_ids=int32_array(prompt),
             num_prompt_tokens=len(prompt),
-            sampling=Sampling(**wanted | sampling),
+            sampling=ResolvedSampling(**wanted | sampling),
         )
         self.parts[name] = []
         self.engine.add(request)
@@ -97,9 +97,11 @@ class Run:
 
     def scores(self, name: str) -> PromptLogprobs:
         """Everything that arrived, which must be without gaps and repetitions."""
-        together = PromptLogprobs.none(NUM_TOP)
+        together = PromptLogprobs.empty(NUM_TOP)
         for part in self.parts[name]:
-            assert part.first == together.end, f"{name}: {part.first} after {together.end}"
+            assert part.first_position == together.end_position, (
+                f"{name}: {part.first_position} after {together.end_position}"
+            )
             together = together.followed_by(part)
         return together
 
@@ -137,7 +139,7 @@ def run(
 
 def largest_difference(model: Any, prompt: list[int], scores: PromptLogprobs) -> float:
     """From transformers, over tokens and alternatives; the alternatives must be the best ones."""
-    assert (scores.first, scores.end) == (1, len(prompt))
+    assert (scores.first_position, scores.end_position) == (1, len(prompt))
     if len(prompt) == 1:
         return 0.0
     with torch.inference_mode():
@@ -150,7 +152,7 @@ def largest_difference(model: Any, prompt: list[int], scores: PromptLogprobs) ->
     near = 1e-4
     fewest = (exact > own[:, None] + near).sum(dim=1) + 1
     most = (exact >= own[:, None] - near).sum(dim=1)
-    ranks = torch.tensor(scores.ranks.tolist())
+    ranks = torch.tensor(scores.token_ranks.tolist())
     assert bool(((fewest <= ranks) & (ranks <= most)).all())
     differences = [
         (torch.tensor(scores.logprobs.tolist()) - own).abs().max(),
@@ -276,19 +278,24 @@ def test_logits_of_few_positions_exist_at_a_time(small_checkpoint: Path) -> None
     lengths = (150, 1, 60)
     planner, rows = Planner(BLOCK), []
     for slot, length in enumerate(lengths):
-        sampling = Sampling(seed=0, max_tokens=1, prompt_logprobs=slot)
+        sampling = ResolvedSampling(seed=0, max_tokens=1, prompt_logprobs=slot)
         rows.append(Row([(7 * i + slot) % 50 for i in range(length)], length, sampling))
         planner.admit(rows[-1], slot)
         scorer.admit(slot, sampling)
     plan = planner.step([(row, 256) for row in rows])
-    plan = dataclasses.replace(plan, scored=bytes([1, 0, 1]))
+    plan = dataclasses.replace(plan, scoring_flags=bytes([1, 0, 1]))
     state.apply(plan)
     scoring = scorer.stage(plan, state.take(plan), lambda array: device.upload(array)[0])
     assert scoring is not None
     hidden_TE = torch.randn(sum(lengths), 8, generator=generator)
     first, second = scorer.score(hidden_TE, scoring).messages()
     assert sum(head.sizes) == 149 + 59 and max(head.sizes) == POSITIONS_AT_ONCE
-    assert (first.end, first.num_top, second.end, second.num_top) == (150, 0, 60, 2)
+    assert (first.end_position, first.num_top, second.end_position, second.num_top) == (
+        150,
+        0,
+        60,
+        2,
+    )
     exact = (hidden_TE @ head.weight_VE.T).double().log_softmax(dim=1)
     for part, row, begin in ((first, rows[0], 0), (second, rows[2], 151)):
         want = [float(exact[begin + i, token]) for i, token in enumerate(row.tokens[1:])]
@@ -297,4 +304,4 @@ def test_logits_of_few_positions_exist_at_a_time(small_checkpoint: Path) -> None
             int((exact[begin + i] >= exact[begin + i, token]).sum())
             for i, token in enumerate(row.tokens[1:])
         ]
-        assert part.ranks.tolist() == better
+        assert part.token_ranks.tolist() == better

@@ -38,7 +38,7 @@ def rank_on_a_gpu(small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Ra
         max_model_len=256,
     )
     config = dataclasses.replace(config, device="cuda")
-    monkeypatch.setattr(worker_module, "_launch_smallest", lambda *_: None)
+    monkeypatch.setattr(worker_module, "_launch_test_kernel", lambda *_: None)
 
     def make(free: int) -> Worker:
         gpu = FakeGpu(total=10_000 * MIB, free=free)

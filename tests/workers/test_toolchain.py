@@ -27,23 +27,23 @@ def complete(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_nothing_is_missing_on_a_complete_machine(complete: Path) -> None:
-    assert toolchain.missing() == []
+    assert toolchain.toolchain_problems() == []
 
 
 def test_a_compiler_is_looked_for(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    [said] = toolchain.missing()
+    [said] = toolchain.toolchain_problems()
     assert "no C compiler" in said and "install gcc" in said
     monkeypatch.setenv("CC", "my-cc -m64")
-    [said] = toolchain.missing()
+    [said] = toolchain.toolchain_problems()
     assert "'my-cc -m64', is not there" in said
     monkeypatch.setattr(shutil, "which", lambda name: name if name == "my-cc" else None)
-    assert toolchain.missing() == []
+    assert toolchain.toolchain_problems() == []
 
 
 def test_headers_are_looked_for(complete: Path) -> None:
     (complete / "Python.h").unlink()
-    [said] = toolchain.missing()
+    [said] = toolchain.toolchain_problems()
     assert f"{complete / 'Python.h'} is missing" in said and "python3-dev" in said
 
 
@@ -52,13 +52,13 @@ def test_the_drivers_library_is_looked_for(complete: Path, monkeypatch: pytest.M
         raise OSError(name)
 
     monkeypatch.setattr(ctypes, "CDLL", none)
-    [said] = toolchain.missing()
+    [said] = toolchain.toolchain_problems()
     assert "libcuda.so.1 is not found" in said
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", str(complete))
-    [said] = toolchain.missing()
+    [said] = toolchain.toolchain_problems()
     assert "which has no libcuda.so.1" in said
     (complete / "libcuda.so.1").touch()
-    assert toolchain.missing() == []
+    assert toolchain.toolchain_problems() == []
 
 
 def test_a_rank_on_a_gpu_says_so_before_it_loads(

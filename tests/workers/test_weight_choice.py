@@ -14,7 +14,7 @@ from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.quantization import FP8, INT4, INT8, Quantization, computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
-from kernels.select import choose
+from kernels.select import choose_capabilities
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint, quantize_checkpoint
 from tests.workers.conftest import config_of
@@ -34,7 +34,7 @@ WITH_EXPERTS = Shape(
 
 def resolved(model_dir: Path, device: str = "cpu", **options: Any) -> ResolvedConfig:
     model = ModelConfig.from_dir(model_dir)
-    backend = choose(device, options.get("attention_backend", "auto"))
+    backend = choose_capabilities(device, options.get("attention_backend", "auto"))
     return resolve(EngineConfig(**options), model, model_dir, device, backend)
 
 
@@ -76,14 +76,14 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
         stored_model(tmp_path, name)
         assert resolved(tmp_path).quantization is not None
         from_user = resolved(tmp_path, quantization="int8").quantization
-        assert from_user == Quantization(stored=False, vocabulary=True)
+        assert from_user == Quantization(is_stored=False, includes_vocabulary=True)
 
 
 @pytest.mark.parametrize(("name", "form"), [("pack_32", INT4), ("fp8_bfloat16", FP8)])
 def test_codes_are_kept_on_gpus_too(tmp_path: Path, name: str, form: str) -> None:
     stored_model(tmp_path, name)
     quantization = resolved(tmp_path, "cuda", attention_backend="triton").quantization
-    assert quantization is not None and quantization.name == form and quantization.stored
+    assert quantization is not None and quantization.name == form and quantization.is_stored
     make_checkpoint(tmp_path, SHAPE)
     options = {"attention_backend": "triton", "quantization": form}
     assert resolved(tmp_path, "cuda", **options).quantization == computed_quantization(form)

@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from benchmarks.rank_pool import WorkerPool, executor_of
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from kernels.cpu import pool
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
-from scheduler.messages import StepMask, StepPlan, ints
+from scheduler.messages import StepMask, StepPlan, int32_array
 from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
@@ -75,10 +75,10 @@ def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
 @pytest.mark.parametrize("when", ["before its launch", "while it runs"])
 def test_a_masked_step_takes_a_mask_that_comes(worker: Worker, when: str) -> None:
     [plan] = plans(1)
-    plan = dataclasses.replace(plan, masked=plan.samples)
+    plan = dataclasses.replace(plan, mask_flags=plan.sampling_flags)
     bits = bytearray(mask_bytes(worker.config.model.vocab_size))
     bits[77 // 8] |= 1 << 77 % 8
-    mask = StepMask(step_id=0, epoch=0, rows=ints([0]), masks=(bytes(bits),))
+    mask = StepMask(step_id=0, epoch=0, rows=int32_array([0]), masks=(bytes(bits),))
     if when == "before its launch":
         worker.mask(mask)
     with ThreadPoolExecutor() as threads:
@@ -96,7 +96,7 @@ def test_a_mask_that_never_comes_fails_the_step(small_checkpoint: Path) -> None:
     worker.start(None)
     worker.allocate_cache(32)
     [plan] = plans(1)
-    worker.launch(dataclasses.replace(plan, masked=plan.samples))
+    worker.launch(dataclasses.replace(plan, mask_flags=plan.sampling_flags))
     with pytest.raises(StepTimeoutError, match=r"the mask of step 0 of epoch 0 did not come"):
         worker.result(0, 0)
     worker.close()
@@ -133,7 +133,7 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
         pending = PendingStep(
             device=Device(torch.device("cpu")),
             token_ids_R=torch.tensor([i]),
-            ended=event,
+            end_event=event,
         )
         worker._handover.put_outcome(plan, pending)
     with ThreadPoolExecutor() as threads:
@@ -336,7 +336,7 @@ def test_the_first_setting_of_threads_in_a_process_counts() -> None:
         " select_backend('cpu', 'cpu').set_num_threads(1); print(torch.get_num_threads())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=SOURCE_ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "1\n"
 
@@ -347,7 +347,7 @@ def test_importing_kernels_leaves_the_threads_of_torch_alone() -> None:
         " select_backend('cpu', 'cpu'); print(torch.get_num_threads())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=CHECKOUT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=SOURCE_ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout == "1\n"
 
@@ -371,7 +371,7 @@ def test_whoever_runs_steps_gives_its_weights_huge_pages_until_it_is_closed(
     monkeypatch.setattr("workers.worker.use_huge_pages", note)
     worker = Worker(config_of(small_checkpoint), rank=0)
     worker.start(None)
-    worker.allocate_cache(32, stands_by=True)
+    worker.allocate_cache(32, is_standby=True)
     with pytest.raises(Empty):
         began.get(timeout=0.2)
     worker.take_over(1)

@@ -34,10 +34,10 @@ logger = logging.getLogger(__name__)
 _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 # Rows of up to this many tokens are short.
-_SHORT = 512
+_MAX_SHORT_ROW_TOKENS = 512
 # A padding row: any slot, the first position, which counts as cached and so is never written, and
 # no tokens to attend to.
-_PADDING = (0, 0, 1, 0)
+_PADDING_ROW = (0, 0, 1, 0)
 
 
 def graph_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -67,31 +67,33 @@ class DecodeGraphs:
         self._state = state
         self._device = device
         self._hidden_SE = hidden_SE
-        self.bounds = sorted({min(_SHORT, config.max_model_len), config.max_model_len})
+        self.seq_len_bounds = sorted(
+            {min(_MAX_SHORT_ROW_TOKENS, config.max_model_len), config.max_model_len}
+        )
         self.sizes = graph_sizes(config.max_num_seqs)
-        largest = self.sizes[-1]
-        self._starts_S1 = torch.arange(largest + 1, dtype=torch.int32, device=device.torch)
+        max_size = self.sizes[-1]
+        self._starts_S1 = torch.arange(max_size + 1, dtype=torch.int32, device=device.torch)
         # What a step sends, filled as if all rows were padding: the arrays, and tensors like them.
-        self._numbers = [np.full(largest, value, np.int32) for value in _PADDING]
-        self._part_start_S1 = np.arange(largest + 1, dtype=np.int32)
+        self._row_arrays = [np.full(max_size, value, np.int32) for value in _PADDING_ROW]
+        self._part_start_S1 = np.arange(max_size + 1, dtype=np.int32)
         self._num_live_1 = np.zeros(1, np.int32)
-        kept = (*self._numbers, self._part_start_S1, self._num_live_1)
-        self._inputs = [uploads.keep(array) for array in kept]
+        kept_arrays = (*self._row_arrays, self._part_start_S1, self._num_live_1)
+        self._inputs = [uploads.keep(array) for array in kept_arrays]
         self._uploads = uploads
         self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of parts
 
     @torch.inference_mode()
-    def capture(self, largest: Graph | None = None) -> Graph:
+    def capture(self, largest_graph: Graph | None = None) -> Graph:
         """Record every size, the largest first: the others share its memory, or all share that of
-        `largest`. Returns the graph whose memory is shared. Waits for the device.
+        `largest_graph`. Returns the graph whose memory is shared. Waits for the device.
         """
         began_s = time.perf_counter()
         self._uploads.send()
         for size in reversed(self.sizes):
-            for max_parts in {self._max_parts(size, bound) for bound in self.bounds}:
+            for max_parts in {self._max_parts(size, bound) for bound in self.seq_len_bounds}:
                 run = partial(self._run, size, max_parts)
-                self._graphs[size, max_parts] = self._device.capture(run, largest)
-                largest = largest or self._graphs[size, max_parts]
+                self._graphs[size, max_parts] = self._device.capture(run, largest_graph)
+                largest_graph = largest_graph or self._graphs[size, max_parts]
         seconds = time.perf_counter() - began_s
         logger.info(
             "%d decode graphs captured in %.1f s, for up to %d sequences",
@@ -99,10 +101,10 @@ class DecodeGraphs:
             seconds,
             self.sizes[-1],
         )
-        assert largest is not None
-        return largest
+        assert largest_graph is not None
+        return largest_graph
 
-    def fit(self, rows: StepRows) -> bool:
+    def can_replay(self, rows: StepRows) -> bool:
         """Whether a step can be replayed: every row has one token and samples the next one."""
         num_rows = len(rows.slots_B)
         return rows.max_query_len == 1 and len(rows.sampling_slots_R) == num_rows <= self.sizes[-1]
@@ -113,15 +115,17 @@ class DecodeGraphs:
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
-        bound = self.bounds[bisect.bisect_left(self.bounds, rows.max_seq_len)]
+        bound = self.seq_len_bounds[bisect.bisect_left(self.seq_len_bounds, rows.max_seq_len)]
         max_parts = self._max_parts(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
-        for kept_S, numbers_R, padding in zip(self._numbers, numbers, _PADDING, strict=True):
-            kept_S[:num_rows] = numbers_R
-            kept_S[num_rows:size] = padding
+        for row_array_S, numbers_R, padding in zip(
+            self._row_arrays, numbers, _PADDING_ROW, strict=True
+        ):
+            row_array_S[:num_rows] = numbers_R
+            row_array_S[num_rows:size] = padding
         self._num_live_1[0] = num_rows
         if max_parts:
-            seq_lens_B = self._numbers[-1][:size]
+            seq_lens_B = self._row_arrays[-1][:size]
             self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
         return self._graphs[size, max_parts].replay
 
@@ -129,10 +133,12 @@ class DecodeGraphs:
         return self._state.max_decode_parts(size, bound)
 
     def _run(self, size: int, max_parts: int) -> None:
-        *numbers, part_start_S1, num_live_1 = self._inputs
-        slots_B, positions_B, cached_B, seq_lens_B = (kept[:size] for kept in numbers)
+        *numbers, part_start_S1, num_live_tokens_1 = self._inputs
+        slots_B, positions_B, num_cached_B, seq_lens_B = (
+            kept_tensor[:size] for kept_tensor in numbers
+        )
         part_start_B1 = part_start_S1[: size + 1]
-        token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, cached_B)
+        token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, num_cached_B)
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
             query_start_B1=starts_B1,
@@ -141,9 +147,9 @@ class DecodeGraphs:
             block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
             kv_places_T=kv_places_B,
             max_query_len=1,
-            max_seq_len=self.bounds[-1],
-            num_live_1=num_live_1,
-            decode=(
+            max_seq_len=self.seq_len_bounds[-1],
+            num_live_tokens_1=num_live_tokens_1,
+            decode_parts=(
                 self._state.decode_parts(size, max_parts, part_start_B1) if max_parts else None
             ),
         )

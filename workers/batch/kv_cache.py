@@ -18,7 +18,7 @@ from kernels.interface import Kernels
 from scheduler.errors import ConfigError
 from workers.batch.kv_plan import megabytes
 from workers.device import Device
-from workers.memory.lasting import LastingMemory, is_supported
+from workers.memory.lasting import SharedMemfd, is_supported
 from workers.models.qwen3 import LayerCache
 
 # Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
@@ -38,22 +38,28 @@ def gpu_budget(
     Only this process's own use counts. What other processes hold is deducted only as far as the
     budget would not fit into the free memory.
     """
-    peak = device.peak_during(run_step)
-    before = device.memory()
+    peak_bytes = device.peak_during(run_step)
+    memory_before = device.memory()
     runner = make_runner()
-    after = device.memory()
+    memory_after = device.memory()
     # Memory that graphs hold in the CUDA driver shows only in the free memory, which other
     # processes may change meanwhile: take the larger.
-    held_by_runner = max(after.reserved - before.reserved, before.free - after.free)
+    runner_bytes = max(
+        memory_after.reserved - memory_before.reserved, memory_before.free - memory_after.free
+    )
     del runner
     memory = device.memory()
-    share = int(memory.total * config.engine.gpu_memory_utilization)
+    share_bytes = int(memory.total * config.engine.gpu_memory_utilization)
     own_bytes = memory.reserved + _CUDA_CONTEXT_BYTES
-    parts = [("share of the device", share), ("weights", own_bytes), ("largest step", peak)]
-    parts.append(("batch state and graphs", held_by_runner))
-    not_free = share - own_bytes - memory.free
-    if not_free > 0:
-        parts.append(("used by others", not_free))
+    parts = [
+        ("share of the device", share_bytes),
+        ("weights", own_bytes),
+        ("largest step", peak_bytes),
+    ]
+    parts.append(("batch state and graphs", runner_bytes))
+    missing_bytes = share_bytes - own_bytes - memory.free
+    if missing_bytes > 0:
+        parts.append(("used by others", missing_bytes))
     return parts
 
 
@@ -69,17 +75,17 @@ class KVCache:
         num_blocks: int,
         num_kv_heads: int,
         device: torch.device,
-        inherited: LastingMemory | None = None,
+        inherited_memory: SharedMemfd | None = None,
     ) -> None:
-        """`inherited`: the cache of a rank of the same configuration, as it was left."""
+        """`inherited_memory`: the cache of a rank of the same configuration, as it was left."""
         self.num_blocks = num_blocks
-        self.memory = inherited
+        self.memory = inherited_memory
         shapes = kernels.kv_cache_shapes(
             num_blocks, config.block_size, num_kv_heads, config.model.head_dim
         )
         size = (2, config.model.num_hidden_layers, math.prod(shapes[0]))
         description = f"a KV cache of {num_blocks} blocks of {config.block_size} tokens"
-        lower = (
+        options_to_lower = (
             "num_kv_blocks, block_size, kv_cache_bytes or gpu_memory_utilization, whichever was"
             " given"
         )
@@ -87,14 +93,14 @@ class KVCache:
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
         num_bytes = math.prod(size) * dtype.itemsize
         outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and is_supported()
-        with room_for(description, num_bytes, lower):
+        with guard_allocation(description, num_bytes, options_to_lower):
             if self.memory is None and outlives_ranks:
-                self.memory = LastingMemory.create("eagleray-kv-cache", num_bytes)
+                self.memory = SharedMemfd.create("eagleray-kv-cache", num_bytes)
             if self.memory is None:
                 self.tensor = torch.zeros(size, dtype=dtype, device=device)
             else:
                 self.tensor = self.memory.tensor().view(dtype).view(size)
-        if inherited is None:
+        if inherited_memory is None:
             self.allow_writing()
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
@@ -108,17 +114,18 @@ class KVCache:
 
 
 @contextmanager
-def room_for(description: str, num_bytes: int, lower: str) -> Iterator[None]:
+def guard_allocation(description: str, num_bytes: int, options_to_lower: str) -> Iterator[None]:
     """Wraps an allocation of `num_bytes`: raises `ConfigError` if there is not enough memory."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
         # torch has no dedicated error for CPU memory.
-        is_lack = isinstance(error, MemoryError | torch.OutOfMemoryError | OSError)
-        if not is_lack and "alloc" not in str(error):
+        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError | OSError)
+        if not is_out_of_memory and "alloc" not in str(error):
             raise
         raise ConfigError(
-            f"{description} needs {megabytes(num_bytes)}, which is not available: lower {lower}"
+            f"{description} needs {megabytes(num_bytes)}, which is not available: lower"
+            f" {options_to_lower}"
         ) from error
 
 

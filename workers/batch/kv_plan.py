@@ -65,7 +65,7 @@ def plan_kv_cache(
     """
     engine_config = config.engine
     size = block_bytes(config)
-    wanted_blocks = config.max_num_seqs * config.blocks_per_sequence
+    wanted_blocks = config.max_num_seqs * config.max_blocks_per_sequence
     if num_blocks_at_start is not None:
         parts = [("as at the start of the engine", num_blocks_at_start * size)]
         wanted_blocks = num_blocks_at_start
@@ -73,18 +73,18 @@ def plan_kv_cache(
         parts = [("num_kv_blocks", engine_config.num_kv_blocks * size)]
         wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
-        ranks = engine_config.tensor_parallel_size
+        num_ranks = engine_config.tensor_parallel_size
         budget = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
-        parts = [(f"kv_cache_bytes over {ranks} ranks", budget // ranks)]
+        parts = [(f"kv_cache_bytes over {num_ranks} ranks", budget // num_ranks)]
         if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
-            wanted_blocks = min(wanted_blocks, max(default_blocks, config.blocks_per_sequence))
+            wanted_blocks = min(wanted_blocks, max(default_blocks, config.max_blocks_per_sequence))
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
         parts = measure_budget()
-    budget = parts[0][1] - sum(taken for _, taken in parts[1:])
+    budget = parts[0][1] - sum(num_bytes for _, num_bytes in parts[1:])
     if budget < size:
-        raise ConfigError(_too_little(config, size, budget, parts))
+        raise ConfigError(_no_room_message(config, size, budget, parts))
     return KVCacheLedger(
         rank=rank,
         num_blocks=min(budget // size, wanted_blocks),
@@ -100,12 +100,14 @@ def megabytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
 
 
-def _too_little(
+def _no_room_message(
     config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]
 ) -> str:
-    tokens = max(0, budget) * config.block_size // size
+    num_tokens = max(0, budget) * config.block_size // size
     budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
-    block_remedy = f"lower block_size to at most {tokens}, or" if tokens else "not one token fits;"
+    block_remedy = (
+        f"lower block_size to at most {num_tokens}, or" if num_tokens else "not one token fits;"
+    )
     if config.device == "cpu":
         budget_remedy = (
             f"raise kv_cache_bytes to at least {size * config.engine.tensor_parallel_size}"

@@ -27,7 +27,7 @@ from configs.engine import ResolvedConfig
 from configs.model import ModelConfig
 from workers.batch.kv_cache import KVCache
 from workers.batch.state import BatchState, StepInputs, StepRows
-from workers.device import Device, Graph, Put, StepUploads
+from workers.device import Device, Graph, PutFunction, StepUploads
 from workers.models.qwen3 import Qwen3
 from workers.roofline import active_layer_parameters
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 # Tokens: finer where a step is bound by arithmetic, so that padding costs less than launching did.
 _SIZES = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048)
 # Rows behind the decode rows. A step with more of them is launched eagerly.
-_MOST_PROMPTS = 64
+_MAX_PROMPTS = 64
 # What one layer's launches take of the host, and the rate at which a GPU multiplies: they decide up
 # to which size graphs are worth their memory and the time to capture. Measured with an H200 in a
 # virtual machine, where a layer took the host 0.4 to 1 ms.
@@ -78,7 +78,7 @@ class MixedGraphs:
         self._hidden_SE = hidden_SE
         self._max_seqs = config.max_num_seqs
         self._max_seq_len = config.max_model_len
-        self._num_prompts = _most_prompts(config)
+        self._max_num_prompts = _max_prompts(config)
         self.sizes = mixed_sizes(
             config.model, config.engine.tensor_parallel_size, config.max_num_batched_tokens
         )
@@ -90,27 +90,29 @@ class MixedGraphs:
         graph, if any. Waits for the device.
         """
         began_s = time.perf_counter()
-        largest: Graph | None = None
+        largest_graph: Graph | None = None
         for size in reversed(self.sizes):
             make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
             self._uploads.send()
-            self._graphs[size] = self._device.capture(partial(self._run, make_inputs), largest)
-            largest = largest or self._graphs[size]
+            self._graphs[size] = self._device.capture(
+                partial(self._run, make_inputs), largest_graph
+            )
+            largest_graph = largest_graph or self._graphs[size]
         logger.info(
             "%d graphs of steps with prompts captured in %.1f s, for up to %d tokens",
             len(self._graphs),
             time.perf_counter() - began_s,
             max(self.sizes, default=0),
         )
-        return largest
+        return largest_graph
 
-    def fit(self, rows: StepRows) -> bool:
+    def can_replay(self, rows: StepRows) -> bool:
         """Whether a step can be replayed."""
         num_prompts = len(rows.slots_B) - rows.num_decode_rows
-        fits = num_prompts <= self._num_prompts
+        fits = num_prompts <= self._max_num_prompts
         return fits and len(rows.slots_T) <= max(self.sizes, default=0)
 
-    def stage(self, rows: StepRows, put: Put) -> Callable[[], None]:
+    def stage(self, rows: StepRows, put: PutFunction) -> Callable[[], None]:
         """Put what the graph of these rows reads; nothing else of the step may be put before it.
         Returns a function that replays the graph, after which the hidden states of the last tokens
         of the sampling rows are the first rows of `hidden_SE`, until the next step.
@@ -121,13 +123,13 @@ class MixedGraphs:
 
     def _padded(self, rows: StepRows, size: int) -> StepRows:
         num_decode_rows = min(size, self._max_seqs)
-        num_rows = num_decode_rows + self._num_prompts + 1  # for the tokens of padding
+        num_rows = num_decode_rows + self._max_num_prompts + 1  # for the tokens of padding
         return rows.padded(size, num_decode_rows, num_rows, self._max_seq_len)
 
     def _run(self, make_inputs: Callable[[], StepInputs]) -> None:
         inputs = make_inputs()
         # The last row has the tokens of padding.
-        attn = replace(inputs.attn, num_live_1=inputs.attn.query_start_B1[-2:-1])
+        attn = replace(inputs.attn, num_live_tokens_1=inputs.attn.query_start_B1[-2:-1])
         hidden_TE = self._model.forward(
             inputs.token_ids_T, inputs.positions_T, attn, self._cache.layers
         )
@@ -137,27 +139,27 @@ class MixedGraphs:
 
 def max_rows(config: ResolvedConfig) -> int:
     """Rows of the largest graph, with padding."""
-    return config.max_num_seqs + _most_prompts(config) + 1
+    return config.max_num_seqs + _max_prompts(config) + 1
 
 
-def _most_prompts(config: ResolvedConfig) -> int:
-    return min(config.max_num_seqs, _MOST_PROMPTS)
+def _max_prompts(config: ResolvedConfig) -> int:
+    return min(config.max_num_seqs, _MAX_PROMPTS)
 
 
 def _no_rows() -> StepRows:
     """A step without rows, to be padded."""
-    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    empty, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
     return StepRows(
-        slots_T=none,
-        positions_T=none,
-        num_cached_T=none,
+        slots_T=empty,
+        positions_T=empty,
+        num_cached_T=empty,
         query_start_B1=start,
         seq_start_B1=start,
-        seq_lens_B=none,
-        slots_B=none,
-        logits_indices_R=none,
-        sampling_slots_R=none,
-        sampling_positions_R=none,
+        seq_lens_B=empty,
+        slots_B=empty,
+        logits_indices_R=empty,
+        sampling_slots_R=empty,
+        sampling_positions_R=empty,
         num_decode_rows=0,
         max_query_len=0,
         max_seq_len=0,

@@ -42,7 +42,7 @@ class RecordedLayers:
     def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
-        self._table_width = config.blocks_per_sequence
+        self._table_width = config.max_blocks_per_sequence
         has_recorder = model.kernels.recorder is not None and config.model.experts is None
         self._max_rows = MAX_RECORDED_ROWS if has_recorder else 0
         self._by_rows: dict[int, _Recorded] = {}

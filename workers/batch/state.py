@@ -26,9 +26,9 @@ from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from scheduler.errors import WorkerError
 from scheduler.messages import AdmittedRows, StepPlan
-from workers.device import Device, Ints, Put
+from workers.device import Device, Int32Array, PutFunction
 
-_Entries = tuple[Ints, Ints, Ints]  # rows, columns and values to write to a table
+_Entries = tuple[Int32Array, Int32Array, Int32Array]  # rows, columns and values to write to a table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,16 @@ class StepRows:
         the rows at the front.
     """
 
-    slots_T: Ints
-    positions_T: Ints
-    num_cached_T: Ints
-    query_start_B1: Ints
-    seq_start_B1: Ints
-    seq_lens_B: Ints
-    slots_B: Ints
-    logits_indices_R: Ints
-    sampling_slots_R: Ints
-    sampling_positions_R: Ints
+    slots_T: Int32Array
+    positions_T: Int32Array
+    num_cached_T: Int32Array
+    query_start_B1: Int32Array
+    seq_start_B1: Int32Array
+    seq_lens_B: Int32Array
+    slots_B: Int32Array
+    logits_indices_R: Int32Array
+    sampling_slots_R: Int32Array
+    sampling_positions_R: Int32Array
     num_decode_rows: int
     max_query_len: int
     max_seq_len: int
@@ -71,13 +71,13 @@ class StepRows:
         last row is always padding. It owns the tokens of padding, which follow all others and count
         as cached, so that they are never written. The other rows of padding have no queries.
         """
-        num_live = self.num_decode_rows
+        num_live_rows = self.num_decode_rows
 
-        def pad(numbers: Ints, length: int, value: int = 0) -> Ints:
+        def pad(numbers: Int32Array, length: int, value: int = 0) -> Int32Array:
             return np.pad(numbers, (0, length - len(numbers)), constant_values=value)
 
-        def spread(numbers_B: Ints) -> Ints:
-            front, others = numbers_B[:num_live], numbers_B[num_live:]
+        def spread(numbers_B: Int32Array) -> Int32Array:
+            front, others = numbers_B[:num_live_rows], numbers_B[num_live_rows:]
             return np.concatenate(
                 (pad(front, num_decode_rows), pad(others, num_rows - num_decode_rows))
             )
@@ -128,33 +128,39 @@ class BatchState:
         kernels: Kernels,
         num_kv_heads: int,
     ) -> None:
-        slots = config.max_num_seqs
+        num_slots = config.max_num_seqs
         self._kernels = kernels
         self._num_kv_heads = num_kv_heads
         self.block_size = config.block_size
         self.num_blocks = num_blocks
         self.max_tokens = config.max_model_len
         self.device = device
-        self.tokens_SL = torch.zeros(slots, self.max_tokens, dtype=torch.int32, device=device.torch)
-        self.block_table_SW = torch.zeros(
-            slots, config.blocks_per_sequence, dtype=torch.int32, device=device.torch
+        self.tokens_SL = torch.zeros(
+            num_slots, self.max_tokens, dtype=torch.int32, device=device.torch
         )
-        self._arrived_SK = torch.zeros(slots, num_kv_heads, dtype=torch.int32, device=device.torch)
-        self.used_S = np.zeros(slots, np.bool_)
+        self.block_table_SW = torch.zeros(
+            num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch
+        )
+        self._num_arrived_SK = torch.zeros(
+            num_slots, num_kv_heads, dtype=torch.int32, device=device.torch
+        )
+        self.is_used_S = np.zeros(num_slots, np.bool_)
         # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
-        self._counts_NS = np.zeros((5, slots), np.int32)
-        self.num_tokens_S, self.num_prompt_S, self.num_cached_S = self._counts_NS[:3]
-        self.num_computed_S, self.num_table_S = self._counts_NS[3:]
+        self._counts_NS = np.zeros((5, num_slots), np.int32)
+        self.num_tokens_S, self.num_prompt_tokens_S, self.num_cached_S = self._counts_NS[:3]
+        self.num_computed_S, self.num_table_blocks_S = self._counts_NS[3:]
 
     def apply(self, plan: StepPlan) -> None:
         """Release rows, admit rows, then append blocks."""
-        self._release(_ints(plan.released))
+        self._release(_ints(plan.released_slots))
         tokens: list[_Entries] = []
         blocks: list[_Entries] = []
-        if plan.admitted is not None:
-            tokens.append(self._admit(plan.admitted))
-            admitted_N = np.repeat(_ints(plan.admitted.slots), _ints(plan.admitted.num_blocks))
-            blocks.append(self._append(admitted_N, _ints(plan.admitted.block_ids)))
+        if plan.admitted_rows is not None:
+            tokens.append(self._admit(plan.admitted_rows))
+            admitted_N = np.repeat(
+                _ints(plan.admitted_rows.slots), _ints(plan.admitted_rows.num_blocks)
+            )
+            blocks.append(self._append(admitted_N, _ints(plan.admitted_rows.block_ids)))
         if len(plan.appended_slots):
             appended = _ints(plan.appended_slots), _ints(plan.appended_block_ids)
             blocks.append(self._append(*appended))
@@ -162,25 +168,25 @@ class BatchState:
 
     def take(self, plan: StepPlan) -> StepRows:
         """The rows of the next step, at least one. Their tokens count as computed from here on."""
-        slots_B, new_B = _ints(plan.slots), _ints(plan.num_new_tokens)
-        samples_B = np.frombuffer(plan.samples, np.uint8).astype(np.bool_)
-        self._check_rows(slots_B, new_B, samples_B)
+        slots_B, num_new_tokens_B = _ints(plan.slots), _ints(plan.num_new_tokens)
+        samples_B = np.frombuffer(plan.sampling_flags, np.uint8).astype(np.bool_)
+        self._check_rows(slots_B, num_new_tokens_B, samples_B)
         start_B = self.num_computed_S[slots_B]
-        seq_lens_B = start_B + new_B
-        query_start_B1 = _running_sum(new_B)
+        seq_lens_B = start_B + num_new_tokens_B
+        query_start_B1 = _running_sum(num_new_tokens_B)
         num_cached_B = self.num_cached_S[slots_B]
-        max_query_len = int(new_B.max())
+        max_query_len = int(num_new_tokens_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
             slots_T = slots_B
             positions_T = start_B
             num_cached_T = num_cached_B
         else:
-            num_decode_rows = int((new_B > 1).argmax())
-            slots_T = np.repeat(slots_B, new_B)
-            num_cached_T = np.repeat(num_cached_B, new_B)
+            num_decode_rows = int((num_new_tokens_B > 1).argmax())
+            slots_T = np.repeat(slots_B, num_new_tokens_B)
+            num_cached_T = np.repeat(num_cached_B, num_new_tokens_B)
             positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
-            positions_T += np.repeat(start_B - query_start_B1[:-1], new_B)
+            positions_T += np.repeat(start_B - query_start_B1[:-1], num_new_tokens_B)
         rows = StepRows(
             slots_T=slots_T,
             positions_T=positions_T,
@@ -201,28 +207,29 @@ class BatchState:
         self.num_tokens_S[rows.sampling_slots_R] += 1
         return rows
 
-    def stage(self, rows: StepRows, put: Put) -> Callable[[], StepInputs]:
+    def stage(self, rows: StepRows, put: PutFunction) -> Callable[[], StepInputs]:
         """Put what a step needs. Returns a function that makes the inputs; call it after the upload
         has been sent.
         """
-        slots_T, positions_T, cached_T, slots_B = map(
+        slots_T, positions_T, num_cached_T, slots_B = map(
             put, (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.slots_B)
         )
         query_start_B1, seq_start_B1, seq_lens_B = map(
             put, (rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B)
         )
-        last_R = put(rows.logits_indices_R)
-        num_decode = rows.num_decode_rows
-        num_live = int(rows.query_start_B1[num_decode])  # without padding, which has no queries
-        decode = self.stage_decode(
-            rows.seq_lens_B[:num_live],
-            self.max_decode_parts(num_decode, rows.max_decode_len),
+        logits_indices_R = put(rows.logits_indices_R)
+        num_decode_rows = rows.num_decode_rows
+        # Without padding, which has no queries.
+        num_live_rows = int(rows.query_start_B1[num_decode_rows])
+        decode_parts = self.stage_decode(
+            rows.seq_lens_B[:num_live_rows],
+            self.max_decode_parts(num_decode_rows, rows.max_decode_len),
             put,
-            num_decode,
+            num_decode_rows,
         )
 
-        def inputs() -> StepInputs:
-            token_ids_T, kv_places_T = self.look_up_tokens(slots_T, positions_T, cached_T)
+        def make_inputs() -> StepInputs:
+            token_ids_T, kv_places_T = self.look_up_tokens(slots_T, positions_T, num_cached_T)
             num_columns = -(-rows.max_seq_len // self.block_size)
             return StepInputs(
                 token_ids_T=token_ids_T,
@@ -235,12 +242,12 @@ class BatchState:
                     kv_places_T=kv_places_T,
                     max_query_len=rows.max_query_len,
                     max_seq_len=rows.max_seq_len,
-                    decode=decode,
+                    decode_parts=decode_parts,
                 ),
-                logits_indices_R=last_R,
+                logits_indices_R=logits_indices_R,
             )
 
-        return inputs
+        return make_inputs
 
     def max_decode_parts(self, num_rows: int, max_seq_len: int) -> int:
         """See `Kernels.max_decode_parts`."""
@@ -251,40 +258,40 @@ class BatchState:
         )
 
     def stage_decode(
-        self, seq_lens_B: Ints, max_parts: int, put: Put, num_rows: int
+        self, seq_lens_B: Int32Array, max_parts: int, put: PutFunction, num_rows: int
     ) -> DecodeParts | None:
         """Put the parts of decode rows, of which those past `seq_lens_B` have none; None
         without parts.
         """
         if max_parts == 0:
             return None
-        start_B1 = self.part_starts(seq_lens_B, max_parts, num_rows)
-        return self.decode_parts(num_rows, max_parts, put(start_B1))
+        part_start_B1 = self.part_starts(seq_lens_B, max_parts, num_rows)
+        return self.decode_parts(num_rows, max_parts, put(part_start_B1))
 
-    def part_starts(self, seq_lens_B: Ints, max_parts: int, num_rows: int) -> Ints:
+    def part_starts(self, seq_lens_B: Int32Array, max_parts: int, num_rows: int) -> Int32Array:
         """Where the parts of `num_rows` decode rows begin, of which those past `seq_lens_B` have
         none.
         """
         # Without more parts than rows, each row is one part, as the kernel expects.
-        num_free = max_parts if max_parts > num_rows else max(1, len(seq_lens_B))
-        starts = part_starts(seq_lens_B, num_free)
+        num_usable_parts = max_parts if max_parts > num_rows else max(1, len(seq_lens_B))
+        starts = part_starts(seq_lens_B, num_usable_parts)
         return np.pad(starts, (0, num_rows - len(seq_lens_B)), mode="edge")
 
-    def decode_parts(self, num_rows: int, max_parts: int, start_B1: Tensor) -> DecodeParts:
+    def decode_parts(self, num_rows: int, max_parts: int, part_start_B1: Tensor) -> DecodeParts:
         """The parts with the counters of this batch, which one step after another uses."""
         return DecodeParts(
             num_rows=num_rows,
             max_parts=max_parts,
-            start_B1=start_B1,
-            arrived_BK=self._arrived_SK,
+            part_start_B1=part_start_B1,
+            num_arrived_BK=self._num_arrived_SK,
         )
 
     def look_up_tokens(
-        self, slots_T: Tensor, positions_T: Tensor, cached_T: Tensor
+        self, slots_T: Tensor, positions_T: Tensor, num_cached_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(token ids, where each token's KV goes), see `Kernels.look_up_tokens`."""
         return self._kernels.look_up_tokens(
-            self.tokens_SL, self.block_table_SW, slots_T, positions_T, cached_T, self.block_size
+            self.tokens_SL, self.block_table_SW, slots_T, positions_T, num_cached_T, self.block_size
         )
 
     def write_sampled(self, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor) -> None:
@@ -293,140 +300,150 @@ class BatchState:
 
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
-        used, table = self.used_S, self.block_table_SW.cpu().numpy()
+        used, table = self.is_used_S, self.block_table_SW.cpu().numpy()
         _demand(self._counts_NS[:, ~used] == 0, "a free slot holds nothing")
         _demand(self.num_computed_S <= self.num_tokens_S, "a row computes only tokens it has")
         _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len tokens")
-        _demand(self.num_prompt_S[used] >= 1, "a row in use has a prompt")
-        room_S = self.num_table_S * self.block_size
-        _demand(self.num_computed_S <= room_S, "computed tokens lie within the block table")
-        _demand(self.num_cached_S <= room_S, "cached tokens lie within the block table")
+        _demand(self.num_prompt_tokens_S[used] >= 1, "a row in use has a prompt")
+        capacity_tokens_S = self.num_table_blocks_S * self.block_size
+        _demand(
+            self.num_computed_S <= capacity_tokens_S, "computed tokens lie within the block table"
+        )
+        _demand(self.num_cached_S <= capacity_tokens_S, "cached tokens lie within the block table")
         _demand((table >= 0) & (table < self.num_blocks), "block tables name blocks of the cache")
 
-    def _release(self, slots_N: Ints) -> None:
+    def _release(self, slots_N: Int32Array) -> None:
         if not len(slots_N):
             return
         self._check_slots(slots_N, "released")
-        _demand(self.used_S[slots_N], "a released slot is in use", slots_N)
-        self.used_S[slots_N] = False
+        _demand(self.is_used_S[slots_N], "a released slot is in use", slots_N)
+        self.is_used_S[slots_N] = False
         self._counts_NS[:, slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> _Entries:
         """Admit rows. Returns the entries to write to the token table. The caller appends the
         blocks.
         """
-        slots_A, tokens_A, blocks_A = (
+        slots_A, num_tokens_A, num_blocks_A = (
             _ints(rows.slots),
             _ints(rows.num_tokens),
             _ints(rows.num_blocks),
         )
-        cached_A = _ints(rows.num_cached_tokens)
-        prompt_A = _ints(rows.num_prompt_tokens)
+        num_cached_A = _ints(rows.num_cached_tokens)
+        num_prompt_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
-        _demand(~self.used_S[slots_A], "an admitted slot is free", slots_A)
+        _demand(~self.is_used_S[slots_A], "an admitted slot is free", slots_A)
         _demand(
-            (tokens_A >= 1) & (tokens_A < self.max_tokens),
+            (num_tokens_A >= 1) & (num_tokens_A < self.max_tokens),
             "a row has 1 to max_model_len - 1 tokens",
-            tokens_A,
+            num_tokens_A,
         )
         _demand(
-            (prompt_A >= 1) & (prompt_A <= tokens_A), "the prompt is part of the tokens", prompt_A
+            (num_prompt_A >= 1) & (num_prompt_A <= num_tokens_A),
+            "the prompt is part of the tokens",
+            num_prompt_A,
         )
         _demand(
-            (cached_A >= 0) & (cached_A <= tokens_A),
+            (num_cached_A >= 0) & (num_cached_A <= num_tokens_A),
             "cached tokens are part of the tokens",
-            cached_A,
+            num_cached_A,
         )
         _demand(
-            cached_A <= blocks_A * self.block_size,
+            num_cached_A <= num_blocks_A * self.block_size,
             "cached tokens lie in the row's blocks",
-            cached_A,
+            num_cached_A,
         )
-        _demand(int(tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
-        _demand(int(blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
-        self.used_S[slots_A] = True
-        self.num_tokens_S[slots_A] = tokens_A
-        self.num_prompt_S[slots_A] = prompt_A
-        self.num_cached_S[slots_A] = cached_A
+        _demand(int(num_tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
+        _demand(int(num_blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
+        self.is_used_S[slots_A] = True
+        self.num_tokens_S[slots_A] = num_tokens_A
+        self.num_prompt_tokens_S[slots_A] = num_prompt_A
+        self.num_cached_S[slots_A] = num_cached_A
         # If even the last token is cached, it runs again, as a query only.
-        self.num_computed_S[slots_A] = np.minimum(cached_A, tokens_A - 1)
-        self.num_table_S[slots_A] = 0
-        return np.repeat(slots_A, tokens_A), _ranges(tokens_A), _ints(rows.token_ids)
+        self.num_computed_S[slots_A] = np.minimum(num_cached_A, num_tokens_A - 1)
+        self.num_table_blocks_S[slots_A] = 0
+        return np.repeat(slots_A, num_tokens_A), _ranges(num_tokens_A), _ints(rows.token_ids)
 
-    def _append(self, slots_N: Ints, block_ids_N: Ints) -> _Entries:
+    def _append(self, slots_N: Int32Array, block_ids_N: Int32Array) -> _Entries:
         """Put each block at the end of its slot's table, in the order given. Returns the entries to
         write to the table on the device.
         """
         _demand(len(slots_N) == len(block_ids_N), "each appended block names a slot")
-        _demand(self.used_S[slots_N], "blocks are appended to slots in use", slots_N)
+        _demand(self.is_used_S[slots_N], "blocks are appended to slots in use", slots_N)
         _demand(
             (block_ids_N >= 0) & (block_ids_N < self.num_blocks),
             "blocks are of the cache",
             block_ids_N,
         )
-        columns_N = self.num_table_S[slots_N] + _occurrences(slots_N)
-        np.add.at(self.num_table_S, slots_N, 1)
+        columns_N = self.num_table_blocks_S[slots_N] + _occurrences(slots_N)
+        np.add.at(self.num_table_blocks_S, slots_N, 1)
         width = self.block_table_SW.shape[1]
         _demand(columns_N < width, f"a block table has at most {width} blocks", slots_N)
         return slots_N, columns_N, block_ids_N
 
     def _write(self, *changes: tuple[Tensor, list[_Entries]]) -> None:
         """Write entries to tables on the device, with one upload."""
-        changed = [(table, entries) for table, entries in changes if entries]
-        if not changed:
+        table_changes = [(table, entries) for table, entries in changes if entries]
+        if not table_changes:
             return
-        flat = [
-            np.concatenate(part) for _, entries in changed for part in zip(*entries, strict=True)
+        flat_arrays = [
+            np.concatenate(part)
+            for _, entries in table_changes
+            for part in zip(*entries, strict=True)
         ]
-        uploaded = self.device.upload(*flat)
-        for i, (table, _) in enumerate(changed):
-            rows_N, columns_N, values_N = uploaded[3 * i : 3 * i + 3]
+        device_tensors = self.device.upload(*flat_arrays)
+        for i, (table, _) in enumerate(table_changes):
+            rows_N, columns_N, values_N = device_tensors[3 * i : 3 * i + 3]
             table[rows_N, columns_N] = values_N
 
-    def _check_rows(self, slots_B: Ints, new_B: Ints, samples_B: npt.NDArray[np.bool_]) -> None:
+    def _check_rows(
+        self, slots_B: Int32Array, num_new_tokens_B: Int32Array, samples_B: npt.NDArray[np.bool_]
+    ) -> None:
         _demand(
-            len(slots_B) == len(new_B) == len(samples_B),
-            "slots, num_new_tokens and samples have one entry per row",
+            len(slots_B) == len(num_new_tokens_B) == len(samples_B),
+            "slots, num_new_tokens and sampling_flags have one entry per row",
         )
         self._check_slots(slots_B, "scheduled")
-        _demand(self.used_S[slots_B], "a scheduled slot is in use", slots_B)
-        _demand(new_B >= 1, "a scheduled row has a token to compute", new_B)
-        end_B = self.num_computed_S[slots_B] + new_B
-        known_B = self.num_tokens_S[slots_B]
-        _demand(end_B <= known_B, "a row computes only tokens it has", slots_B)
+        _demand(self.is_used_S[slots_B], "a scheduled slot is in use", slots_B)
+        _demand(num_new_tokens_B >= 1, "a scheduled row has a token to compute", num_new_tokens_B)
+        end_B = self.num_computed_S[slots_B] + num_new_tokens_B
+        num_tokens_B = self.num_tokens_S[slots_B]
+        _demand(end_B <= num_tokens_B, "a row computes only tokens it has", slots_B)
         _demand(
-            end_B[samples_B] == known_B[samples_B],
+            end_B[samples_B] == num_tokens_B[samples_B],
             "a row samples at the end of its tokens",
             slots_B,
         )
-        _demand(known_B[samples_B] < self.max_tokens, "a row has room for its token", slots_B)
-        room_B = self.num_table_S[slots_B] * self.block_size
-        _demand(end_B <= room_B, "computed tokens lie within the block table", slots_B)
+        _demand(num_tokens_B[samples_B] < self.max_tokens, "a row has room for its token", slots_B)
+        capacity_tokens_B = self.num_table_blocks_S[slots_B] * self.block_size
+        _demand(end_B <= capacity_tokens_B, "computed tokens lie within the block table", slots_B)
 
-    def _check_slots(self, slots_N: Ints, kind: str) -> None:
-        _demand((slots_N >= 0) & (slots_N < len(self.used_S)), f"{kind} slots exist", slots_N)
-        seen_S = np.zeros(len(self.used_S), np.bool_)
-        seen_S[slots_N] = True
-        _demand(np.count_nonzero(seen_S) == len(slots_N), f"{kind} slots are distinct", slots_N)
+    def _check_slots(self, slots_N: Int32Array, kind: str) -> None:
+        _demand((slots_N >= 0) & (slots_N < len(self.is_used_S)), f"{kind} slots exist", slots_N)
+        is_present_S = np.zeros(len(self.is_used_S), np.bool_)
+        is_present_S[slots_N] = True
+        _demand(
+            np.count_nonzero(is_present_S) == len(slots_N), f"{kind} slots are distinct", slots_N
+        )
 
 
-def _ints(values: Iterable[int]) -> Ints:
+def _ints(values: Iterable[int]) -> Int32Array:
     """A flat `array` from a message as a numpy array, without a copy."""
     return np.asarray(values, np.int32)
 
 
-def _running_sum(values_B: Ints) -> Ints:
+def _running_sum(values_B: Int32Array) -> Int32Array:
     """0, then the running sum."""
     return np.concatenate((np.zeros(1, np.int32), np.cumsum(values_B, dtype=np.int32)))
 
 
-def _ranges(lengths_A: Ints) -> Ints:
+def _ranges(lengths_A: Int32Array) -> Int32Array:
     """0 to n - 1 for each n, one after the other."""
     starts_A = np.cumsum(lengths_A) - lengths_A
     return (np.arange(lengths_A.sum()) - np.repeat(starts_A, lengths_A)).astype(np.int32)
 
 
-def _occurrences(values_N: Ints) -> Ints:
+def _occurrences(values_N: Int32Array) -> Int32Array:
     """For each entry, how many equal entries come before it."""
     order_N = np.argsort(values_N, kind="stable")
     _, counts = np.unique(values_N, return_counts=True)
@@ -435,7 +452,7 @@ def _occurrences(values_N: Ints) -> Ints:
     return out_N
 
 
-def _demand(holds: npt.ArrayLike, law: str, values: Ints | None = None) -> None:
+def _demand(holds: npt.ArrayLike, law: str, values: Int32Array | None = None) -> None:
     if not np.all(holds):
         detail = "" if values is None else f": {values[:16].tolist()}"
         raise WorkerError(f"batch state: {law}, but this plan or table breaks it{detail}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from workers.memory.lasting import LastingMemory, MemoryCard
+from workers.memory.lasting import MemoryHandle, SharedMemfd
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +16,8 @@ class RankMemory:
     checkpoint_hash, weights_hash: as in `WorkerReport`.
     """
 
-    weights: MemoryCard | None = None
-    cache: MemoryCard | None = None
+    weights: MemoryHandle | None = None
+    cache: MemoryHandle | None = None
     checkpoint_hash: str = ""
     weights_hash: str = ""
 
@@ -26,18 +26,18 @@ class RankMemory:
 class InheritedMemory:
     """The same, open in this process, so that it stays when the rank dies."""
 
-    weights: LastingMemory | None = None
-    cache: LastingMemory | None = None
+    weights: SharedMemfd | None = None
+    cache: SharedMemfd | None = None
     checkpoint_hash: str = ""
     weights_hash: str = ""
 
     @classmethod
     def open(cls, memory: RankMemory) -> InheritedMemory:
         """Open all of it, or nothing if a part is out of reach: the log says why."""
-        opened: list[LastingMemory | None] = []
+        opened: list[SharedMemfd | None] = []
         try:
-            for card in (memory.weights, memory.cache):
-                opened.append(LastingMemory.open(card) if card is not None else None)
+            for handle in (memory.weights, memory.cache):
+                opened.append(SharedMemfd.open(handle) if handle is not None else None)
         except OSError as error:
             logger.warning("the memory of a rank cannot be shared: %s", error)
             for part in filter(None, opened):

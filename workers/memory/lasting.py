@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_CGROUPS = Path("/sys/fs/cgroup")  # in a container, its own
+_CGROUP_DIR = Path("/sys/fs/cgroup")  # in a container, its own
 # Folder, files of the limit and of what is used, and pages of files that the kernel may take back,
 # in version 2 and 1 of control groups.
-_CONTAINER_FILES = (
+_CGROUP_FILES = (
     ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     (
         "memory",
@@ -39,7 +39,7 @@ _CONTAINER_FILES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryCard:
+class MemoryHandle:
     """Where other processes find the memory, as long as this one lives. host: `host_id` of the
     processes that can; name: its name in the kernel's lists; path: of the open file; inode: the
     same for all who have this memory open.
@@ -52,7 +52,7 @@ class MemoryCard:
     inode: int
 
 
-class LastingMemory:
+class SharedMemfd:
     """One such file, open in this process until `close`, or until nobody refers to this object."""
 
     def __init__(self, descriptor: int, name: str, num_bytes: int) -> None:
@@ -64,7 +64,7 @@ class LastingMemory:
         self.close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> LastingMemory:
+    def create(cls, name: str, num_bytes: int) -> SharedMemfd:
         """New memory, all zero. It is taken from the machine at once, so that a lack is an error
         here and not the end of a process later. Raises `OSError`.
         """
@@ -86,28 +86,28 @@ class LastingMemory:
         self.num_bytes = num_bytes
 
     @classmethod
-    def open(cls, card: MemoryCard) -> LastingMemory:
+    def open(cls, handle: MemoryHandle) -> SharedMemfd:
         """The memory of another process. Raises `OSError` if it is out of reach or gone."""
-        if card.host != host_id():
+        if handle.host != host_id():
             raise OSError("it is on another host or in another container")
-        descriptor = os.open(card.path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
         kernel_name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         num_bytes = os.fstat(descriptor).st_size
         inode = os.fstat(descriptor).st_ino
         # Another process may have the number by now.
         if (kernel_name, num_bytes, inode) != (
-            f"/memfd:{card.name} (deleted)",
-            card.num_bytes,
-            card.inode,
+            f"/memfd:{handle.name} (deleted)",
+            handle.num_bytes,
+            handle.inode,
         ):
             os.close(descriptor)
-            raise OSError(f"{card.path} is {kernel_name} of {num_bytes} bytes, not {card}")
-        return cls(descriptor, card.name, num_bytes)
+            raise OSError(f"{handle.path} is {kernel_name} of {num_bytes} bytes, not {handle}")
+        return cls(descriptor, handle.name, num_bytes)
 
     @property
-    def card(self) -> MemoryCard:
+    def handle(self) -> MemoryHandle:
         """For others, who have to open it while this process lives."""
-        return MemoryCard(
+        return MemoryHandle(
             host=host_id(),
             name=self._name,
             path=f"/proc/{os.getpid()}/fd/{self.descriptor}",
@@ -142,19 +142,19 @@ class LastingMemory:
 
 def available_bytes() -> int:
     """What the machine has, and the container that this process is in, if that has a limit."""
-    available = [1024 * _number_of("MemAvailable:", Path("/proc/meminfo"))]
-    for folder, limit, used, reclaimable in _CONTAINER_FILES:
+    available = [1024 * _read_number("MemAvailable:", Path("/proc/meminfo"))]
+    for folder, limit, used, reclaimable in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # there is no limit, which some systems call "max"
             limit_bytes, used_bytes = (
-                int((_CGROUPS / folder / name).read_text()) for name in (limit, used)
+                int((_CGROUP_DIR / folder / name).read_text()) for name in (limit, used)
             )
             available.append(limit_bytes - used_bytes)
-            statistics = _CGROUPS / folder / "memory.stat"
-            available[-1] += sum(_number_of(name, statistics) for name in reclaimable)
+            statistics = _CGROUP_DIR / folder / "memory.stat"
+            available[-1] += sum(_read_number(name, statistics) for name in reclaimable)
     return min(available)
 
 
-def _number_of(name: str, path: Path) -> int:
+def _read_number(name: str, path: Path) -> int:
     for line in path.read_text().splitlines():
         if line.startswith(f"{name} "):
             return int(line.split()[1])

@@ -27,14 +27,14 @@ from configs.model import ModelConfig
 from kernels.cpu.tensor_bytes import (
     TensorLayout,
     move_tensor,
+    tensor_address_range,
     tensor_bytes,
     tensor_from_buffer,
     tensor_layout,
-    tensor_place,
 )
 from kernels.interface import Kernels
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned
-from workers.memory.lasting import LastingMemory, available_bytes, is_supported
+from workers.memory.lasting import SharedMemfd, available_bytes, is_supported
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -72,14 +72,14 @@ class WeightsFile:
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
         """name: at most 249 bytes of the kernel's lists."""
         self._owner = _owner(group, kernels)
-        self._parts = _shared_parts(kernels, group)
+        self._parts = _process_local_parts(kernels, group)
         self._end = 0  # of what is written
         self._error: OSError | None = None
         if not is_supported():
             self._error = OSError("this system has no memory that outlives a process")
             return
         try:
-            self._memory = LastingMemory.create(name, HUGE_PAGE_BYTES)
+            self._memory = SharedMemfd.create(name, HUGE_PAGE_BYTES)
             # The file grows into these addresses.
             self._memory_B = _map(self._memory, available_bytes())
         except OSError as error:
@@ -94,7 +94,7 @@ class WeightsFile:
                 self._error = error
                 self._memory.close()
 
-    def finish(self, model: Qwen3) -> LastingMemory:
+    def finish(self, model: Qwen3) -> SharedMemfd:
         """Move what has not moved yet. Returns the memory, whose card is for `adopt_weights`.
         Raises what went wrong, also in an earlier move: `OSError`.
         """
@@ -120,7 +120,7 @@ class WeightsFile:
         first_bytes: dict[tuple[int, int], int] = {}  # by where the bytes were
         stored = []
         for tensor in pickler.tensors:
-            address, num_bytes = place = tensor_place(tensor)
+            address, num_bytes = place = tensor_address_range(tensor)
             first_byte = address - self._memory_B.data_ptr()
             has_moved = 0 <= first_byte < self._end
             if not has_moved:
@@ -156,7 +156,7 @@ class WeightsFile:
 
 
 def adopt_weights(
-    memory: LastingMemory, config: ModelConfig, group: TensorParallelGroup, kernels: Kernels
+    memory: SharedMemfd, config: ModelConfig, group: TensorParallelGroup, kernels: Kernels
 ) -> Qwen3:
     """The model whose weights another process has put into `memory` by `WeightsFile`, which is
     open in this one. It computes with `group` and `kernels`, and outlives the other process.
@@ -172,7 +172,7 @@ def adopt_weights(
     tensors = [
         tensor_from_buffer(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
     ]
-    parts = _shared_parts(kernels, group)
+    parts = _process_local_parts(kernels, group)
     model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
     assert isinstance(model, Qwen3)
     if model.model_config != config:
@@ -185,7 +185,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
     return f"rank {group.rank} of {group.size} with {kernels.capabilities.description}"
 
 
-def _shared_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
+def _process_local_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
     quantized = {"int8": kernels.int8, "int4": kernels.int4, "fp8": kernels.fp8}
     return {"group": group, "kernels": kernels, "mixed": kernels.mixed} | quantized
@@ -230,7 +230,7 @@ def _bytes_of(piece: _StoredTensor, memory_B: Tensor) -> Tensor:
     return memory_B[piece.first_byte : piece.first_byte + piece.num_bytes]
 
 
-def _map(memory: LastingMemory, num_bytes: int) -> Tensor:
+def _map(memory: SharedMemfd, num_bytes: int) -> Tensor:
     """So many bytes of the file, uint8, for reading only. A private mapping, because a sealed file
     may have no shared one before Linux 6.7.
     """
@@ -249,7 +249,7 @@ def _round_up(num_bytes: int, multiple: int) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-def _read_contents(memory: LastingMemory) -> _Contents:
+def _read_contents(memory: SharedMemfd) -> _Contents:
     end = memory.num_bytes - _LENGTH_BYTES
     num_bytes = int.from_bytes(os.pread(memory.descriptor, _LENGTH_BYTES, end), "little")
     contents = pickle.loads(os.pread(memory.descriptor, num_bytes, end - num_bytes))

@@ -20,25 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.formats.stored import F8_E4M3, I8, WORDS, part_name
-from configs.formats.table import POSSIBLE
+from configs.formats.stored import F8_E4M3, I8, INT32, part_name
+from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig, read_json
 from scheduler.errors import ConfigError, UnreadableError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-_NUMBERS = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
-_ITEM_BYTES = _NUMBERS | {I8: 1, F8_E4M3: 1, WORDS: 4, "I64": 8}
+_FLOAT_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
+_ITEM_BYTES = _FLOAT_ITEM_BYTES | {I8: 1, F8_E4M3: 1, INT32: 4, "I64": 8}
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The experts of a layer: a tensor for each matrix of each, or, as transformers holds them, all in
 # two tensors, of which the first one has of each expert the gate, then up.
-_OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_EXPERT_MATRIX_PATTERN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 _MERGED_GATE_UP, _MERGED_DOWN = "gate_up_proj", "down_proj"
 # Computed from config.json; old versions of transformers stored them.
-_COMPUTED = ".rotary_emb.inv_freq"
-_SAMPLES, _SAMPLE_BYTES = 16, 4096
-_MAX_LISTED = 4  # names of tensors in a message
+_COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+_NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_MAX_LISTED_NAMES = 4  # names of tensors in a message
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
 
 
@@ -57,14 +57,14 @@ class StoredTensor:
 
 
 def expected_tensors(
-    model: ModelConfig, *, merged_experts: bool = False, plain: Collection[str] = ()
+    model: ModelConfig, *, merged_experts: bool = False, plain_names: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
     of storing experts. plain: matrices that are stored as they are in a quantized checkpoint.
     Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
-    hidden, heads = model.hidden_size, model.num_attention_heads * model.head_dim
-    kv_heads = model.num_key_value_heads * model.head_dim
+    hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
+    kv_size = model.num_key_value_heads * model.head_dim
     tensors: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (model.vocab_size, hidden),
         "model.norm.weight": (hidden,),
@@ -72,18 +72,22 @@ def expected_tensors(
     if not model.tie_word_embeddings:
         tensors[_HEAD] = (model.vocab_size, hidden)
     matrices = {
-        "self_attn.q_proj": (heads, hidden),
-        "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden),
-        "self_attn.o_proj": (hidden, heads),
+        "self_attn.q_proj": (q_size, hidden),
+        "self_attn.k_proj": (kv_size, hidden),
+        "self_attn.v_proj": (kv_size, hidden),
+        "self_attn.o_proj": (hidden, q_size),
     }
     for index in range(model.num_hidden_layers):
         layer = f"model.layers.{index}"
-        mlp = {} if model.has_experts(index) else _mlp("mlp", hidden, model.intermediate_size)
+        mlp = (
+            {}
+            if model.has_experts(index)
+            else _mlp_matrices("mlp", hidden, model.intermediate_size)
+        )
         if model.has_experts(index):
-            tensors |= _experts(model, f"{layer}.mlp", merged_experts, plain)
+            tensors |= _expert_tensors(model, f"{layer}.mlp", merged_experts, plain_names)
         for name, shape in (matrices | mlp).items():
-            tensors |= _matrix(model, f"{layer}.{name}.weight", shape, plain)
+            tensors |= _matrix_tensors(model, f"{layer}.{name}.weight", shape, plain_names)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
         for name in ("q_norm", "k_norm"):
@@ -93,27 +97,27 @@ def expected_tensors(
     return tensors
 
 
-def _mlp(name: str, hidden: int, features: int) -> dict[str, tuple[int, int]]:
+def _mlp_matrices(name: str, hidden: int, features: int) -> dict[str, tuple[int, int]]:
     """The matrices of an MLP."""
     gate, up, down = (f"{name}.{matrix}_proj" for matrix in ("gate", "up", "down"))
     return {gate: (features, hidden), up: (features, hidden), down: (hidden, features)}
 
 
-def _experts(
-    model: ModelConfig, mlp: str, merged: bool, plain: Collection[str]
+def _expert_tensors(
+    model: ModelConfig, mlp: str, is_merged: bool, plain_names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """The router of a layer, which is never quantized, and its experts."""
     experts, hidden = model.experts, model.hidden_size
     assert experts is not None
-    count, features = experts.num_experts, experts.intermediate_size
-    tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (count, hidden)}
-    if merged:
-        tensors[f"{mlp}.experts.{_MERGED_GATE_UP}"] = (count, 2 * features, hidden)
-        tensors[f"{mlp}.experts.{_MERGED_DOWN}"] = (count, hidden, features)
+    num_experts, features = experts.num_experts, experts.intermediate_size
+    tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (num_experts, hidden)}
+    if is_merged:
+        tensors[f"{mlp}.experts.{_MERGED_GATE_UP}"] = (num_experts, 2 * features, hidden)
+        tensors[f"{mlp}.experts.{_MERGED_DOWN}"] = (num_experts, hidden, features)
         return tensors
-    for expert in range(count):
-        for name, shape in _mlp(f"{mlp}.experts.{expert}", hidden, features).items():
-            tensors |= _matrix(model, f"{name}.weight", shape, plain)
+    for expert in range(num_experts):
+        for name, shape in _mlp_matrices(f"{mlp}.experts.{expert}", hidden, features).items():
+            tensors |= _matrix_tensors(model, f"{name}.weight", shape, plain_names)
     return tensors
 
 
@@ -121,56 +125,59 @@ def merged_place(name: str) -> tuple[str, int, bool] | None:
     """Where the matrix `name` of an expert is in a checkpoint of merged experts: (name of the
     tensor, expert, whether it follows another matrix of that expert); None if it is of no expert.
     """
-    if not (match := _OF_EXPERT.fullmatch(name)):
+    if not (match := _EXPERT_MATRIX_PATTERN.fullmatch(name)):
         return None
     experts, expert, matrix = match.groups()
-    merged = _MERGED_DOWN if matrix == "down" else _MERGED_GATE_UP
-    return f"{experts}.{merged}", int(expert), matrix == "up"
+    merged_part = _MERGED_DOWN if matrix == "down" else _MERGED_GATE_UP
+    return f"{experts}.{merged_part}", int(expert), matrix == "up"
 
 
-def _matrix(
-    model: ModelConfig, name: str, shape: tuple[int, int], plain: Collection[str]
+def _matrix_tensors(
+    model: ModelConfig, name: str, shape: tuple[int, int], plain_names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """The tensors that hold a matrix of a decoder layer."""
-    if model.stored is None or name in plain:
+    if model.stored_format is None or name in plain_names:
         return {name: shape}
-    model.stored.check("config.json", name, shape)
-    return model.stored.tensors(name, shape)
+    model.stored_format.check("config.json", name, shape)
+    return model.stored_format.tensor_shapes(name, shape)
 
 
-def is_of_layer(name: str) -> bool:
+def is_layer_tensor(name: str) -> bool:
     """Whether a tensor belongs to a decoder layer, and not to the vocabulary."""
     return name.startswith("model.layers.")
 
 
 def is_quantized(model: ModelConfig, name: str, tensors: Collection[str]) -> bool:
     """Whether the matrix `name` of a checkpoint of these tensors has scales."""
-    return model.stored is not None and part_name(name, model.stored.scales) in tensors
+    return (
+        model.stored_format is not None
+        and part_name(name, model.stored_format.scales_part) in tensors
+    )
 
 
 def _plain_matrices(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> set[str]:
     """Matrices that a quantized checkpoint stores as they are. The files decide, since every format
     has rules of its own about which it leaves out.
     """
-    if model.stored is None or model.stored.is_int8:
+    if model.stored_format is None or model.stored_format.is_int8:
         return set()
     return {
         name
         for name, tensor in stored.items()
         if name.endswith("_proj.weight")
-        and tensor.dtype in _NUMBERS
+        and tensor.dtype in _FLOAT_ITEM_BYTES
         and not is_quantized(model, name, stored)
     }
 
 
-def _dtypes_of_codes(model: ModelConfig, expected: Collection[str]) -> dict[str, str]:
+def _dtypes_of_codes(model: ModelConfig, expected_shapes: Collection[str]) -> dict[str, str]:
     """The dtype that a tensor of codes must have, by its name."""
     dtypes: dict[str, str] = {}
-    if (stored_format := model.stored) is not None:
-        for name in expected:
-            if name.endswith(f".{stored_format.scales}"):
+    if (stored_format := model.stored_format) is not None:
+        for name in expected_shapes:
+            if name.endswith(f".{stored_format.scales_part}"):
                 dtypes |= stored_format.code_dtypes(
-                    name.removesuffix(stored_format.scales) + "weight"
+                    name.removesuffix(stored_format.scales_part) + "weight"
                 )
     return dtypes
 
@@ -182,44 +189,47 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     Of tied embeddings either one may be stored, or both if they are equal.
     """
     stored = read_headers(model_dir)
-    merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
-    expected = expected_tensors(model, merged_experts=merged, plain=_plain_matrices(model, stored))
-    ignored_parts = model.stored.ignored if model.stored is not None else ()
-    ignored_ends = _COMPUTED, *(f".{part}" for part in ignored_parts)
-    ignored = {name for name in stored if name.endswith(ignored_ends)}
+    is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
+    expected_shapes = expected_tensors(
+        model, merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
+    )
+    ignored_parts = model.stored_format.ignored_parts if model.stored_format is not None else ()
+    ignored_ends = _COMPUTED_SUFFIX, *(f".{part}" for part in ignored_parts)
+    ignored_names = {name for name in stored if name.endswith(ignored_ends)}
     if model.tie_word_embeddings and _HEAD in stored:
-        ignored.add(_HEAD)
+        ignored_names.add(_HEAD)
         _check_tied(stored[_HEAD], stored.setdefault(_EMBEDDING, stored[_HEAD]))
-    if missing := expected.keys() - stored.keys():
+    if missing_names := expected_shapes.keys() - stored.keys():
         hint = ""
-        if missing == {_HEAD}:
+        if missing_names == {_HEAD}:
             hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
         raise ConfigError(
-            f"{model_dir} lacks {_listing(missing)}, which its config.json calls for:"
+            f"{model_dir} lacks {_listing(missing_names)}, which its config.json calls for:"
             f" {_DOWNLOAD_AGAIN}, or correct config.json{hint}"
         )
-    if unexpected := stored.keys() - expected.keys() - ignored:
-        files = sorted({stored[name].path.name for name in unexpected})
+    if unexpected_names := stored.keys() - expected_shapes.keys() - ignored_names:
+        files = sorted({stored[name].path.name for name in unexpected_names})
         raise ConfigError(
-            f"{model_dir} ({_listing(files)}) holds {_listing(unexpected)}, which a Qwen3 model of"
-            " its config.json does not have: is this checkpoint of another architecture,"
+            f"{model_dir} ({_listing(files)}) holds {_listing(unexpected_names)}, which a Qwen3"
+            " model of its config.json does not have: is this checkpoint of another architecture,"
             " quantized, or does config.json belong to another one?"
         )
-    dtypes_of_codes = _dtypes_of_codes(model, expected)
-    for name, shape in expected.items():
+    dtypes_of_codes = _dtypes_of_codes(model, expected_shapes)
+    for name, shape in expected_shapes.items():
         if stored[name].shape != shape:
             raise ConfigError(
                 f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
                 f" calls for {list(shape)}; they do not belong together"
             )
-        dtype, codes = stored[name].dtype, dtypes_of_codes.get(name)
-        if codes != (None if dtype in _NUMBERS else dtype):
+        dtype, code_dtype = stored[name].dtype, dtypes_of_codes.get(name)
+        if code_dtype != (None if dtype in _FLOAT_ITEM_BYTES else dtype):
             raise ConfigError(
                 f"{stored[name].path}: {name} is of dtype {dtype}, but according to config.json it"
-                f" holds {'real numbers' if codes is None else f'codes of dtype {codes}'}; they do"
-                " not belong together"
+                " holds"
+                f" {'real numbers' if code_dtype is None else f'codes of dtype {code_dtype}'}; they"
+                " do not belong together"
             )
-    return {name: stored[name] for name in expected}
+    return {name: stored[name] for name in expected_shapes}
 
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
@@ -238,10 +248,10 @@ def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
 def _samples(tensor: StoredTensor) -> Iterator[bytes]:
     """Some of the data, evenly spaced."""
     with tensor.path.open("rb") as file:
-        for part in range(_SAMPLES):
-            skipped = tensor.num_bytes * part // _SAMPLES
-            file.seek(tensor.first_byte + skipped)
-            yield file.read(min(_SAMPLE_BYTES, tensor.num_bytes - skipped))
+        for part in range(_NUM_SAMPLES):
+            sample_offset = tensor.num_bytes * part // _NUM_SAMPLES
+            file.seek(tensor.first_byte + sample_offset)
+            yield file.read(min(_SAMPLE_BYTES, tensor.num_bytes - sample_offset))
 
 
 def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
@@ -251,23 +261,23 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     index_path = model_dir / INDEX_NAME
     # As in transformers, one file of the usual name makes an index stale.
     has_index = index_path.exists() and not (model_dir / SINGLE_NAME).exists()
-    placed = _read_index(index_path) if has_index else {}
+    weight_map = _read_index(index_path) if has_index else {}
     paths = (
-        [model_dir / name for name in sorted(set(placed.values()))]
-        if placed
+        [model_dir / name for name in sorted(set(weight_map.values()))]
+        if weight_map
         else _find_files(model_dir)
     )
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():
-            earlier = stored.setdefault(name, tensor)
-            if earlier is tensor:
+            earlier_tensor = stored.setdefault(name, tensor)
+            if earlier_tensor is tensor:
                 continue
-            if placed.get(name) not in (path.name, earlier.path.name):
+            if weight_map.get(name) not in (path.name, earlier_tensor.path.name):
                 raise ConfigError(
-                    f"{name} is in both {earlier.path} and {path}: remove the stale files"
+                    f"{name} is in both {earlier_tensor.path} and {path}: remove the stale files"
                 )
-            if placed[name] == path.name:
+            if weight_map[name] == path.name:
                 stored[name] = tensor
     return stored
 
@@ -313,7 +323,8 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data_begin: int) -> 
     if dtype not in _ITEM_BYTES:
         raise ConfigError(
             f"{path}: {name} is of dtype {dtype}; possible are {', '.join(_ITEM_BYTES)}. The"
-            f" formats of quantized checkpoints that are supported are {'; '.join(POSSIBLE)}"
+            " formats of quantized checkpoints that are supported are"
+            f" {'; '.join(SUPPORTED_VARIANTS)}"
         )
     start, end = entry["data_offsets"]
     num_bytes = _ITEM_BYTES[dtype]
@@ -328,15 +339,15 @@ def _entry(path: Path, name: str, entry: Mapping[str, Any], data_begin: int) -> 
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    placed = read_json(path).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{path} has no weight_map: {_DOWNLOAD_AGAIN}")
-    for name, file_name in placed.items():
+    for name, file_name in weight_map.items():
         if not isinstance(file_name, str) or Path(file_name).name != file_name:
             raise ConfigError(
                 f"{path} places {name} in {file_name!r}, which is not a file name in this directory"
             )
-    return placed
+    return weight_map
 
 
 def _find_files(model_dir: Path) -> list[Path]:
@@ -355,6 +366,6 @@ def _find_files(model_dir: Path) -> list[Path]:
 
 def _listing(names: Iterable[str]) -> str:
     sorted_names = sorted(names)
-    first_names = ", ".join(sorted_names[:_MAX_LISTED])
-    num_others = len(sorted_names) - _MAX_LISTED
+    first_names = ", ".join(sorted_names[:_MAX_LISTED_NAMES])
+    num_others = len(sorted_names) - _MAX_LISTED_NAMES
     return first_names if num_others <= 0 else f"{first_names} and {num_others} more"

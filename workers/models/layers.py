@@ -28,7 +28,7 @@ class Packable(Protocol):
         """Call once, after every slice is filled."""
 
 
-class Replicated:
+class ReplicatedVector:
     """A parameter every rank holds whole: the weight of a norm."""
 
     def __init__(self, name: str, size: int, weight_format: WeightFormat) -> None:
@@ -72,12 +72,12 @@ class ReplicatedLinear(_Matrix):
         yield from self.weight.slices(self.name, (num_rows, self.size_in), 0, num_rows, 0, 0)
 
 
-class _ColumnParallel(_Matrix):
+class _ColumnParallelMatrix(_Matrix):
     """Matrices of the checkpoint side by side in one parameter, each cut along its output
     features.
     """
 
-    def _piece(
+    def _matrix_slices(
         self, name: str, full_size: int, start: int, offset: int, length: int
     ) -> Iterator[WeightSlice]:
         """Copy `length` of the `full_size` rows of the matrix `name`, from row `start` on, to our
@@ -90,7 +90,7 @@ class _ColumnParallel(_Matrix):
             )
 
 
-class QKVParallelLinear(_ColumnParallel):
+class QKVParallelLinear(_ColumnParallelMatrix):
     """Query, key and value projections in one product. A rank holds whole heads: its part of the
     query heads, and the KV heads that those attend to. With more ranks than KV heads, neighboring
     ranks hold the same KV head.
@@ -129,11 +129,13 @@ class QKVParallelLinear(_ColumnParallel):
             ("v", kv_heads, self.first_kv_head, self.num_kv_heads),
         ):
             full_size, start, length = (n * self.model.head_dim for n in (total, start, count))
-            yield from self._piece(f"{self.name}.{letter}_proj", full_size, start, offset, length)
+            yield from self._matrix_slices(
+                f"{self.name}.{letter}_proj", full_size, start, offset, length
+            )
             offset += length
 
 
-class MergedColumnParallelLinear(_ColumnParallel):
+class MergedColumnParallelLinear(_ColumnParallelMatrix):
     """Matrices of the same shape in one product, of which each rank has the same part: the gate and
     up projections.
     """
@@ -159,7 +161,7 @@ class MergedColumnParallelLinear(_ColumnParallel):
 
     def slices(self) -> Iterator[WeightSlice]:
         for index, name in enumerate(self.names):
-            yield from self._piece(
+            yield from self._matrix_slices(
                 name,
                 self.full_size,
                 self.rank * self.shard_size,
@@ -210,7 +212,7 @@ class RowParallelLinear(_Matrix):
             yield WeightSlice(f"{self.name}.bias", (size_out,), self.bias_Y)
 
 
-class _VocabParallel:
+class _VocabParallelMatrix:
     """One row per token id, cut along the ids. The vocabulary is padded to a multiple of the number
     of ranks: rank r holds ids r * V to (r + 1) * V, where V = ceil(vocab_size / ranks). Rows of ids
     beyond the vocabulary are zero; a rank may have only such rows.
@@ -241,7 +243,7 @@ class _VocabParallel:
         yield from self.weight.slices(self.name, shape, 0, self.num_ids, 0, start)
 
 
-class VocabParallelEmbedding(_VocabParallel):
+class VocabParallelEmbedding(_VocabParallelMatrix):
     """Token embeddings; the rank that holds an id contributes its row, the others zeros, and the
     sum is the embedding.
     """
@@ -256,7 +258,7 @@ class VocabParallelEmbedding(_VocabParallel):
         return self.group.all_reduce(hidden_TE.masked_fill_(outside_T.unsqueeze(1), 0))
 
 
-class ParallelLMHead(_VocabParallel):
+class ParallelLMHead(_VocabParallelMatrix):
     """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings
     the parameter is the embedding's, and a head stored in the checkpoint is not read.
     """

@@ -34,16 +34,16 @@ from scheduler.errors import ConfigError
 from workers.models.checkpoint import (
     StoredTensor,
     check_checkpoint,
-    is_of_layer,
+    is_layer_tensor,
     is_quantized,
     merged_place,
 )
-from workers.models.fingerprint import LoadedHash
+from workers.models.fingerprint import LoadedWeightsHash
 from workers.models.stored import OpenFiles, StoredMatrix
 from workers.models.weights import WeightSlice
 
 logger = logging.getLogger(__name__)
-_ROWS = 256  # quantized or unpacked at a time
+_ROWS_AT_ONCE = 256  # quantized or unpacked at a time
 
 
 def load_weights(
@@ -51,28 +51,29 @@ def load_weights(
     model_dir: Path,
     model: ModelConfig,
     progress: Callable[[int], None] | None = None,
-    loaded: LoadedHash | None = None,
+    weights_hash: LoadedWeightsHash | None = None,
 ) -> int:
     """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
 
-    `progress` is called with the bytes filled so far, after each slice. `loaded` gets all values.
+    `progress` is called with the bytes filled so far, after each slice. `weights_hash` gets all
+    values.
     """
     stored = check_checkpoint(model_dir, model)
-    by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
+    slices_by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
-    done = 0
+        slices_by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
+    loaded_bytes = 0
     with OpenFiles() as files:
-        for path, pieces in sorted(by_file.items()):
+        for path, pieces in sorted(slices_by_file.items()):
             try:
                 for piece in pieces:
-                    _fill(piece, _values(piece, files, model, stored), loaded)
-                    done += piece.nbytes
+                    _fill(piece, _values(piece, files, model, stored), weights_hash)
+                    loaded_bytes += piece.nbytes
                     if progress is not None:
-                        progress(done)
+                        progress(loaded_bytes)
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
-    return done
+    return loaded_bytes
 
 
 def kept_quantization(
@@ -86,24 +87,30 @@ def kept_quantization(
     scales of another kind, so that all must be unpacked. Raises `ConfigError` for that if the user
     asked for the quantization (and see `check_checkpoint`).
     """
-    if quantization is None or quantization.name == INT8 or not quantization.stored:
+    if quantization is None or quantization.name == INT8 or not quantization.is_stored:
         return quantization
-    assert model.stored is not None
+    assert model.stored_format is not None
     tensors = check_checkpoint(model_dir, model)
     scale_dtypes = {
-        tensor.dtype for name, tensor in tensors.items() if name.endswith(model.stored.scales)
+        tensor.dtype
+        for name, tensor in tensors.items()
+        if name.endswith(model.stored_format.scales_part)
     }
-    plain = sorted(
+    plain_names = sorted(
         name
         for name in tensors
         if name.endswith("_proj.weight") and not is_quantized(model, name, tensors)
     )
-    if quantization.name == FP8 and not plain:
+    if quantization.name == FP8 and not plain_names:
         return quantization
     for scale_dtype in (FLOAT16, BFLOAT16):
-        if scale_dtypes == {scale_dtype} and not plain:
+        if scale_dtypes == {scale_dtype} and not plain_names:
             return dataclasses.replace(quantization, scale_dtype=scale_dtype)
-    reason = f"{plain[0]} is not quantized" if plain else f"scales are {sorted(scale_dtypes)}"
+    reason = (
+        f"{plain_names[0]} is not quantized"
+        if plain_names
+        else f"scales are {sorted(scale_dtypes)}"
+    )
     if is_asked_for:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
@@ -127,14 +134,14 @@ def held_dtype(
     """
     if weight_dtype is dtype:
         return dtype
-    matrices = {
+    matrix_dtypes = {
         tensor.dtype
         for name, tensor in check_checkpoint(model_dir, model).items()
         if len(tensor.shape) > 1
         and not name.endswith("_scale")
-        and (quantization is None or not is_of_layer(name))
+        and (quantization is None or not is_layer_tensor(name))
     }
-    return weight_dtype if matrices <= {"BF16", I8} else dtype
+    return weight_dtype if matrix_dtypes <= {"BF16", I8} else dtype
 
 
 class _MergedMatrix:
@@ -155,10 +162,10 @@ class _MergedMatrix:
 
 def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
-    if model.stored is not None and is_quantized(model, name, stored):
-        return part_name(name, model.stored.codes)
-    merged = merged_place(name)
-    return name if name in stored or merged is None else merged[0]
+    if model.stored_format is not None and is_quantized(model, name, stored):
+        return part_name(name, model.stored_format.codes_part)
+    location = merged_place(name)
+    return name if name in stored or location is None else location[0]
 
 
 def _values(
@@ -166,14 +173,14 @@ def _values(
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
     name, is_stored = _stored_name(piece.name, model, stored), False
-    if (stored_format := model.stored) is not None:
+    if (stored_format := model.stored_format) is not None:
         is_stored = is_quantized(model, piece.name, stored)
         if is_stored and not stored_format.is_int8:
             rows, columns = piece.shape
             return StoredMatrix(stored_format, piece.name, (rows, columns), stored, files)
-    values = files.of(stored[name].path).get_slice(stored[name].name)
-    if not is_stored and name != piece.name and (merged := merged_place(piece.name)) is not None:
-        _, expert, follows = merged
+    values = files.open_file(stored[name].path).get_slice(stored[name].name)
+    if not is_stored and name != piece.name and (location := merged_place(piece.name)) is not None:
+        _, expert, follows = location
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
     assert stored[name].shape == piece.shape, (
         f"{name}: layer declares {piece.shape}, checkpoint check {stored[name].shape}"
@@ -181,20 +188,20 @@ def _values(
     return values
 
 
-def _fill(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
+def _fill(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash | None) -> None:
     if piece.target.numel() == 0:  # a rank that has only padding of the vocabulary
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
     if piece.has_groups:
-        _fill_codes(piece, values, loaded)
+        _fill_codes(piece, values, weights_hash)
     elif piece.scale is None and not isinstance(values, StoredMatrix):
-        _copy(piece.target, values[tuple(window)], loaded)
+        _copy(piece.target, values[tuple(window)], weights_hash)
     else:
-        _fill_by_rows(piece, values, window, loaded)
+        _fill_by_rows(piece, values, window, weights_hash)
 
 
-def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> None:
+def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash | None) -> None:
     """Codes of groups of inputs, as they are stored or computed, some rows at a time; those of 4
     bits in words of the kernels' own order.
     """
@@ -203,8 +210,8 @@ def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> N
     num_inputs = num_words if piece.zeros is None else num_words * CODES_PER_WORD
     first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
     inputs = range(first_input, first_input + num_inputs)
-    for first in range(0, num_rows, _ROWS):
-        part = slice(first, min(first + _ROWS, num_rows))
+    for first in range(0, num_rows, _ROWS_AT_ONCE):
+        part = slice(first, min(first + _ROWS_AT_ONCE, num_rows))
         rows = range(first_row + part.start, first_row + part.stop)
         if piece.group_size == 0:
             codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
@@ -212,9 +219,9 @@ def _fill_codes(piece: WeightSlice, values: Any, loaded: LoadedHash | None) -> N
             codes, zeros, scale = _computed_codes(piece, values, rows, inputs)
         if piece.zeros is not None:
             codes = pack_codes(codes)
-            _copy(piece.zeros[part], zeros, loaded)
-        _copy(piece.target[part], codes, loaded)
-        _copy(piece.scale[part], scale, loaded)
+            _copy(piece.zeros[part], zeros, weights_hash)
+        _copy(piece.target[part], codes, weights_hash)
+        _copy(piece.scale[part], scale, weights_hash)
 
 
 def _computed_codes(
@@ -225,41 +232,45 @@ def _computed_codes(
     """
     assert piece.scale is not None
     first, end = (edge // BLOCK_ROWS * BLOCK_ROWS for edge in (rows.start, rows.stop - 1))
-    whole = values[first : min(end + BLOCK_ROWS, piece.shape[0]), :]
+    whole_rows = values[first : min(end + BLOCK_ROWS, piece.shape[0]), :]
     if piece.zeros is None:
-        codes, scale = quantize_blocks(whole, piece.group_size)
+        codes, scale = quantize_blocks(whole_rows, piece.group_size)
         zeros = scale
     else:
-        codes, zeros, scale = quantize_groups(whole, piece.group_size)
-    own = slice(rows.start - first, rows.stop - first)
+        codes, zeros, scale = quantize_groups(whole_rows, piece.group_size)
+    own_rows = slice(rows.start - first, rows.stop - first)
     step = len(inputs) // piece.scale.shape[1]
     groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
-    return codes[own, inputs.start : inputs.stop], zeros[own][:, groups], scale[own][:, groups]
+    return (
+        codes[own_rows, inputs.start : inputs.stop],
+        zeros[own_rows][:, groups],
+        scale[own_rows][:, groups],
+    )
 
 
 def _fill_by_rows(
-    piece: WeightSlice, values: Any, window: list[slice], loaded: LoadedHash | None
+    piece: WeightSlice, values: Any, window: list[slice], weights_hash: LoadedWeightsHash | None
 ) -> None:
     """Some rows at a time. To be quantized, rows are read whole, because the largest number of a
     row may be in another rank's part.
     """
     rows, columns = window
     first_row = rows.start or 0
-    for first in range(0, len(piece.target), _ROWS):
-        last = min(first + _ROWS, len(piece.target))
-        part = slice(first_row + first, first_row + last)
+    for first in range(0, len(piece.target), _ROWS_AT_ONCE):
+        end_row = min(first + _ROWS_AT_ONCE, len(piece.target))
+        part = slice(first_row + first, first_row + end_row)
         if piece.scale is None:
-            _copy(piece.target[first:last], values[part, columns], loaded)
+            _copy(piece.target[first:end_row], values[part, columns], weights_hash)
             continue
-        whole = values[part, :]
-        largest = whole.abs().amax(dim=1)
-        codes, scales = quantize_rows(whole[:, columns], largest)
-        _copy(piece.target[first:last], codes, loaded)
-        _copy(piece.scale[first:last], scales, loaded)
+        whole_rows = values[part, :]
+        max_magnitude_M = whole_rows.abs().amax(dim=1)
+        codes, scales = quantize_rows(whole_rows[:, columns], max_magnitude_M)
+        _copy(piece.target[first:end_row], codes, weights_hash)
+        _copy(piece.scale[first:end_row], scales, weights_hash)
 
 
-def _copy(target: Tensor, values: Tensor, loaded: LoadedHash | None) -> None:
+def _copy(target: Tensor, values: Tensor, weights_hash: LoadedWeightsHash | None) -> None:
     """Fill the target, and hash what it got: on a GPU the values that were copied to it."""
     target.copy_(values)
-    if loaded is not None:
-        loaded.add(target if target.device.type == "cpu" else values)
+    if weights_hash is not None:
+        weights_hash.add(target if target.device.type == "cpu" else values)

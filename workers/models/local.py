@@ -11,7 +11,7 @@ from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, UnreadableError
 from workers.models.checkpoint import check_checkpoint
 
-CHECK_AGAIN_S = 10.0
+RECHECK_LIMIT_S = 10.0
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
@@ -28,7 +28,7 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
     if model_dir.is_dir():
         return model_dir
     host = socket.gethostname()
-    if not _is_of_hub(config):
+    if not _is_hub_snapshot(config):
         raise ConfigError(
             f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there:"
             " copy it to the same path, share the folder, or use a hub id"
@@ -41,36 +41,36 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
         ) from error
 
 
-def check_again(config: ResolvedConfig, limit_s: float = CHECK_AGAIN_S) -> None:
+def recheck_checkpoint(config: ResolvedConfig, limit_s: float = RECHECK_LIMIT_S) -> None:
     """Raise `ConfigError` if a checkpoint with which an engine began can be loaded no more, before
     any process starts to load it; `UnreadableError` if that may pass, also after `limit_s`. Of a
     hub id, what is missing may be downloaded again.
     """
-    if _is_of_hub(config):
+    if _is_hub_snapshot(config):
         return
-    done: Future[None] = Future()
+    check_future: Future[None] = Future()
 
     def check() -> None:
         try:
             check_checkpoint(local_checkpoint(config), config.model)
         except BaseException as error:
-            done.set_exception(error)
+            check_future.set_exception(error)
         else:
-            done.set_result(None)
+            check_future.set_result(None)
 
     # A thread of its own, which may be left behind: a file server that is gone never answers.
     threading.Thread(target=check, name="eagleray-check", daemon=True).start()
     try:
-        done.result(limit_s)
+        check_future.result(limit_s)
     except TimeoutError as error:
-        if done.done():
+        if check_future.done():
             raise  # of the system
         raise UnreadableError(
             f"{config.model_dir} cannot be read: no answer within {limit_s:g} s"
         ) from error
 
 
-def _is_of_hub(config: ResolvedConfig) -> bool:
+def _is_hub_snapshot(config: ResolvedConfig) -> bool:
     return Path(config.model_dir).parent.name == "snapshots"  # where the hub's library puts it
 
 

@@ -37,18 +37,21 @@ class MoE:
         assert model.experts is not None
         self.kernels = weight_format.kernels
         self.group = group
-        self.num_per_token = model.experts.num_per_token
-        self.normalizes = model.experts.normalizes
+        self.num_experts_per_token = model.experts.num_experts_per_token
+        self.normalizes_weights = model.experts.normalizes_weights
         self.router = ReplicatedLinear(
             f"{name}.gate", model.hidden_size, model.experts.num_experts, weight_format
         )
         self.experts = ExpertColumns(f"{name}.experts", model, group, weight_format)
 
-    def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
         """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
         kernels = self.kernels.experts
         weights_TK, ids_TK = kernels.route(
-            self.router(x_TE), self.num_per_token, self.normalizes, num_live_1
+            self.router(x_TE),
+            self.num_experts_per_token,
+            self.normalizes_weights,
+            num_live_tokens_1,
         )
         out_TE = kernels.mlp(x_TE, weights_TK, ids_TK, self.experts.weights)
         return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
@@ -83,13 +86,13 @@ class ExpertColumns:
         self.start = group.rank * self.shard_size
         self.kernels, self.dtype = weight_format.kernels, weight_format.dtype
 
-        def empty(num_rows: int, size_in: int) -> Tensor:
+        def empty_weight(num_rows: int, size_in: int) -> Tensor:
             shape = (experts.num_experts, num_rows, size_in)
             return torch.empty(shape, dtype=weight_format.weight_dtype, device=weight_format.device)
 
         self.weights = ExpertWeights(
-            gate_up=empty(2 * self.shard_size, model.hidden_size),
-            down=empty(model.hidden_size, self.shard_size),
+            gate_up=empty_weight(2 * self.shard_size, model.hidden_size),
+            down=empty_weight(model.hidden_size, self.shard_size),
         )
 
     def slices(self) -> Iterator[WeightSlice]:

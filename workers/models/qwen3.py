@@ -25,7 +25,7 @@ from workers.models.layers import (
     Packable,
     ParallelLMHead,
     QKVParallelLinear,
-    Replicated,
+    ReplicatedVector,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -51,8 +51,8 @@ class Attention:
         self.eps = model.rms_norm_eps
         self.scale = model.head_dim**-0.5
         self.qkv = QKVParallelLinear(name, model, group, weight_format)
-        self.q_norm = Replicated(f"{name}.q_norm", model.head_dim, weight_format)
-        self.k_norm = Replicated(f"{name}.k_norm", model.head_dim, weight_format)
+        self.q_norm = ReplicatedVector(f"{name}.q_norm", model.head_dim, weight_format)
+        self.k_norm = ReplicatedVector(f"{name}.k_norm", model.head_dim, weight_format)
         width = model.num_attention_heads * model.head_dim
         self.out = RowParallelLinear(
             f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, weight_format
@@ -115,7 +115,7 @@ class MLP:
             weight_format,
         )
 
-    def __call__(self, x_TE: Tensor, num_live_1: Tensor | None = None) -> Tensor:
+    def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
         return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -139,9 +139,11 @@ class DecoderLayer:
         weight_format: WeightFormat,
         mlp: type[MLP] | type[MoE],
     ) -> None:
-        self.input_norm = Replicated(f"{name}.input_layernorm", model.hidden_size, weight_format)
+        self.input_norm = ReplicatedVector(
+            f"{name}.input_layernorm", model.hidden_size, weight_format
+        )
         self.attention = Attention(f"{name}.self_attn", model, group, weight_format)
-        self.post_norm = Replicated(
+        self.post_norm = ReplicatedVector(
             f"{name}.post_attention_layernorm", model.hidden_size, weight_format
         )
         self.mlp = mlp(f"{name}.mlp", model, group, weight_format)
@@ -198,7 +200,7 @@ class Qwen3:
             )
             for index in range(model_config.num_hidden_layers)
         ]
-        self.norm = Replicated("model.norm", model_config.hidden_size, weight_format)
+        self.norm = ReplicatedVector("model.norm", model_config.hidden_size, weight_format)
         self.head = ParallelLMHead(
             "lm_head", self.embedding, model_config.tie_word_embeddings, group, weight_format
         )
@@ -240,7 +242,7 @@ class Qwen3:
             kernels.call(partial(self._enter_layer, i))
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)
-            x_TE = layer.mlp(x_TE, attn.num_live_1)
+            x_TE = layer.mlp(x_TE, attn.num_live_tokens_1)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, next_norm.weight, eps)
         return x_TE
 

@@ -14,8 +14,8 @@ from configs.model import ModelConfig
 from workers.models.checkpoint import SINGLE_NAME, expected_tensors
 
 # A prime, so that no two rows of a matrix, and no two experts, are alike.
-_NUM_DIFFERENT = 16_777_213
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_NUM_DISTINCT_VALUES = 16_777_213
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def write_random_checkpoint(
@@ -31,15 +31,15 @@ def write_random_checkpoint(
     for name, shape in expected_tensors(ModelConfig.from_dir(model_dir)).items():
         size = math.prod(shape) * dtype.itemsize
         offsets = num_bytes, num_bytes + size
-        header[name] = {"dtype": _NAMES[dtype], "shape": shape, "data_offsets": offsets}
+        header[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": shape, "data_offsets": offsets}
         num_bytes += size
-    encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # the numbers after it are aligned
-    values = torch.empty(min(num_bytes // dtype.itemsize, _NUM_DIFFERENT), dtype=dtype)
-    some = values.uniform_(-0.05, 0.05).view(torch.uint8).numpy().data
+    encoded_header = json.dumps(header).encode()
+    encoded_header += b" " * (-len(encoded_header) % 8)  # the numbers after it are aligned
+    values = torch.empty(min(num_bytes // dtype.itemsize, _NUM_DISTINCT_VALUES), dtype=dtype)
+    value_bytes = values.uniform_(-0.05, 0.05).view(torch.uint8).numpy().data
     path = model_dir / SINGLE_NAME
     with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little") + encoded)
-        for first in range(0, num_bytes, len(some)):
-            file.write(some[: num_bytes - first])
+        file.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
+        for offset in range(0, num_bytes, len(value_bytes)):
+            file.write(value_bytes[: num_bytes - offset])
     return path.stat().st_size

@@ -75,8 +75,11 @@ def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: Tensor) ->
     if low == high:
         high += 0.001  # a ramp of zero width would divide by zero
     ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    kept_F = 1 - ramp_F
-    return 1.0 / (rope.factor * wavelengths_F) * (1 - kept_F) + 1.0 / wavelengths_F * kept_F
+    unscaled_share_F = 1 - ramp_F
+    return (
+        1.0 / (rope.factor * wavelengths_F) * (1 - unscaled_share_F)
+        + 1.0 / wavelengths_F * unscaled_share_F
+    )
 
 
 def _feature_of_rotations(rope: RopeConfig, head_dim: int, rotations: float) -> float:

@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from configs.formats.stored import WORDS, StoredFormat, part_name
+from configs.formats.stored import INT32, StoredFormat, part_name
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import StoredTensor
 
@@ -33,7 +33,7 @@ class OpenFiles(ExitStack):
         super().__init__()
         self._files: dict[Path, Any] = {}
 
-    def of(self, path: Path) -> Any:
+    def open_file(self, path: Path) -> Any:
         """The file at `path`. Raises as `safe_open`."""
         if path not in self._files:
             self._files[path] = self.enter_context(safe_open(path, framework="pt", device="cpu"))
@@ -58,14 +58,14 @@ class StoredMatrix:
         """
         self._format, self._name, self._shape = stored_format, name, shape
         self._stored, self._files = stored, files
-        codes = stored[part_name(name, stored_format.codes)]
-        self._codes = files.of(codes.path).get_slice(codes.name)
-        scale = self._read(stored_format.scales).to(torch.float32)
+        codes = stored[part_name(name, stored_format.codes_part)]
+        self._codes = files.open_file(codes.path).get_slice(codes.name)
+        scale = self._read(stored_format.scales_part).to(torch.float32)
         if not bool(scale.isfinite().all()):
-            raise self._error(stored_format.scales, "holds scales that are not finite numbers")
+            raise self._error(stored_format.scales_part, "holds scales that are not finite numbers")
         self._scale_RG = scale.reshape(1, 1) if scale.ndim == 1 else self._untransposed(scale)
-        self._zeros_YG = self._zeros()
-        self._group_X = self._groups()
+        self._zeros_YG = self._read_zeros()
+        self._group_X = self._read_groups()
 
     def __getitem__(self, window: tuple[slice, slice]) -> Tensor:
         rows, columns = (range(size)[part] for size, part in zip(self._shape, window, strict=True))
@@ -99,40 +99,46 @@ class StoredMatrix:
 
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
-        packed_dim, num_codes = (0 if self._format.packs_rows else 1), len(self._format.order) or 1
+        packed_dim, num_codes = (
+            (0 if self._format.packs_rows else 1),
+            len(self._format.code_order) or 1,
+        )
         span = spans[packed_dim]
         first_word = span.start // num_codes
         spans[packed_dim] = range(first_word, -(-span.stop // num_codes))
-        places = [slice(words.start, words.stop) for words in spans]
+        slices = [slice(words.start, words.stop) for words in spans]
         if self._format.is_transposed:
-            places.reverse()
-        codes = self._untransposed(self._codes[tuple(places)])
-        if self._format.dtype == WORDS:
-            codes = unpack(codes, self._format.order, self._format.bits, packed_dim)
+            slices.reverse()
+        codes = self._untransposed(self._codes[tuple(slices)])
+        if self._format.dtype == INT32:
+            codes = unpack(codes, self._format.code_order, self._format.bits, packed_dim)
         elif self._format.is_fp8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise self._error(self._format.codes, "holds codes that are not numbers")
+            raise self._error(self._format.codes_part, "holds codes that are not numbers")
         return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
 
-    def _zeros(self) -> Tensor | None:
+    def _read_zeros(self) -> Tensor | None:
         """int32 [Y, G]"""
         stored_format = self._format
-        if stored_format.zeros is None:
+        if stored_format.zeros_part is None:
             return None
-        words = self._untransposed(self._read(stored_format.zeros))
+        words = self._untransposed(self._read(stored_format.zeros_part))
         # The offset was subtracted from whole words, so a zero point of 0 has borrowed from the
         # next one: adding to whole words gives that back.
         words = words + stored_format.zero_offset * (0xFFFFFFFF // ((1 << stored_format.bits) - 1))
-        return unpack(words, stored_format.order, stored_format.bits, 0)[: self._shape[0]]
+        return unpack(words, stored_format.code_order, stored_format.bits, 0)[: self._shape[0]]
 
-    def _groups(self) -> Tensor:
+    def _read_groups(self) -> Tensor:
         """int64 [X]: the group of each input."""
         stored_format, size_in = self._format, self._shape[1]
-        if stored_format.index is not None:
-            group_X, num_groups = self._read(stored_format.index).long(), self._scale_RG.shape[1]
+        if stored_format.group_index_part is not None:
+            group_X, num_groups = (
+                self._read(stored_format.group_index_part).long(),
+                self._scale_RG.shape[1],
+            )
             if -1 not in group_X:  # otherwise it was never filled in, and inputs are in order
                 if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
                     raise self._error(
-                        stored_format.index,
+                        stored_format.group_index_part,
                         f"names groups that do not exist; there are {num_groups}",
                     )
                 return group_X
@@ -145,7 +151,7 @@ class StoredMatrix:
 
     def _read(self, part: str) -> Tensor:
         tensor = self._stored[part_name(self._name, part)]
-        return self._files.of(tensor.path).get_tensor(tensor.name)  # type: ignore[no-any-return]
+        return self._files.open_file(tensor.path).get_tensor(tensor.name)  # type: ignore[no-any-return]
 
     def _error(self, part: str, fault: str) -> ConfigError:
         name = part_name(self._name, part)

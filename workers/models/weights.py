@@ -31,7 +31,7 @@ from kernels.interface import (
     Kernels,
     MixedKernels,
 )
-from kernels.reference.grouped import CODES_PER_WORD, widened
+from kernels.reference.grouped import CODES_PER_WORD, dequantize
 
 _SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
 
@@ -153,10 +153,10 @@ class MixedWeight:
     ) -> None:
         self.num_rows = num_rows
         self._kernels = kernels
-        padded = -(-num_rows // kernels.panel) * kernels.panel
+        padded = -(-num_rows // kernels.panel_features) * kernels.panel_features
         self._values_YX = torch.empty(padded, size_in, dtype=torch.bfloat16, device=device)
         self._values_YX[num_rows:] = 0
-        self._packed: Tensor | None = None
+        self._packed_values: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
@@ -172,28 +172,28 @@ class MixedWeight:
         self._values_YX[first:].zero_()
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        if self._packed is not None:
-            return self._kernels.rows(self._packed, ids_T)
+        if self._packed_values is not None:
+            return self._kernels.rows(self._packed_values, ids_T)
         return functional.embedding(ids_T, self._values_YX).to(torch.float32)
 
     def packed(self) -> Weight:
-        self._packed = self._kernels.pack_weight(self._values_YX)
+        self._packed_values = self._kernels.pack_weight(self._values_YX)
         return self
 
     def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
-        assert self._packed is not None
-        return self._kernels.linear(x_TX, self._packed, self.num_rows, bias_Y)
+        assert self._packed_values is not None
+        return self._kernels.linear(x_TX, self._packed_values, self.num_rows, bias_Y)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizedWeight:
-    """`Weight` of 8-bit codes. stored: the checkpoint has codes and scales. dtype: that of the
+class RowQuantizedWeight:
+    """`Weight` of 8-bit codes. is_stored: the checkpoint has codes and scales. dtype: that of the
     result of `rows`.
     """
 
     kernels: Int8Kernels
     weight: Int8Weight
-    stored: bool
+    is_stored: bool
     dtype: torch.dtype
 
     @property
@@ -209,7 +209,7 @@ class QuantizedWeight:
     ) -> Iterator[WeightSlice]:
         codes = self.weight.codes_YX[first : first + count]
         scale = self.weight.scale_Y[first : first + count]
-        if not self.stored:
+        if not self.is_stored:
             yield WeightSlice(f"{name}.weight", shape, codes, dim, start, scale)
             return
         first_row = start if dim == 0 else 0
@@ -229,8 +229,8 @@ class QuantizedWeight:
         weight = self.kernels.pack_weight(self.weight)
         if weight is self.weight:
             return self
-        return QuantizedWeight(
-            kernels=self.kernels, weight=weight, stored=self.stored, dtype=self.dtype
+        return RowQuantizedWeight(
+            kernels=self.kernels, weight=weight, is_stored=self.is_stored, dtype=self.dtype
         )
 
     def product(self, x_TX: Tensor, bias_Y: Tensor | None) -> Tensor:
@@ -270,7 +270,7 @@ class GroupedWeight:
             start,
             self.weight.scale_YG[rows],
             None if zeros_YG is None else zeros_YG[rows],
-            0 if self.quantization.stored else self.quantization.held_group_size(shape[1]),
+            0 if self.quantization.is_stored else self.quantization.held_group_size(shape[1]),
         )
 
     def zero(self, first: int) -> None:
@@ -287,7 +287,7 @@ class GroupedWeight:
             scale_YG=self.weight.scale_YG[ids_T],
             num_rows=len(ids_T),
         )
-        return widened(rows).to(self.dtype)
+        return dequantize(rows).to(self.dtype)
 
     def packed(self) -> Weight:
         return dataclasses.replace(self, weight=self.kernels.pack_weight(self.weight))
@@ -316,7 +316,9 @@ class WeightFormat:
         """An embedding, or the head."""
         quantization = self.quantization
         return self._matrix(
-            num_rows, size_in, quantization if quantization and quantization.vocabulary else None
+            num_rows,
+            size_in,
+            quantization if quantization and quantization.includes_vocabulary else None,
         )
 
     def vector(self, size: int) -> Tensor:
@@ -337,10 +339,10 @@ class WeightFormat:
         assert kernels is not None, "the configuration was checked against the kernels"
         codes_YX = torch.empty(num_rows, size_in, dtype=torch.int8, device=self.device)
         scale_Y = torch.empty(num_rows, dtype=torch.float32, device=self.device)
-        return QuantizedWeight(
+        return RowQuantizedWeight(
             kernels=kernels,
             weight=Int8Weight(codes_YX=codes_YX, scale_Y=scale_Y),
-            stored=quantization.stored,
+            is_stored=quantization.is_stored,
             dtype=self.dtype,
         )
 

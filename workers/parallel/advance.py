@@ -35,18 +35,19 @@ from kernels.cpu.atomics import load_acquire, pause, store_release
 from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit, narrow, widen
 
 PART_BYTES = 128 * 1024
-_LINE = 128  # two cache lines: processors fetch them in pairs
-BUFFER_BYTES = _LINE + PART_BYTES
-_TILE = 1024  # elements added at a time, so that the float32 sums stay in the first-level cache
-_SPINS = 40  # about 1 us; then Python checks peers and the time limit
+_LINE_BYTES = 128  # two cache lines: processors fetch them in pairs
+BUFFER_BYTES = _LINE_BYTES + PART_BYTES
+# Elements added at a time, so that the float32 sums stay in the first-level cache.
+_TILE_ELEMENTS = 1024
+_MAX_SPINS = 40  # about 1 us; then Python checks peers and the time limit
 
 # What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome *
 # OUTCOME + rank`.
-OUTCOME = 1 << 16
-WAITS, CLOSED, DIFFERS = 1, 2, 3
+OUTCOME_FACTOR = 1 << 16
+OUTCOME_WAITS, OUTCOME_CLOSED, OUTCOME_DIFFERS = 1, 2, 3
 
 # The state of a rank, which `advance` keeps between calls.
-BASE, RANK, SIZE, PART, OFFSET, STATE_SIZE = range(6)
+BASE_INDEX, RANK_INDEX, SIZE_INDEX, PART_INDEX, OFFSET_INDEX, STATE_SIZE = range(6)
 
 # Kinds of operations. Two of them gather what the caller then adds or compares, under a label of
 # their own.
@@ -60,7 +61,7 @@ def compile_advance() -> None:
 
 def segment_bytes(size: int) -> int:
     """Length of a segment for `size` ranks."""
-    return int(_buffer.py_func(0, size, size, 0))
+    return int(_buffer_address.py_func(0, size, size, 0))
 
 
 @intrinsic
@@ -72,64 +73,70 @@ def _pointer(typing_context: Any, address: Any) -> Any:
 
 
 @inlined_jit
-def _published(base: int, rank: int) -> int:
-    return base + _LINE * (1 + 2 * rank)
+def _published_address(base: int, rank: int) -> int:
+    return base + _LINE_BYTES * (1 + 2 * rank)
 
 
 @inlined_jit
-def _closed(base: int, rank: int) -> int:
-    return base + _LINE * (2 + 2 * rank)
+def _closed_address(base: int, rank: int) -> int:
+    return base + _LINE_BYTES * (2 + 2 * rank)
 
 
 @inlined_jit
-def _buffer(base: int, size: int, rank: int, part: int) -> int:
-    return base + _LINE * (1 + 2 * size) + BUFFER_BYTES * (2 * rank + part % 2)
+def _buffer_address(base: int, size: int, rank: int, part: int) -> int:
+    return base + _LINE_BYTES * (1 + 2 * size) + BUFFER_BYTES * (2 * rank + part % 2)
 
 
 @exact_entry_jit
 def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> int:
-    """Continue an operation from `source` to `target` (addresses), waiting for at most `_SPINS`
+    """Continue an operation from `source` to `target` (addresses), waiting for at most `_MAX_SPINS`
     turns.
 
     Returns 0 when it is done, otherwise an outcome; called again with the same arguments, it
     continues where it was.
     """
-    base, rank, size, spins = state[BASE], state[RANK], state[SIZE], _SPINS
+    base, rank, size, spins = state[BASE_INDEX], state[RANK_INDEX], state[SIZE_INDEX], _MAX_SPINS
     if kind == LEAVE:
-        store_release(_closed(base, rank), 1)
+        store_release(_closed_address(base, rank), 1)
         return 0  # another thread may be inside an operation, so its state is kept
     label = num_bytes * 8 + kind
-    while state[OFFSET] < num_bytes:
-        part, offset = state[PART], state[OFFSET]
+    while state[OFFSET_INDEX] < num_bytes:
+        part, offset = state[PART_INDEX], state[OFFSET_INDEX]
         length = min(PART_BYTES, num_bytes - offset)
-        if load_acquire(_published(base, rank)) < part:
-            buffer = _buffer(base, size, rank, part)
+        if load_acquire(_published_address(base, rank)) < part:
+            buffer = _buffer_address(base, size, rank, part)
             if rank == 0 or kind != BROADCAST:
-                _copy(source + offset, buffer + _LINE, length)
+                _copy(source + offset, buffer + _LINE_BYTES, length)
             numba.carray(_pointer(buffer), 1, np.int64)[0] = label
-            store_release(_published(base, rank), part)
+            store_release(_published_address(base, rank), part)
         for peer in range(size):
-            while load_acquire(_published(base, peer)) < part:
+            while load_acquire(_published_address(base, peer)) < part:
                 if spins <= 0:
-                    return _why_waiting(base, size, peer, part)  # type: ignore[no-any-return]
+                    return _waiting_outcome(base, size, peer, part)  # type: ignore[no-any-return]
                 spins -= 1
                 pause()
         for peer in range(size):
-            if numba.carray(_pointer(_buffer(base, size, peer, part)), 1, np.int64)[0] != label:
-                return DIFFERS * OUTCOME + peer
+            if (
+                numba.carray(_pointer(_buffer_address(base, size, peer, part)), 1, np.int64)[0]
+                != label
+            ):
+                return OUTCOME_DIFFERS * OUTCOME_FACTOR + peer
         _combine(base, size, part, target + offset, length, num_bytes, kind)
-        state[PART] += 1
-        state[OFFSET] += length
-    state[OFFSET] = 0
+        state[PART_INDEX] += 1
+        state[OFFSET_INDEX] += length
+    state[OFFSET_INDEX] = 0
     return 0
 
 
 @inlined_jit
-def _why_waiting(base: int, size: int, awaited: int, part: int) -> int:
+def _waiting_outcome(base: int, size: int, awaited_peer: int, part: int) -> int:
     for peer in range(size):
-        if load_acquire(_closed(base, peer)) and load_acquire(_published(base, peer)) < part:
-            return CLOSED * OUTCOME + peer
-    return WAITS * OUTCOME + awaited
+        if (
+            load_acquire(_closed_address(base, peer))
+            and load_acquire(_published_address(base, peer)) < part
+        ):
+            return OUTCOME_CLOSED * OUTCOME_FACTOR + peer
+    return OUTCOME_WAITS * OUTCOME_FACTOR + awaited_peer
 
 
 @inlined_jit
@@ -144,7 +151,7 @@ def _copy(source: int, target: int, num_bytes: int) -> None:
 def _combine(
     base: int, size: int, part: int, target: int, length: int, stride: int, kind: int
 ) -> None:
-    first, step = _buffer(base, size, 0, part) + _LINE, 2 * BUFFER_BYTES
+    first, step = _buffer_address(base, size, 0, part) + _LINE_BYTES, 2 * BUFFER_BYTES
     if kind == SUM_BFLOAT16:
         _sum(first, step, size, target, length, np.uint16, 2)
     elif kind == SUM_FLOAT32:
@@ -161,17 +168,17 @@ def _sum(
     first: int, step: int, size: int, target: int, length: int, dtype: Any, item_bytes: int
 ) -> None:
     """The sum, in rank order, of `size` arrays of `length` bytes that lie `step` bytes apart."""
-    total = np.empty(_TILE, np.float32)
-    for start in range(0, length, _TILE * item_bytes):
-        count = min(_TILE, (length - start) // item_bytes)
+    total = np.empty(_TILE_ELEMENTS, np.float32)
+    for start in range(0, length, _TILE_ELEMENTS * item_bytes):
+        count = min(_TILE_ELEMENTS, (length - start) // item_bytes)
         for peer in range(size):
-            theirs = numba.carray(_pointer(first + step * peer + start), count, dtype)
+            peer_values = numba.carray(_pointer(first + step * peer + start), count, dtype)
             if peer == 0:
                 for i in range(count):
-                    total[i] = widen(theirs[i])
+                    total[i] = widen(peer_values[i])
             else:
                 for i in range(count):
-                    total[i] += widen(theirs[i])
+                    total[i] += widen(peer_values[i])
         out = numba.carray(_pointer(target + start), count, dtype)
         for i in range(count):
             out[i] = narrow(total[i], out[0])

@@ -39,7 +39,7 @@ def open_rendezvous(host: str, timeout_s: float) -> Rendezvous:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.create_server(address[:2], family=family, backlog=128) as listener:
             port = int(listener.getsockname()[1])
-            store = _distributed().TCPStore(
+            store = _torch_distributed().TCPStore(
                 host,
                 port,
                 is_master=True,
@@ -56,13 +56,13 @@ class TorchTransport:
     """A `Transport` over gloo or NCCL. `connect` creates one."""
 
     def __init__(
-        self, backend: Any, store: Any, num_peers: int, device: torch.device, who: str
+        self, backend: Any, store: Any, num_ranks: int, device: torch.device, rank_label: str
     ) -> None:
-        """`backend`: that of torch.distributed, between `num_peers` ranks that met at `store`.
-        `who` names this rank in errors.
+        """`backend`: that of torch.distributed, between `num_ranks` ranks that met at `store`.
+        `rank_label` names this rank in errors.
         """
-        self._backend, self.store, self._size = backend, store, num_peers
-        self.device, self._who = device, who
+        self._backend, self.store, self._size = backend, store, num_ranks
+        self.device, self._rank_label = device, rank_label
 
     @classmethod
     def connect(
@@ -72,22 +72,22 @@ class TorchTransport:
         address: Address,
         device: torch.device,
         timeout_s: float,
-        who: str,
+        rank_label: str,
     ) -> TorchTransport:
         """Meet the other `ranks` at the store at `address`, which may serve several sets of ranks.
         Raises `RuntimeError` when one of them does not come.
         """
-        distributed = _distributed()
+        distributed = _torch_distributed()
         timeout = timedelta(seconds=timeout_s)
         store = distributed.PrefixStore(
             f"ranks {','.join(map(str, ranks))}",
             distributed.TCPStore(address[0], address[1], is_master=False, timeout=timeout),
         )
-        place = store, ranks.index(rank), len(ranks)
+        group_position = store, ranks.index(rank), len(ranks)
         if device.type == "cuda":
             options = distributed.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            backend = distributed.ProcessGroupNCCL(*place, options)
+            backend = distributed.ProcessGroupNCCL(*group_position, options)
         else:
             options = distributed.ProcessGroupGloo._Options()
             options._timeout = timeout
@@ -95,8 +95,8 @@ class TorchTransport:
             # wrong or missing.
             own_address = _own_address(address)
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_address)]
-            backend = distributed.ProcessGroupGloo(*place, options)
-        return cls(backend, store, len(ranks), device, who)
+            backend = distributed.ProcessGroupGloo(*group_position, options)
+        return cls(backend, store, len(ranks), device, rank_label)
 
     @property
     def name(self) -> str:
@@ -113,7 +113,7 @@ class TorchTransport:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order."""
         out_R = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        options = _distributed().distributed_c10d.AllgatherOptions()
+        options = _torch_distributed().distributed_c10d.AllgatherOptions()
         options.asyncOp = False  # as in `_reduce`
         self._run(
             "all_gather", lambda b: b._allgather_base(out_R, tensor.contiguous()[None], options)
@@ -125,7 +125,7 @@ class TorchTransport:
         try:
             return int(self.store.add(name, 1)) - 1
         except RuntimeError as error:
-            raise WorkerError(f"{self._who}: rank 0 is gone: {error}") from None
+            raise WorkerError(f"{self._rank_label}: rank 0 is gone: {error}") from None
 
     def set_timeout(self, timeout_s: float) -> None:
         """Limit of every operation from now on."""
@@ -139,7 +139,7 @@ class TorchTransport:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()
 
     def _reduce(self, tensor: torch.Tensor, operation: str) -> torch.Tensor:
-        distributed = _distributed()
+        distributed = _torch_distributed()
         options = distributed.AllreduceOptions()
         options.reduceOp = getattr(distributed.ReduceOp, operation)
         options.asyncOp = False  # on CUDA: in the step's own stream
@@ -149,18 +149,18 @@ class TorchTransport:
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
         """Start an operation of the backend and wait for it (on CUDA only the stream does)."""
         if self._backend is None:
-            raise WorkerError(f"{self._who} has left its tensor-parallel group")
+            raise WorkerError(f"{self._rank_label} has left its tensor-parallel group")
         try:
             work = start(self._backend)
             if work is not None:  # NCCL returns None if only the stream has to wait
                 work.wait()
         except RuntimeError as error:
             raise WorkerError(
-                f"{self._who}: {name} failed, a peer is gone or stuck: {error}"
+                f"{self._rank_label}: {name} failed, a peer is gone or stuck: {error}"
             ) from None
 
 
-def _distributed() -> Any:
+def _torch_distributed() -> Any:
     """torch.distributed, imported only where there is more than one rank; its classes have no
     static types.
     """

@@ -47,10 +47,10 @@ class TensorParallelGroup:
         self.rank = rank
         self.size = size
         self.device = device
-        self._who = f"rank {rank} of {size}"
+        self._rank_label = f"rank {rank} of {size}"
         self._address: Address | None = None
         self._backend: TorchTransport | None = None
-        self._chosen: Transport | None = None
+        self._chosen_transport: Transport | None = None
 
     @property
     def transport(self) -> str:
@@ -68,9 +68,9 @@ class TensorParallelGroup:
         if self.size == 1:
             return
         if address is None:
-            raise WorkerError(f"{self._who} was given no rendezvous address")
+            raise WorkerError(f"{self._rank_label} was given no rendezvous address")
         self._address = address
-        self._chosen = self._backend = self._connect(range(self.size), timeout_s)
+        self._chosen_transport = self._backend = self._connect(range(self.size), timeout_s)
         self.barrier()
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -100,16 +100,16 @@ class TensorParallelGroup:
         """
         if self.size == 1:
             return
-        self._joined(self._backend).all_reduce(torch.zeros(1, device=self.device)).cpu()
+        self._require_joined(self._backend).all_reduce(torch.zeros(1, device=self.device)).cpu()
 
-    def share_out(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
+    def claim_tasks(self, name: str, tasks: Sequence[T]) -> Iterator[T]:
         """Yields the tasks that this rank is to run: whichever rank is free takes the next one.
         Every rank passes the same tasks, while loading, once per `name`.
         """
         if self.size == 1:
             yield from tasks
             return
-        backend = self._joined(self._backend)
+        backend = self._require_joined(self._backend)
         while (index := backend.next_number(name)) < len(tasks):
             yield tasks[index]
 
@@ -118,7 +118,7 @@ class TensorParallelGroup:
         wakes a hundred times per second even if there is nothing to do.
         """
         self.barrier()
-        if self._backend is not self._chosen and self.device.type == "cpu":
+        if self._backend is not self._chosen_transport and self.device.type == "cpu":
             assert self._backend is not None
             self._transport.all_reduce(torch.zeros(1))  # the others are past that barrier too
             self._backend.close()
@@ -131,7 +131,7 @@ class TensorParallelGroup:
         for transport in self._transports():
             transport.close()
 
-    def share_memory(self, timeout_s: float, wanted: bool = True) -> None:
+    def share_memory(self, timeout_s: float, is_wanted: bool = True) -> None:
         """From now on, let the ranks of one host reduce through shared memory, if all of them can
         and want to; otherwise they use gloo or NCCL.
 
@@ -141,15 +141,15 @@ class TensorParallelGroup:
         if self.size == 1:
             return
         refusals = self._exchange(
-            "" if wanted else f"rank {self.rank} was told not to share memory"
+            "" if is_wanted else f"rank {self.rank} was told not to share memory"
         )
         reason = next(filter(None, refusals), "")
         if not reason:
             on_gpus = self.transport == "nccl"
             reason = self._share_gpu_memory() if on_gpus else self._share_memory(timeout_s)
         if self.rank == 0:
-            because = f", because {reason}" if reason else ""
-            logger.info("all-reduce: %s%s", self.transport, because)
+            reason_clause = f", because {reason}" if reason else ""
+            logger.info("all-reduce: %s%s", self.transport, reason_clause)
 
     def _share_memory(self, timeout_s: float) -> str:
         """The same on every rank: why memory cannot be shared, or an empty string."""
@@ -157,30 +157,32 @@ class TensorParallelGroup:
         from workers.parallel.hierarchical import HierarchicalReducer
         from workers.parallel.shared_memory import SharedMemoryReducer
 
-        by_host: dict[str, list[int]] = {}
+        ranks_by_host: dict[str, list[int]] = {}
         for rank, host in enumerate(self._exchange(segment.host_id())):
-            by_host.setdefault(host, []).append(rank)
-        hosts = list(by_host.values())
-        if len(hosts) == self.size:
+            ranks_by_host.setdefault(host, []).append(rank)
+        host_ranks = list(ranks_by_host.values())
+        if len(host_ranks) == self.size:
             return "every rank is on a host, or in a container, of its own"
-        ranks_here = next(ranks for ranks in hosts if self.rank in ranks)
+        ranks_here = next(ranks for ranks in host_ranks if self.rank in ranks)
 
         def exchange(text: str) -> list[str]:
             texts = self._exchange(text)
             return [texts[rank] for rank in ranks_here]
 
-        joined = SharedMemoryReducer.join(self.rank, ranks_here, exchange, timeout_s, self._who)
-        failures = self._exchange(joined if isinstance(joined, str) else "")
-        if isinstance(joined, str) or any(failures):
-            if not isinstance(joined, str):
-                joined.close()
+        reducer = SharedMemoryReducer.join(
+            self.rank, ranks_here, exchange, timeout_s, self._rank_label
+        )
+        failures = self._exchange(reducer if isinstance(reducer, str) else "")
+        if isinstance(reducer, str) or any(failures):
+            if not isinstance(reducer, str):
+                reducer.close()
             return next(filter(None, failures))
-        if len(hosts) == 1:
-            self._chosen = joined
+        if len(host_ranks) == 1:
+            self._chosen_transport = reducer
             return ""
-        first_ranks = [ranks[0] for ranks in hosts]
-        between = self._connect(first_ranks, timeout_s) if self.rank in first_ranks else None
-        self._chosen = HierarchicalReducer(joined, between, hosts)
+        first_ranks = [ranks[0] for ranks in host_ranks]
+        inter_host = self._connect(first_ranks, timeout_s) if self.rank in first_ranks else None
+        self._chosen_transport = HierarchicalReducer(reducer, inter_host, host_ranks)
         self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
 
@@ -190,38 +192,41 @@ class TensorParallelGroup:
 
         assert self._backend is not None and self._address is not None
         name = f"eagleray {self._address[0]}:{self._address[1]}"
-        joined = SymmetricMemoryReducer.join(
-            self._backend, name, self.rank, self.size, self._exchange, self._who
+        reducer = SymmetricMemoryReducer.join(
+            self._backend, name, self.rank, self.size, self._exchange, self._rank_label
         )
-        if isinstance(joined, str):
-            return joined
-        self._chosen = joined
+        if isinstance(reducer, str):
+            return reducer
+        self._chosen_transport = reducer
         return ""
 
     @property
     def _transport(self) -> Transport:
-        return self._joined(self._chosen)
+        return self._require_joined(self._chosen_transport)
 
-    def _joined(self, transport: T | None) -> T:
+    def _require_joined(self, transport: T | None) -> T:
         if transport is None:
-            raise WorkerError(f"{self._who} has not joined its tensor-parallel group")
+            raise WorkerError(f"{self._rank_label} has not joined its tensor-parallel group")
         return transport
 
     def _transports(self) -> list[Transport]:
         """Every transport, once: the barrier's may also be the chosen one."""
-        transports = [self._chosen, self._backend if self._backend is not self._chosen else None]
+        transports = [
+            self._chosen_transport,
+            self._backend if self._backend is not self._chosen_transport else None,
+        ]
         return [transport for transport in transports if transport is not None]
 
     def _connect(self, ranks: Sequence[int], timeout_s: float) -> TorchTransport:
         assert self._address is not None
         try:
             return TorchTransport.connect(
-                ranks, self.rank, self._address, self.device, timeout_s, self._who
+                ranks, self.rank, self._address, self.device, timeout_s, self._rank_label
             )
         except RuntimeError as error:
-            where = f"{self._address[0]}:{self._address[1]} in {timeout_s} s"
+            rendezvous_text = f"{self._address[0]}:{self._address[1]} in {timeout_s} s"
             raise WorkerError(
-                f"{self._who} did not find all of its peers at {where}: {error}"
+                f"{self._rank_label} did not find all of its peers at {rendezvous_text}: {error}"
             ) from None
 
     def _exchange(self, text: str) -> list[str]:

@@ -20,78 +20,82 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HierarchicalReducer:
-    """A `Transport`. `within`: the ranks of this host; `between`: the first ranks of all hosts,
-    only on these ranks; `hosts`: the ranks of each host, in the order of `between`.
+    """A `Transport`. `intra_host`: the ranks of this host; `inter_host`: the first ranks of all
+    hosts, only on these ranks; `host_ranks`: the ranks of each host, in the order of `inter_host`.
     """
 
     name = "shared memory within hosts, gloo between them"
 
     def __init__(
         self,
-        within: SharedMemoryReducer,
-        between: TorchTransport | None,
-        hosts: Sequence[Sequence[int]],
+        intra_host: SharedMemoryReducer,
+        inter_host: TorchTransport | None,
+        host_ranks: Sequence[Sequence[int]],
     ) -> None:
-        self._within, self._between = within, between
-        self._largest = max(map(len, hosts))
+        self._intra_host, self._inter_host = intra_host, inter_host
+        self._max_ranks_per_host = max(map(len, host_ranks))
         # Where each rank's part is when the padded parts of the hosts follow one another.
         row_of_rank = {
-            rank: host * self._largest + index
-            for host, ranks in enumerate(hosts)
+            rank: host * self._max_ranks_per_host + index
+            for host, ranks in enumerate(host_ranks)
             for index, rank in enumerate(ranks)
         }
         self._order_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`. Dtypes as `SharedMemoryReducer`."""
-        between = None if self._between is None else self._between.all_reduce
-        return self._reduce(tensor, self._within.all_reduce, between)
+        inter_host = None if self._inter_host is None else self._inter_host.all_reduce
+        return self._reduce(tensor, self._intra_host.all_reduce, inter_host)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`."""
-        between = None if self._between is None else self._between.all_reduce_max
-        return self._reduce(tensor, self._within.all_reduce_max, between)
+        inter_host = None if self._inter_host is None else self._inter_host.all_reduce_max
+        return self._reduce(tensor, self._intra_host.all_reduce_max, inter_host)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """[R, *tensor.shape], in rank order. Any dtype, on the CPU."""
         own_bytes = tensor.contiguous().view(-1).view(torch.uint8)
-        bytes_of_host = self._within.all_gather(own_bytes)
+        bytes_of_host = self._intra_host.all_gather(own_bytes)
         out_R = torch.empty((len(self._order_R), len(own_bytes)), dtype=torch.uint8)
-        if self._between is not None:
-            padded = torch.zeros((self._largest, len(own_bytes)), dtype=torch.uint8)
-            padded[: len(bytes_of_host)] = bytes_of_host
-            out_R = self._cross(self._between.all_gather, padded).flatten(0, 1)[self._order_R]
-        self._within.broadcast(out_R)
+        if self._inter_host is not None:
+            padded_bytes = torch.zeros(
+                (self._max_ranks_per_host, len(own_bytes)), dtype=torch.uint8
+            )
+            padded_bytes[: len(bytes_of_host)] = bytes_of_host
+            out_R = self._run_between_hosts(self._inter_host.all_gather, padded_bytes).flatten(
+                0, 1
+            )[self._order_R]
+        self._intra_host.broadcast(out_R)
         return out_R.view(-1).view(tensor.dtype).view(len(out_R), *tensor.shape)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Limit of every operation from now on."""
-        self._within.set_timeout(timeout_s)
-        if self._between is not None:
-            self._between.set_timeout(timeout_s)
+        self._intra_host.set_timeout(timeout_s)
+        if self._inter_host is not None:
+            self._inter_host.set_timeout(timeout_s)
 
     def close(self) -> None:
         """Leave the group; ranks that wait for this one fail at once."""
-        self._within.close()
-        if self._between is not None:
-            self._between.close()
+        self._intra_host.close()
+        if self._inter_host is not None:
+            self._inter_host.close()
 
     def _reduce(
-        self, tensor: torch.Tensor, within: Operation, between: Operation | None
+        self, tensor: torch.Tensor, intra_host: Operation, inter_host: Operation | None
     ) -> torch.Tensor:
-        wide = torch.float32 if tensor.is_floating_point() else torch.int64
-        result = within(tensor.to(wide).contiguous())
-        if between is not None:
-            self._cross(between, result)
-        self._within.broadcast(result)
+        wide_dtype = torch.float32 if tensor.is_floating_point() else torch.int64
+        result = intra_host(tensor.to(wide_dtype).contiguous())
+        if inter_host is not None:
+            self._run_between_hosts(inter_host, result)
+        self._intra_host.broadcast(result)
         return tensor.copy_(result)
 
-    def _cross(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
+    def _run_between_hosts(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
         """An operation between hosts. If it fails, the other ranks of this host do not wait for
         its result.
         """
         try:
             return operation(tensor)
         except BaseException:
-            self._within.close()
+            self._intra_host.close()
             raise

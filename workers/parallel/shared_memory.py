@@ -30,14 +30,14 @@ from scheduler.errors import WorkerError
 from workers.parallel import segment
 from workers.parallel.advance import (
     BROADCAST,
-    CLOSED,
-    DIFFERS,
     GATHER,
     GATHER_TO_ADD,
     GATHER_TO_COMPARE,
     LEAVE,
-    OUTCOME,
-    PART,
+    OUTCOME_CLOSED,
+    OUTCOME_DIFFERS,
+    OUTCOME_FACTOR,
+    PART_INDEX,
     SUM_BFLOAT16,
     SUM_FLOAT32,
     advance,
@@ -54,9 +54,9 @@ _MAX_YIELD_S, _MIN_YIELD_S = 0.0002, 0.00001
 _MAX_SLEEP_S = 0.001
 _CHECK_PERIOD_S = 0.005  # how often a waiting rank checks that its peers are alive
 
-_SUMS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16}
-_INTEGERS = (torch.int64, torch.int32)
-_REDUCIBLE = (*_SUMS, torch.float16, *_INTEGERS)
+_SUM_KINDS = {torch.float32: SUM_FLOAT32, torch.bfloat16: SUM_BFLOAT16}
+_INTEGER_DTYPES = (torch.int64, torch.int32)
+_REDUCIBLE_DTYPES = (*_SUM_KINDS, torch.float16, *_INTEGER_DTYPES)
 
 Exchange = Callable[[str], list[str]]
 
@@ -75,22 +75,22 @@ class SharedMemoryReducer:
         process_ids: list[int],
         memory: mmap.mmap,
         timeout_s: float,
-        who: str,
+        rank_label: str,
     ) -> None:
-        """The end of rank `ranks[index]`, which errors call `who`; `process_ids` belong to `ranks`.
-        Raises `ProcessLookupError` when a peer is already dead.
+        """The end of rank `ranks[index]`, which errors call `rank_label`; `process_ids` belong to
+        `ranks`. Raises `ProcessLookupError` when a peer is already dead.
         """
         self.timeout_s = timeout_s
         self.rank = ranks[index]
-        self._who, self._ranks = who, ranks
+        self._rank_label, self._ranks = rank_label, ranks
         self._process_ids = process_ids
         self._size = len(ranks)
         self._memory: npt.NDArray[np.uint8] | None = np.frombuffer(memory, np.uint8)
         self._state = np.array([self._memory.ctypes.data, index, self._size, 1, 0], np.int64)
-        self._unusable = ""
-        self._leaving = threading.Lock()
+        self._unusable_reason = ""
+        self._leave_lock = threading.Lock()
         self._yield_s = _MAX_YIELD_S
-        self._watched: dict[int, int] = {}  # rank by file descriptor
+        self._peer_by_pidfd: dict[int, int] = {}  # rank by file descriptor
         self._poll = select.poll()
         try:
             for peer in range(self._size):
@@ -102,12 +102,12 @@ class SharedMemoryReducer:
 
     @classmethod
     def join(
-        cls, rank: int, ranks: Sequence[int], exchange: Exchange, timeout_s: float, who: str
+        cls, rank: int, ranks: Sequence[int], exchange: Exchange, timeout_s: float, rank_label: str
     ) -> SharedMemoryReducer | str:
         """Map a new segment on every one of `ranks`, or report on every one why that is impossible.
         `exchange`, called twice, gives each the texts of all, in the order of `ranks`; each text
-        must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `who` names this
-        rank in errors. Raises what `exchange` does.
+        must be shorter than 1000 bytes. `timeout_s` bounds every later operation; `rank_label`
+        names this rank in errors. Raises what `exchange` does.
         """
         index = ranks.index(rank)
         size = len(ranks)
@@ -134,7 +134,7 @@ class SharedMemoryReducer:
                         descriptor = segment.open_segment(cards[0], cards[index])
                     memory = mmap.mmap(descriptor, segment_bytes(size))
                     process_ids = [card[1] for card in cards]
-                    reducer = cls(index, ranks, process_ids, memory, timeout_s, who)
+                    reducer = cls(index, ranks, process_ids, memory, timeout_s, rank_label)
                 except OSError as error:
                     reason = f"rank {rank} cannot share memory with {first_name}: {error}"
             reasons = exchange(reason)
@@ -157,16 +157,16 @@ class SharedMemoryReducer:
         calls another operation or does not arrive within `timeout_s`; the group cannot be used
         afterwards.
         """
-        name, kind = "all_reduce", _SUMS.get(tensor.dtype)
+        name, kind = "all_reduce", _SUM_KINDS.get(tensor.dtype)
         if kind is not None and tensor.is_contiguous():
             address = tensor.data_ptr()
             self._run(name, address, address, tensor.nbytes, kind)
             return tensor
         _check_reducible(name, tensor.dtype)
-        if tensor.dtype in _INTEGERS:
+        if tensor.dtype in _INTEGER_DTYPES:
             return tensor.copy_(self._gather(name, tensor, GATHER_TO_ADD).sum(dim=0))
-        through = torch.float32 if kind is None else tensor.dtype
-        return tensor.copy_(self.all_reduce(tensor.to(through).contiguous()))
+        sum_dtype = torch.float32 if kind is None else tensor.dtype
+        return tensor.copy_(self.all_reduce(tensor.to(sum_dtype).contiguous()))
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`. Dtypes and errors as `all_reduce`."""
@@ -202,7 +202,7 @@ class SharedMemoryReducer:
     def _run(self, name: str, source: int, target: int, num_bytes: int, kind: int) -> None:
         memory = self._memory  # this reference keeps it mapped, even if another thread closes
         if memory is None:
-            raise WorkerError(f"{self._who} {self._unusable}")
+            raise WorkerError(f"{self._rank_label} {self._unusable_reason}")
         try:
             if advance(self._state, source, target, num_bytes, kind):
                 self._wait(name, source, target, num_bytes, kind)
@@ -212,20 +212,20 @@ class SharedMemoryReducer:
 
     def _wait(self, name: str, *operation: int) -> None:
         """Continue an operation until it is done, a peer is dead or gone, or the time is up."""
-        started = time.monotonic()
+        began_s = time.monotonic()
         next_check_s = _CHECK_PERIOD_S
         while code := advance(self._state, *operation):
-            outcome, peer = divmod(code, OUTCOME)
-            waited_s = time.monotonic() - started
+            outcome, peer = divmod(code, OUTCOME_FACTOR)
+            waited_s = time.monotonic() - began_s
             if self._memory is None:  # another thread has closed
-                raise WorkerError(f"{self._who} {self._unusable}")
-            if outcome == CLOSED:
+                raise WorkerError(f"{self._rank_label} {self._unusable_reason}")
+            if outcome == OUTCOME_CLOSED:
                 self._fail(name, f"rank {self._ranks[peer]} has left the group")
-            if outcome == DIFFERS:
+            if outcome == OUTCOME_DIFFERS:
                 difference = f"rank {self._ranks[peer]} runs another operation"
                 self._fail(name, f"{difference}, or one of another size")
             if waited_s > self.timeout_s:
-                part = self._state[PART]
+                part = self._state[PART_INDEX]
                 self._fail(
                     name,
                     f"part {part} of rank {self._ranks[peer]} did not come in {self.timeout_s} s:"
@@ -233,30 +233,34 @@ class SharedMemoryReducer:
                 )
             if waited_s > next_check_s:
                 next_check_s = waited_s + _CHECK_PERIOD_S
-                dead = self._dead_peer()
-                if dead is not None:
+                dead_peer = self._dead_peer()
+                if dead_peer is not None:
                     # What it published before it died may have been all that we were waiting for.
                     if not advance(self._state, *operation):
                         return
-                    self._fail(name, f"{self._described(dead)} has died")
+                    self._fail(name, f"{self._describe_peer(dead_peer)} has died")
             if waited_s < self._yield_s:
                 os.sched_yield()
             else:
                 time.sleep(min(_MAX_SLEEP_S, waited_s / 20))
-        was_soon = time.monotonic() - started < _MAX_YIELD_S
+        was_soon = time.monotonic() - began_s < _MAX_YIELD_S
         yield_s = self._yield_s * 2 if was_soon else self._yield_s / 2
         self._yield_s = min(max(yield_s, _MIN_YIELD_S), _MAX_YIELD_S)
 
     def _dead_peer(self) -> int | None:
-        ended = self._poll.poll(0)
+        poll_events = self._poll.poll(0)
         # Checked second: a watch that another thread has closed is not a sign of death.
-        return self._watched[ended[0][0]] if ended and self._memory is not None else None
+        return (
+            self._peer_by_pidfd[poll_events[0][0]]
+            if poll_events and self._memory is not None
+            else None
+        )
 
-    def _described(self, peer: int) -> str:
+    def _describe_peer(self, peer: int) -> str:
         return f"rank {self._ranks[peer]} (process {self._process_ids[peer]})"
 
-    def _fail(self, name: str, why: str) -> NoReturn:
-        raise WorkerError(f"{self._who}: {name} failed: {why}")
+    def _fail(self, name: str, reason: str) -> NoReturn:
+        raise WorkerError(f"{self._rank_label}: {name} failed: {reason}")
 
     def _watch(self, peer: int) -> None:
         """Open a file descriptor that becomes readable when exactly this process has ended. On
@@ -270,24 +274,24 @@ class SharedMemoryReducer:
             if error.errno in (errno.ENOSYS, errno.EPERM):
                 return
             raise
-        self._watched[descriptor] = peer
+        self._peer_by_pidfd[descriptor] = peer
         self._poll.register(descriptor, select.POLLIN)
 
-    def _leave(self, why: str) -> None:
-        with self._leaving:
+    def _leave(self, reason: str) -> None:
+        with self._leave_lock:
             memory, self._memory = self._memory, None
             if memory is None:
                 return
-            self._unusable = why
+            self._unusable_reason = reason
             advance(self._state, 0, 0, 0, LEAVE)
-            for descriptor in self._watched:
+            for descriptor in self._peer_by_pidfd:
                 self._poll.unregister(descriptor)
                 os.close(descriptor)
 
 
 def _check_reducible(name: str, dtype: torch.dtype) -> None:
-    if dtype not in _REDUCIBLE:
+    if dtype not in _REDUCIBLE_DTYPES:
         raise ValueError(
             f"{name} of {dtype} between CPU ranks is not possible; possible are"
-            f" {', '.join(map(str, _REDUCIBLE))}"
+            f" {', '.join(map(str, _REDUCIBLE_DTYPES))}"
         )

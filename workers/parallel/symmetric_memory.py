@@ -24,10 +24,11 @@ from scheduler.errors import WorkerError
 from workers.parallel import segment
 from workers.parallel.backend import TorchTransport
 
-LIMIT_BYTES = 2**20
+MAX_TENSOR_BYTES = 2**20
 _ONE_SHOT_SIZES, _MULTIMEM_SIZES = (2, 4), (8,)
 _DTYPES = (torch.bfloat16, torch.float32)
-_ALIGN = 16  # addresses and sizes must be multiples of this; those of torch's allocations are
+# Addresses and sizes must be multiples of this; those of torch's allocations are.
+_ALIGNMENT_BYTES = 16
 
 
 class SymmetricMemoryReducer:
@@ -37,17 +38,19 @@ class SymmetricMemoryReducer:
 
     name = "symmetric memory up to 1 MiB, nccl above"
 
-    def __init__(self, nccl: TorchTransport, size: int, group: str, who: str) -> None:
+    def __init__(self, nccl: TorchTransport, size: int, group: str, rank_label: str) -> None:
         """Meets the other ranks, which make this call at the same time. `group`: the name by which
         torch knows them. Raises `RuntimeError` where torch cannot share memory between their GPUs.
         """
         self._nccl = nccl
         self._size = size
         self._group = group
-        self._who = who
+        self._rank_label = rank_label
         library = _library()
-        self._room = library.empty(LIMIT_BYTES, dtype=torch.uint8, device=nccl.device)
-        memory = library.rendezvous(self._room, group)
+        self._symmetric_buffer = library.empty(
+            MAX_TENSOR_BYTES, dtype=torch.uint8, device=nccl.device
+        )
+        memory = library.rendezvous(self._symmetric_buffer, group)
         if size in _MULTIMEM_SIZES and not memory.multicast_ptr:
             raise RuntimeError("the GPUs have no switch that adds (multicast)")
 
@@ -59,43 +62,43 @@ class SymmetricMemoryReducer:
         rank: int,
         size: int,
         exchange: Callable[[str], list[str]],
-        who: str,
+        rank_label: str,
     ) -> SymmetricMemoryReducer | str:
         """Called by all ranks at the same time. `group`: a name that nothing else in these
         processes has. `exchange` tells each rank what every rank says. Returns the same on every
         rank: a reducer, or why there is none.
         """
         cards = exchange(f"{segment.host_id()} {nccl.device.index}")
-        if obstacle := _first(exchange(_obstacle(nccl.device, cards, size))):
-            return obstacle
+        if refusal_reason := _first_reason(exchange(_refusal_reason(nccl.device, cards, size))):
+            return refusal_reason
         reducer = None
         try:
             _library()._SymmetricMemory.set_group_info(group, rank, size, nccl.store)
-            reducer = cls(nccl, size, group, who)
+            reducer = cls(nccl, size, group, rank_label)
             failure = ""
         except (RuntimeError, ImportError, AttributeError) as error:
             failure = str(error) or type(error).__name__
-        if (obstacle := _first(exchange(failure))) or reducer is None:
-            return obstacle
-        return _first(exchange(reducer.trial(rank))) or reducer
+        if (refusal_reason := _first_reason(exchange(failure))) or reducer is None:
+            return refusal_reason
+        return _first_reason(exchange(reducer.self_test(rank))) or reducer
 
-    def trial(self, rank: int) -> str:
+    def self_test(self, rank: int) -> str:
         """Sums tensors whose result is known. Returns what is wrong with it, or an empty string.
         Every rank calls it at the same time.
         """
-        wrong = []
+        wrong_sums = []
         try:
             for dtype in _DTYPES:
-                for count in (8, 1000, LIMIT_BYTES // dtype.itemsize):
+                for count in (8, 1000, MAX_TENSOR_BYTES // dtype.itemsize):
                     # Sums of at most 216, which bfloat16 holds exactly.
                     ramp = torch.arange(count, device=self._nccl.device) % 7
                     addend = (ramp * (rank + 1)).to(dtype)
                     expected_sum = (ramp * (self._size * (self._size + 1) // 2)).to(dtype)
                     if not torch.equal(self._sum(addend), expected_sum):
-                        wrong.append(f"{count} numbers in {dtype}")
+                        wrong_sums.append(f"{count} numbers in {dtype}")
         except RuntimeError as error:
             return str(error)
-        return f"wrong sums of {', '.join(wrong)}" if wrong else ""
+        return f"wrong sums of {', '.join(wrong_sums)}" if wrong_sums else ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
@@ -104,7 +107,7 @@ class SymmetricMemoryReducer:
         try:
             return self._sum(tensor)
         except RuntimeError as error:
-            raise WorkerError(f"{self._who}: all_reduce failed: {error}") from None
+            raise WorkerError(f"{self._rank_label}: all_reduce failed: {error}") from None
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`."""
@@ -125,24 +128,28 @@ class SymmetricMemoryReducer:
     def _fits(self, tensor: torch.Tensor) -> bool:
         return (
             tensor.dtype in _DTYPES
-            and 0 < tensor.nbytes <= LIMIT_BYTES
-            and tensor.nbytes % _ALIGN == tensor.data_ptr() % _ALIGN == 0
+            and 0 < tensor.nbytes <= MAX_TENSOR_BYTES
+            and tensor.nbytes % _ALIGNMENT_BYTES == tensor.data_ptr() % _ALIGNMENT_BYTES == 0
             and tensor.is_contiguous()
         )
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        shared = self._room[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        shared_tensor = (
+            self._symmetric_buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        )
         operations: Any = torch.ops.symm_mem
         if self._size in _ONE_SHOT_SIZES:
-            # One kernel: each thread copies elements to `shared`, waits for the other ranks, and
-            # writes the sums of the same elements. It ends when all have read.
-            operations.one_shot_all_reduce_copy_out(shared, tensor, "sum", self._group, tensor)
+            # One kernel: each thread copies elements to `shared_tensor`, waits for the other ranks,
+            # and writes the sums of the same elements. It ends when all have read.
+            operations.one_shot_all_reduce_copy_out(
+                shared_tensor, tensor, "sum", self._group, tensor
+            )
             return tensor
-        shared.copy_(tensor)
-        return tensor.copy_(operations.multimem_all_reduce_(shared, "sum", self._group))
+        shared_tensor.copy_(tensor)
+        return tensor.copy_(operations.multimem_all_reduce_(shared_tensor, "sum", self._group))
 
 
-def _obstacle(device: torch.device, cards: list[str], size: int) -> str:
+def _refusal_reason(device: torch.device, cards: list[str], size: int) -> str:
     """Why this rank cannot take part; empty if it can. `cards`: the host and GPU of each rank."""
     hosts, indexes = zip(*(card.rsplit(" ", 1) for card in cards), strict=True)
     if size not in _ONE_SHOT_SIZES + _MULTIMEM_SIZES:
@@ -157,7 +164,7 @@ def _obstacle(device: torch.device, cards: list[str], size: int) -> str:
     return ""
 
 
-def _first(reasons: list[str]) -> str:
+def _first_reason(reasons: list[str]) -> str:
     return next(filter(None, reasons), "")
 
 

@@ -26,7 +26,7 @@ from configs.engine import ResolvedConfig
 from scheduler.messages import StepMask
 from workers import faults
 from workers.batch.state import BatchState, StepRows
-from workers.device import Device, Graph, Put, StepUploads
+from workers.device import Device, Graph, PutFunction, StepUploads
 from workers.models.qwen3 import Qwen3
 from workers.sampling.sampler import SampledTokens, Sampler
 from workers.sampling.state import GRAPH_KINDS, SamplingBatch, StaticSamplingRows
@@ -68,30 +68,32 @@ class NextTokens:
         self._device = device
         max_rows = config.max_num_seqs
         self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
-        self._slots = uploads.keep(self._slots_S)
-        self._positions = uploads.keep(self._positions_S)
+        self._device_slots_S = uploads.keep(self._slots_S)
+        self._device_positions_S = uploads.keep(self._positions_S)
         self._static_rows = StaticSamplingRows(max_rows, uploads.keep)
         self.sizes = sampling_sizes(max_rows)
         self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
-        self._tokens: dict[tuple[int, int], Tensor] = {}
+        self._token_ids_by_graph: dict[tuple[int, int], Tensor] = {}
         self._hidden_SE: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, hidden_SE: Tensor, largest: Graph | None = None) -> None:
+    def capture(self, hidden_SE: Tensor, largest_graph: Graph | None = None) -> None:
         """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
-        `largest`. Waits for the device.
+        `largest_graph`. Waits for the device.
         """
         began_s = time.perf_counter()
         self._hidden_SE = hidden_SE
         for size in reversed(self.sizes):
             for kind in GRAPH_KINDS:
                 run = partial(self._run, size, kind)
-                self.graphs[size, kind] = self._device.capture(run, largest)
-                largest = largest or self.graphs[size, kind]
+                self.graphs[size, kind] = self._device.capture(run, largest_graph)
+                largest_graph = largest_graph or self.graphs[size, kind]
         seconds = time.perf_counter() - began_s
         logger.info("%d graphs of sampling captured in %.1f s", len(self.graphs), seconds)
 
-    def stage(self, rows: StepRows, put: Put, wait_for_mask: WaitForMask | None = None) -> Sample:
+    def stage(
+        self, rows: StepRows, put: PutFunction, wait_for_mask: WaitForMask | None = None
+    ) -> Sample:
         """Put what the R sampling rows need. Returns a function that launches it; with masked rows,
         it calls `wait_for_mask` once the logits are launched.
         """
@@ -116,7 +118,9 @@ class NextTokens:
         if hidden_RE.data_ptr() != self._hidden_SE.data_ptr():
             self._hidden_SE[:num_rows].copy_(hidden_RE)
         self.graphs[size, kind].replay()
-        return SampledTokens(token_ids_B=self._tokens[size, kind][:num_rows], logprobs=None)
+        return SampledTokens(
+            token_ids_B=self._token_ids_by_graph[size, kind][:num_rows], logprobs=None
+        )
 
     def _launch(
         self, batch: SamplingBatch, wait_for_mask: WaitForMask | None, hidden_RE: Tensor
@@ -124,17 +128,19 @@ class NextTokens:
         faults.reach("sample", self._model.group.rank)
         logits_RV = self._model.logits(hidden_RE)
         masks = None if wait_for_mask is None else self._sampler.row_masks(wait_for_mask())
-        sampled = self._sampler.sample(logits_RV, batch, masks)
-        self._write(sampled.token_ids_B)
-        return sampled
+        sampled_tokens = self._sampler.sample(logits_RV, batch, masks)
+        self._write(sampled_tokens.token_ids_B)
+        return sampled_tokens
 
     def _run(self, size: int, kind: int) -> None:
         assert self._hidden_SE is not None
         logits_BV = self._model.logits(self._hidden_SE[:size])
-        sampled = self._sampler.sample(logits_BV, self._static_rows.batch(size, kind))
-        self._write(sampled.token_ids_B)
-        self._tokens[size, kind] = sampled.token_ids_B
+        sampled_tokens = self._sampler.sample(logits_BV, self._static_rows.batch(size, kind))
+        self._write(sampled_tokens.token_ids_B)
+        self._token_ids_by_graph[size, kind] = sampled_tokens.token_ids_B
 
     def _write(self, token_ids_B: Tensor) -> None:
         size = len(token_ids_B)
-        self._state.write_sampled(self._slots[:size], self._positions[:size], token_ids_B)
+        self._state.write_sampled(
+            self._device_slots_S[:size], self._device_positions_S[:size], token_ids_B
+        )

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from scheduler.messages import PromptLogprobs, StepPlan
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 from workers.batch.state import BatchState, StepRows
-from workers.device import Put
+from workers.device import PutFunction
 from workers.sampling.shard import LogprobTensors, VocabularyShard
 
 # 39 MB of logits in float32 at 151,936 columns.
@@ -42,8 +42,8 @@ class ScoredRows:
     tokens of the step come before the scored ones, and where those are in the token table.
     """
 
-    firsts: tuple[int, ...]
-    counts: tuple[int, ...]
+    first_positions: tuple[int, ...]
+    num_scored: tuple[int, ...]
     num_top: tuple[int, ...]
     indices_P: Tensor
     slots_P: Tensor
@@ -60,9 +60,13 @@ class ScoredTokens:
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
-        ends = np.cumsum(self.rows.counts)
+        ends = np.cumsum(self.rows.num_scored)
         numbers = zip(
-            self.rows.firsts, self.rows.counts, self.rows.num_top, ends.tolist(), strict=True
+            self.rows.first_positions,
+            self.rows.num_scored,
+            self.rows.num_top,
+            ends.tolist(),
+            strict=True,
         )
         return tuple(
             self._message(first, num_top, slice(end - count, end))
@@ -71,10 +75,10 @@ class ScoredTokens:
 
     def _message(self, first: int, num_top: int, part: slice) -> PromptLogprobs:
         return PromptLogprobs(
-            first=first,
+            first_position=first,
             num_top=num_top,
             logprobs=_floats(self.tensors.logprob_L[part]),
-            ranks=_ints(self.token_rank_P[part]),
+            token_ranks=_ints(self.token_rank_P[part]),
             top_token_ids=_ints(self.tensors.top_ids_LM[part, :num_top]),
             top_logprobs=_floats(self.tensors.top_logprobs_LM[part, :num_top]),
         )
@@ -87,32 +91,34 @@ class PromptScorer:
         self._head = head
         self._shard = shard
         self._state = state
-        self._num_top_S = np.zeros(len(state.used_S), np.int32)
+        self._num_top_S = np.zeros(len(state.is_used_S), np.int32)
 
-    def admit(self, slot: int, sampling: Sampling) -> None:
+    def admit(self, slot: int, sampling: ResolvedSampling) -> None:
         """A row enters `slot`."""
         self._num_top_S[slot] = max(0, sampling.prompt_logprobs)
 
-    def stage(self, plan: StepPlan, rows: StepRows, put: Put) -> ScoredRows | None:
+    def stage(self, plan: StepPlan, rows: StepRows, put: PutFunction) -> ScoredRows | None:
         """What a step is to score; None without such rows."""
-        if not plan.scored:
+        if not plan.scoring_flags:
             return None
-        scored_R = np.frombuffer(plan.scored, np.uint8).nonzero()[0]
-        begin_R = rows.query_start_B1[scored_R].astype(np.int64)
-        end_R = rows.query_start_B1[scored_R + 1].astype(np.int64)
-        slots_R = rows.slots_B[scored_R].astype(np.int64)
-        first_R = rows.positions_T[begin_R].astype(np.int64) + 1
-        count_R = np.minimum(end_R - begin_R, self._state.num_prompt_S[slots_R] - first_R)
-        step_R = np.repeat(np.cumsum(count_R) - count_R, count_R)
-        within_P = np.arange(count_R.sum()) - step_R
-        wanted_R = np.minimum(self._num_top_S[slots_R], self._shard.vocab_size)
+        scored_rows_R = np.frombuffer(plan.scoring_flags, np.uint8).nonzero()[0]
+        begin_R = rows.query_start_B1[scored_rows_R].astype(np.int64)
+        end_R = rows.query_start_B1[scored_rows_R + 1].astype(np.int64)
+        slots_R = rows.slots_B[scored_rows_R].astype(np.int64)
+        first_position_R = rows.positions_T[begin_R].astype(np.int64) + 1
+        num_scored_R = np.minimum(
+            end_R - begin_R, self._state.num_prompt_tokens_S[slots_R] - first_position_R
+        )
+        row_start_P = np.repeat(np.cumsum(num_scored_R) - num_scored_R, num_scored_R)
+        index_in_row_P = np.arange(num_scored_R.sum()) - row_start_P
+        num_top_R = np.minimum(self._num_top_S[slots_R], self._shard.vocab_size)
         return ScoredRows(
-            firsts=tuple(first_R.tolist()),
-            counts=tuple(count_R.tolist()),
-            num_top=tuple(wanted_R.tolist()),
-            indices_P=put(np.repeat(begin_R, count_R) + within_P),
-            slots_P=put(np.repeat(slots_R, count_R)),
-            positions_P=put(np.repeat(first_R, count_R) + within_P),
+            first_positions=tuple(first_position_R.tolist()),
+            num_scored=tuple(num_scored_R.tolist()),
+            num_top=tuple(num_top_R.tolist()),
+            indices_P=put(np.repeat(begin_R, num_scored_R) + index_in_row_P),
+            slots_P=put(np.repeat(slots_R, num_scored_R)),
+            positions_P=put(np.repeat(first_position_R, num_scored_R) + index_in_row_P),
         )
 
     def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:

@@ -24,8 +24,8 @@ from torch import Tensor
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 from scheduler.messages import StepMask, TokenLogprobs
-from scheduler.params import Sampling
-from workers.sampling.shard import Group, Ints, LogprobTensors, VocabularyShard
+from scheduler.params import ResolvedSampling
+from workers.sampling.shard import Group, Int64Array, LogprobTensors, VocabularyShard
 from workers.sampling.state import (
     DrawRows,
     Filters,
@@ -53,7 +53,7 @@ class RowMasks:
 
     rows_R: Tensor
     words_RW: Tensor
-    first: int
+    first_bit: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +74,13 @@ def to_logprobs(
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
     lists = [tensor.tolist() for tensor in logprobs.tensors]
-    for row, num, logprob, ids, values, _ in zip(
+    for row, num_top, logprob, ids, values, _ in zip(
         logprobs.rows, logprobs.num_top, *lists, strict=True
     ):
         out[row] = TokenLogprobs(
-            logprob=logprob, top_token_ids=tuple(ids[:num]), top_logprobs=tuple(values[:num])
+            logprob=logprob,
+            top_token_ids=tuple(ids[:num_top]),
+            top_logprobs=tuple(values[:num_top]),
         )
     return tuple(out)
 
@@ -110,30 +112,30 @@ class Sampler:
     def admit(
         self,
         slot: int,
-        sampling: Sampling,
-        token_ids: Sequence[int] | Ints | Tensor,
+        sampling: ResolvedSampling,
+        token_ids: Sequence[int] | Int64Array | Tensor,
         num_prompt_tokens: int,
     ) -> None:
         """A row enters `slot` with these tokens, the first `num_prompt_tokens` of them its
         prompt.
         """
         self.state.admit(slot, sampling, num_prompt_tokens)
-        if slot in self.state.penalized:
+        if slot in self.state.penalized_slots:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
     def row_masks(self, mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
         if not mask.masks or self.shard.num_columns == 0:
             return None
-        first_word, first = divmod(self.shard.start, 32)
+        first_word, first_bit = divmod(self.shard.start, 32)
         last_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
-            [np.frombuffer(of_row, np.int32)[first_word:last_word] for of_row in mask.masks]
+            [np.frombuffer(mask_bytes, np.int32)[first_word:last_word] for mask_bytes in mask.masks]
         )
         return RowMasks(
             rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),
             words_RW=self.state.upload(words_RW),
-            first=first,
+            first_bit=first_bit,
         )
 
     def sample(
@@ -147,13 +149,13 @@ class Sampler:
         adjusted_BV = self._adjust(raw_BV, batch, masks)
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
-            drawn_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
+            drawn_token_ids_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
             if rows.rows_R is not None:
-                token_ids_B = token_ids_B.index_copy(0, rows.rows_R, drawn_R)
+                token_ids_B = token_ids_B.index_copy(0, rows.rows_R, drawn_token_ids_R)
             elif rows.is_drawn_R is not None:
-                token_ids_B = torch.where(rows.is_drawn_R, drawn_R, token_ids_B)
+                token_ids_B = torch.where(rows.is_drawn_R, drawn_token_ids_R, token_ids_B)
             else:
-                token_ids_B = drawn_R
+                token_ids_B = drawn_token_ids_R
         # NaN logits must not end the engine.
         token_ids_B = token_ids_B.clamp(0, self.shard.vocab_size - 1)
         if batch.penalties is not None:
@@ -192,7 +194,7 @@ class Sampler:
         if batch.masked_N is not None:
             logits_BV.view(-1).scatter_(0, batch.masked_N, -torch.inf)
         if masks is not None:
-            self._kernels.mask_columns(logits_BV, masks.rows_R, masks.words_RW, masks.first)
+            self._kernels.mask_columns(logits_BV, masks.rows_R, masks.words_RW, masks.first_bit)
         return logits_BV
 
     def _best(self, logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -206,12 +208,12 @@ class Sampler:
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
     def _draw(self, gap_rows: GapRows, rows: DrawRows) -> Tensor:
-        limit_R, kept_NR = self._limits(gap_rows, rows.filters)
-        sums_RX, kept_R = self._kernels.block_weights(gap_rows, limit_R)
-        if kept_NR is None:
-            kept_NR = self._group.all_gather(kept_R)
+        limit_R, kept_weight_NR = self._limits(gap_rows, rows.filters)
+        sums_RX, kept_weight_R = self._kernels.block_weights(gap_rows, limit_R)
+        if kept_weight_NR is None:
+            kept_weight_NR = self._group.all_gather(kept_weight_R)
         target_weight_R = self._kernels.target_weight(
-            rows.seeds_R, rows.positions_R, kept_NR, self._group.rank
+            rows.seeds_R, rows.positions_R, kept_weight_NR, self._group.rank
         )
         column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
         return self._group.all_reduce_max(
@@ -222,11 +224,11 @@ class Sampler:
         """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
             return torch.full_like(gap_rows.max_R, torch.inf), None
-        if not filters.listed:
+        if not filters.uses_list:
             return self._descend(gap_rows, filters), None
         list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
         lists_NRK = self._group.all_gather(list_RK)
-        return self._kernels.listed_limits(
+        return self._kernels.limits_from_lists(
             lists_NRK, filters.top_k_R, filters.top_p_R, filters.min_p_limit_R
         )
 
@@ -234,40 +236,47 @@ class Sampler:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
-        everything_R, nothing_R = (
+        infinite_limit_R, empty_limit_R = (
             torch.full_like(gap_rows.max_R, torch.inf),
             torch.full_like(gap_rows.max_R, -1.0),
         )
-        within_R, limit_R = everything_R, filters.min_p_limit_R
+        search_limit_R, limit_R = infinite_limit_R, filters.min_p_limit_R
         if filters.max_top_k > 0:
-            has_R = filters.top_k_R > 0
-            within_R = self._limit(
-                gap_rows, torch.where(has_R, within_R, nothing_R), filters.top_k_R, by_weight=False
+            has_filter_R = filters.top_k_R > 0
+            search_limit_R = self._limit(
+                gap_rows,
+                torch.where(has_filter_R, search_limit_R, empty_limit_R),
+                filters.top_k_R,
+                by_weight=False,
             )
-            within_R = torch.where(has_R, within_R, everything_R)
+            search_limit_R = torch.where(has_filter_R, search_limit_R, infinite_limit_R)
         if filters.uses_top_p:
-            has_R = filters.top_p_R < sampling.TOP_P_ONE
-            bound_R = torch.where(has_R, torch.minimum(within_R, filters.top_p_bound_R), nothing_R)
-            _, kept_R = self._kernels.block_weights(
-                gap_rows, torch.where(has_R, within_R, nothing_R)
+            has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
+            bound_R = torch.where(
+                has_filter_R, torch.minimum(search_limit_R, filters.top_p_bound_R), empty_limit_R
             )
-            target_R = sampling.top_p_target(self._group.all_reduce(kept_R), filters.top_p_R)
+            _, kept_weight_R = self._kernels.block_weights(
+                gap_rows, torch.where(has_filter_R, search_limit_R, empty_limit_R)
+            )
+            target_R = sampling.top_p_target(self._group.all_reduce(kept_weight_R), filters.top_p_R)
             top_p_limit_R = self._limit(gap_rows, bound_R, target_R, by_weight=True)
-            limit_R = torch.minimum(limit_R, torch.where(has_R, top_p_limit_R, everything_R))
-        return torch.minimum(limit_R, within_R)
+            limit_R = torch.minimum(
+                limit_R, torch.where(has_filter_R, top_p_limit_R, infinite_limit_R)
+            )
+        return torch.minimum(limit_R, search_limit_R)
 
     def _limit(
-        self, gap_rows: GapRows, within_R: Tensor, wanted_R: Tensor, by_weight: bool
+        self, gap_rows: GapRows, search_limit_R: Tensor, target_R: Tensor, by_weight: bool
     ) -> Tensor:
-        """The smallest gap within which there are `wanted_R` tokens, or that much weight, over all
+        """The smallest gap within which there are `target_R` tokens, or that much weight, over all
         ranks.
         """
-        prefix_R = torch.zeros_like(within_R, dtype=torch.int32)
+        prefix_R = torch.zeros_like(search_limit_R, dtype=torch.int32)
         for radix_pass, (_, num_bits) in enumerate(sampling.RADIX_PASSES):
             histogram_RX = self._kernels.gap_histogram(
-                gap_rows, within_R, prefix_R, radix_pass, by_weight
+                gap_rows, search_limit_R, prefix_R, radix_pass, by_weight
             )
-            digit_R, wanted_R = sampling.next_digit(self._group.all_reduce(histogram_RX), wanted_R)
+            digit_R, target_R = sampling.next_digit(self._group.all_reduce(histogram_RX), target_R)
             prefix_R = (prefix_R << num_bits) + digit_R.to(torch.int32)
         # Infinite where there are fewer tokens than wanted.
         return prefix_R.clamp(max=sampling.INFINITY_BITS).view(torch.float32)
@@ -294,7 +303,7 @@ class _TokenCounts:
         shard: VocabularyShard,
         max_num_seqs: int,
         device: torch.device,
-        upload: Callable[[Ints], Tensor],
+        upload: Callable[[Int64Array], Tensor],
     ) -> None:
         self._shard = shard
         self._upload = upload
@@ -302,7 +311,7 @@ class _TokenCounts:
         self._device = device
         self._tables: tuple[Tensor, Tensor] | None = None
 
-    def admit(self, slot: int, token_ids: Ints, num_prompt_tokens: int) -> None:
+    def admit(self, slot: int, token_ids: Int64Array, num_prompt_tokens: int) -> None:
         """Reset `slot` to these tokens."""
         if self._tables is None:
             with torch.inference_mode(
@@ -323,9 +332,9 @@ class _TokenCounts:
         """Count the sampled tokens, each on the rank that has it in its shard."""
         assert self._tables is not None
         columns_R = token_ids_B.index_select(0, rows.rows_R) - self._shard.start
-        here_R = (columns_R >= 0) & (columns_R < self._shard.num_columns)
+        is_in_shard_R = (columns_R >= 0) & (columns_R < self._shard.num_columns)
         flat_indices_R = rows.slots_R * self._shape[1] + columns_R.clamp(0, self._shape[1] - 1)
-        self._tables[1].view(-1).scatter_add_(0, flat_indices_R, here_R.to(torch.int32))
+        self._tables[1].view(-1).scatter_add_(0, flat_indices_R, is_in_shard_R.to(torch.int32))
 
     def penalize(self, logits_BV: Tensor, rows: PenaltyRows, part: slice) -> Tensor:
         """Penalized logits of some of the rows, [R, V]."""
@@ -339,6 +348,6 @@ class _TokenCounts:
             rows.frequency_R[part],
         )
 
-    def _columns(self, token_ids: Ints) -> Tensor:
+    def _columns(self, token_ids: Int64Array) -> Tensor:
         """The columns of those tokens that are in this shard, int64, on the device."""
         return self._upload(self._shard.columns_of(token_ids)[0])

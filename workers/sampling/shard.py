@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling
 
-Ints = npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
 
 
 class Group(Protocol):
@@ -36,7 +36,7 @@ class Group(Protocol):
 
 # With more, the allocator takes fresh pages for every intermediate result, which is three times
 # slower at 64 rows of 151,936.
-_COLUMNS_AT_ONCE = 1 << 20
+_LOGITS_AT_ONCE = 1 << 20
 
 
 class LogprobTensors(NamedTuple):
@@ -74,10 +74,10 @@ class VocabularyShard:
         self._kernels = kernels
         self._device = device
 
-    def columns_of(self, token_ids: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
+    def columns_of(self, token_ids: Int64Array) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
         """(columns of those tokens that are in this shard, mask of those tokens)."""
-        inside = (token_ids >= self.start) & (token_ids < self.start + self.num_columns)
-        return token_ids[inside] - self.start, inside
+        is_inside = (token_ids >= self.start) & (token_ids < self.start + self.num_columns)
+        return token_ids[is_inside] - self.start, is_inside
 
     def real_columns(self, logits_LV: Tensor) -> Tensor:
         """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
@@ -94,7 +94,7 @@ class VocabularyShard:
         """The rows in parts small enough for the processor's cache; on a GPU all at once."""
         step = num_rows
         if self._device.type == "cpu":
-            step = max(1, _COLUMNS_AT_ONCE // max(1, self.num_columns))
+            step = max(1, _LOGITS_AT_ONCE // max(1, self.num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
     def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> LogprobTensors:
@@ -102,23 +102,25 @@ class VocabularyShard:
         `logits_LV`: the real columns. The sum of exponentials is the same integer sum as in a draw.
         """
         logits_LV = logits_LV.to(torch.float32)
-        top_LM, top_ids_LM = self._top(logits_LV, num_top)
-        max_L = top_LM[:, 0].contiguous()
-        one_L = torch.ones_like(top_LM[:, 0])
+        top_logits_LM, top_ids_LM = self._top(logits_LV, num_top)
+        max_L = top_logits_LM[:, 0].contiguous()
+        temperature_L = torch.ones_like(top_logits_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
         gap_rows = GapRows(
             logits_BV=logits_LV,
             block_max_BX=block_max_LX,
             rows_R=torch.arange(len(ids_L), device=ids_L.device),
             max_R=max_L,
-            temperature_R=one_L,
+            temperature_R=temperature_L,
         )
         _, total_weight_L = self._kernels.block_weights(gap_rows, torch.full_like(max_L, torch.inf))
         columns_L = ids_L - self.start
-        here_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
-        own_L = logits_LV.gather(1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]).squeeze(1)
+        is_in_shard_L = (columns_L >= 0) & (columns_L < logits_LV.shape[1])
+        own_logit_L = logits_LV.gather(
+            1, columns_L.clamp(0, logits_LV.shape[1] - 1)[:, None]
+        ).squeeze(1)
         # Only one rank contributes, so the sum has its bits.
-        bits_L = torch.where(here_L, own_L.view(torch.int32), 0).to(torch.int64)
+        bits_L = torch.where(is_in_shard_L, own_logit_L.view(torch.int32), 0).to(torch.int64)
         total_weight_L, bits_L = self._group.all_reduce(torch.stack((total_weight_L, bits_L)))
         log_total_L = max_L.to(torch.float64) + torch.log(
             total_weight_L.to(torch.float64) / sampling.WEIGHT_ONE
@@ -127,7 +129,7 @@ class VocabularyShard:
         return LogprobTensors(
             logprob_L=(logit_L - log_total_L).to(torch.float32),
             top_ids_LM=top_ids_LM,
-            top_logprobs_LM=(top_LM - log_total_L[:, None]).to(torch.float32),
+            top_logprobs_LM=(top_logits_LM - log_total_L[:, None]).to(torch.float32),
             logit_L=logit_L,
         )
 
@@ -151,5 +153,5 @@ class VocabularyShard:
         local_LM = torch.nn.functional.pad(
             local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min
         )
-        all_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return sampling.unpack_value_and_id(all_LM.topk(num_top, dim=1).values)
+        gathered_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
+        return sampling.unpack_value_and_id(gathered_LM.topk(num_top, dim=1).values)

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from kernels.reference.sampling import MAX_LISTED_TOP_K, TOP_P_ONE
-from scheduler.params import Sampling
-from workers.device import Put
-from workers.sampling.shard import Ints, VocabularyShard
+from scheduler.params import ResolvedSampling
+from workers.device import PutFunction
+from workers.sampling.shard import Int64Array, VocabularyShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Filters:
     min_p_limit_R : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
         -log(min_p); infinite where the row has none.
     top_p_bound_R : float32, a gap beyond which top-p keeps no token.
-    listed        : every row has a top-k of at most `MAX_LISTED_TOP_K`.
+    uses_list     : every row has a top-k of at most `MAX_LISTED_TOP_K`.
     """
 
     top_k_R: Tensor
@@ -46,7 +46,7 @@ class Filters:
     uses_top_p: bool
     min_p_limit_R: Tensor
     top_p_bound_R: Tensor
-    listed: bool
+    uses_list: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class StaticSamplingRows:
     wrote for them, or with what is written here: always with numbers that every kind takes.
     """
 
-    def __init__(self, max_rows: int, keep: Put) -> None:
+    def __init__(self, max_rows: int, keep: PutFunction) -> None:
         self.positions_S = np.zeros(max_rows, np.int64)
         self.is_drawn_S = np.zeros(max_rows, np.bool_)
         self.parameters: dict[str, npt.NDArray[Any]] = {
@@ -150,19 +150,19 @@ class StaticSamplingRows:
             uses_top_p=True,
             min_p_limit_R=tensors["min_p_limit"],
             top_p_bound_R=tensors["top_p_bound"],
-            listed=True,
+            uses_list=True,
         )
-        drawn = DrawRows(
+        draw_rows = DrawRows(
             rows_R=None,
             seeds_R=tensors["seed"],
             positions_R=self._positions_S[:num_rows],
             temperature_R=tensors["temperature"],
-            filters=filters if kind == LISTED else None,
+            filters=filters if kind == LISTED_KIND else None,
             is_drawn_R=self._is_drawn_S[:num_rows],
         )
         return SamplingBatch(
             num_rows=num_rows,
-            draws=() if kind == GREEDY else (drawn,),
+            draws=() if kind == GREEDY_KIND else (draw_rows,),
             penalties=None,
             bias=None,
             masked_N=None,
@@ -176,15 +176,15 @@ class SamplingState:
     def __init__(self, shard: VocabularyShard, max_num_seqs: int, device: torch.device) -> None:
         self._shard = shard
         self._device = device
-        self._sampling: list[Sampling | None] = [None] * max_num_seqs
+        self._sampling: list[ResolvedSampling | None] = [None] * max_num_seqs
         # Slots with rare parameters, so that a step without them costs nothing.
-        self._bias: dict[int, tuple[Ints, npt.NDArray[np.float32]]] = {}
-        self._stop_columns: dict[int, Ints] = {}
-        self.penalized: set[int] = set()
-        self._reporting: set[int] = set()
-        self._table = np.zeros(max_num_seqs, PARAMETERS)
+        self._bias: dict[int, tuple[Int64Array, npt.NDArray[np.float32]]] = {}
+        self._stop_columns: dict[int, Int64Array] = {}
+        self.penalized_slots: set[int] = set()
+        self._logprob_slots: set[int] = set()
+        self._table = np.zeros(max_num_seqs, PARAMETERS_DTYPE)
 
-    def admit(self, slot: int, sampling: Sampling, num_prompt_tokens: int) -> None:
+    def admit(self, slot: int, sampling: ResolvedSampling, num_prompt_tokens: int) -> None:
         """Give `slot` the parameters of a new row, whatever it held before."""
         self.release(slot)
         self._sampling[slot] = sampling
@@ -207,15 +207,15 @@ class SamplingState:
             "presence": sampling.presence_penalty,
             "frequency": sampling.frequency_penalty,
         }
-        self._table[slot] = tuple(row[name] for name in _INTS + _FLOATS)
+        self._table[slot] = tuple(row[name] for name in _INT_FIELDS + _FLOAT_FIELDS)
         if (row["repetition"], row["presence"], row["frequency"]) != (1, 0, 0):
-            self.penalized.add(slot)
+            self.penalized_slots.add(slot)
         if sampling.logprobs >= 0:
-            self._reporting.add(slot)
+            self._logprob_slots.add(slot)
         if sampling.logit_bias:
             ids, values = zip(*sampling.logit_bias, strict=True)
-            columns, inside = self._shard.columns_of(np.asarray(ids, np.int64))
-            self._bias[slot] = columns, np.asarray(values, np.float32)[inside]
+            columns, is_inside = self._shard.columns_of(np.asarray(ids, np.int64))
+            self._bias[slot] = columns, np.asarray(values, np.float32)[is_inside]
         if sampling.min_tokens > 0:
             stop_token_ids = np.asarray(sorted(sampling.stop_token_ids), np.int64)
             self._stop_columns[slot] = self._shard.columns_of(stop_token_ids)[0]
@@ -225,11 +225,14 @@ class SamplingState:
         self._sampling[slot] = None
         self._bias.pop(slot, None)
         self._stop_columns.pop(slot, None)
-        self.penalized.discard(slot)
-        self._reporting.discard(slot)
+        self.penalized_slots.discard(slot)
+        self._logprob_slots.discard(slot)
 
     def batch(
-        self, slots: Sequence[int] | Ints, positions: Sequence[int] | Ints, put: Put | None = None
+        self,
+        slots: Sequence[int] | Int64Array,
+        positions: Sequence[int] | Int64Array,
+        put: PutFunction | None = None,
     ) -> SamplingBatch:
         """The batch of the sampling rows at `slots`, in this order; `positions` are the absolute
         indices (in prompt and output) of the tokens to be sampled. `put` takes an array to the
@@ -239,33 +242,35 @@ class SamplingState:
         slots_B = np.asarray(slots, np.int64)
         positions_B = np.asarray(positions, np.int64)
         kind_B = self._table["kind"][slots_B]
-        kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY]
+        kinds = [kind for kind in sorted(set(kind_B.tolist())) if kind != GREEDY_KIND]
         return SamplingBatch(
             num_rows=len(slots_B),
             draws=tuple(self._draw_rows(slots_B, positions_B, kind_B, kind, put) for kind in kinds),
             penalties=self._penalty_rows(slots_B, put),
             bias=self._logit_bias(slots_B, put),
-            masked_N=self._masked(slots_B, positions_B, put),
+            masked_N=self._masked_columns(slots_B, positions_B, put),
             logprobs=self._logprob_rows(slots_B, put),
         )
 
-    def graph_kind(self, slots_B: Ints) -> int | None:
+    def graph_kind(self, slots_B: Int64Array) -> int | None:
         """The kind of the graph that samples these rows, which may be greedy in any: one of
-        `GRAPH_KINDS`. None if no graph does: they are of several kinds or of others, are `LISTED`
-        with a top-k above `MAX_GRAPH_TOP_K`, or any slot in use has penalties, a bias, a minimum of
-        tokens or logprobs.
+        `GRAPH_KINDS`. None if no graph does: they are of several kinds or of others, are
+        `LISTED_KIND` with a top-k above `MAX_GRAPH_TOP_K`, or any slot in use has penalties, a
+        bias, a minimum of tokens or logprobs.
         """
-        if self.penalized or self._bias or self._stop_columns or self._reporting:
+        if self.penalized_slots or self._bias or self._stop_columns or self._logprob_slots:
             return None
         kind_B = self._table["kind"][slots_B]
-        kind = int(kind_B.max(initial=GREEDY))
+        kind = int(kind_B.max(initial=GREEDY_KIND))
         has_kind_B = kind_B == kind
-        fits_graph = kind in GRAPH_KINDS and (has_kind_B | (kind_B == GREEDY)).all()
-        if kind == LISTED and fits_graph:
+        fits_graph = kind in GRAPH_KINDS and (has_kind_B | (kind_B == GREEDY_KIND)).all()
+        if kind == LISTED_KIND and fits_graph:
             fits_graph = self._table["top_k"][slots_B[has_kind_B]].max() <= MAX_GRAPH_TOP_K
         return kind if fits_graph else None
 
-    def fill(self, static_rows: StaticSamplingRows, slots_B: Ints, positions_B: Ints) -> None:
+    def fill(
+        self, static_rows: StaticSamplingRows, slots_B: Int64Array, positions_B: Int64Array
+    ) -> None:
         """Write the parameters of these rows, which a graph samples."""
         num_rows = len(slots_B)
         for name, values_S in static_rows.parameters.items():
@@ -294,7 +299,7 @@ class SamplingState:
                     f"slot {slot} holds columns {columns} outside a shard of {width}"
                 )
         for slot, sampling in enumerate(self._sampling):
-            if sampling is None and slot in self.penalized | self._reporting:
+            if sampling is None and slot in self.penalized_slots | self._logprob_slots:
                 raise AssertionError(
                     f"free slot {slot} is recorded as having penalties or logprobs"
                 )
@@ -313,7 +318,12 @@ class SamplingState:
         return math.log(self._shard.vocab_size / (1 - top_p / TOP_P_ONE)) * 1.0001 + 0.01
 
     def _draw_rows(
-        self, slots_B: Ints, positions_B: Ints, kind_B: Ints, kind: int, put: Put
+        self,
+        slots_B: Int64Array,
+        positions_B: Int64Array,
+        kind_B: Int64Array,
+        kind: int,
+        put: PutFunction,
     ) -> DrawRows:
         rows = (kind_B == kind).nonzero()[0]
         is_all = len(rows) == len(slots_B)
@@ -323,10 +333,12 @@ class SamplingState:
             seeds_R=put(self._table["seed"][slots]),
             positions_R=put(positions_B if is_all else positions_B[rows]),
             temperature_R=put(self._table["temperature"][slots]),
-            filters=None if kind == PLAIN else self._filters(slots, kind == LISTED, put),
+            filters=None
+            if kind == UNFILTERED_KIND
+            else self._filters(slots, kind == LISTED_KIND, put),
         )
 
-    def _filters(self, slots: Ints, listed: bool, put: Put) -> Filters:
+    def _filters(self, slots: Int64Array, uses_list: bool, put: PutFunction) -> Filters:
         top_k = self._table["top_k"][slots]
         top_p = self._table["top_p"][slots]
         return Filters(
@@ -336,11 +348,11 @@ class SamplingState:
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
             min_p_limit_R=put(self._table["min_p_limit"][slots]),
             top_p_bound_R=put(self._table["top_p_bound"][slots]),
-            listed=listed,
+            uses_list=uses_list,
         )
 
-    def _penalty_rows(self, slots_B: Ints, put: Put) -> PenaltyRows | None:
-        if not self.penalized:
+    def _penalty_rows(self, slots_B: Int64Array, put: PutFunction) -> PenaltyRows | None:
+        if not self.penalized_slots:
             return None
         repetition, presence, frequency = (
             self._table[n][slots_B] for n in ("repetition", "presence", "frequency")
@@ -356,7 +368,7 @@ class SamplingState:
             frequency_R=put(frequency[rows]),
         )
 
-    def _logit_bias(self, slots_B: Ints, put: Put) -> LogitBias | None:
+    def _logit_bias(self, slots_B: Int64Array, put: PutFunction) -> LogitBias | None:
         if not self._bias:
             return None
         bias_of_rows = [
@@ -374,37 +386,44 @@ class SamplingState:
             values_N=put(np.concatenate([values for *_, values in bias_of_rows])),
         )
 
-    def _masked(self, slots_B: Ints, positions_B: Ints, put: Put) -> Tensor | None:
+    def _masked_columns(
+        self, slots_B: Int64Array, positions_B: Int64Array, put: PutFunction
+    ) -> Tensor | None:
         """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
         from its position.
         """
         if not self._stop_columns:
             return None
-        short_B = (
+        is_short_B = (
             positions_B - self._table["num_prompt_tokens"][slots_B]
             < self._table["min_tokens"][slots_B]
         )
         return self._flat_indices(
-            [(row, self._stop_columns[int(slots_B[row])]) for row in short_B.nonzero()[0].tolist()],
+            [
+                (row, self._stop_columns[int(slots_B[row])])
+                for row in is_short_B.nonzero()[0].tolist()
+            ],
             put,
         )
 
-    def _flat_indices(self, columns_of_rows: list[tuple[int, Ints]], put: Put) -> Tensor | None:
+    def _flat_indices(
+        self, columns_of_rows: list[tuple[int, Int64Array]], put: PutFunction
+    ) -> Tensor | None:
         """Flat indices of columns in rows of the batch; None if there are no columns."""
         width = self._shard.num_columns
         indices = [row * width + columns for row, columns in columns_of_rows]
         return put(np.concatenate(indices)) if sum(map(len, indices)) else None
 
-    def _logprob_rows(self, slots_B: Ints, put: Put) -> LogprobRows | None:
-        if not self._reporting:
+    def _logprob_rows(self, slots_B: Int64Array, put: PutFunction) -> LogprobRows | None:
+        if not self._logprob_slots:
             return None
         num_top = self._table["logprobs"][slots_B]
         rows = (num_top >= 0).nonzero()[0]
         if not len(rows):
             return None
-        num_listed = np.minimum(num_top[rows], self._shard.vocab_size)
+        num_top_L = np.minimum(num_top[rows], self._shard.vocab_size)
         return LogprobRows(
-            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_listed.tolist())
+            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_top_L.tolist())
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
@@ -420,21 +439,25 @@ class SamplingState:
 def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int:
     """The kind of draw that a row needs."""
     if temperature == 0:
-        return GREEDY
+        return GREEDY_KIND
     if 0 < top_k <= MAX_LISTED_TOP_K:
-        return LISTED
-    return PLAIN if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf else DESCENDED
+        return LISTED_KIND
+    return (
+        UNFILTERED_KIND
+        if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
+        else DESCENT_KIND
+    )
 
 
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
 # tokens; any other filters.
-GREEDY, PLAIN, LISTED, DESCENDED = range(4)
+GREEDY_KIND, UNFILTERED_KIND, LISTED_KIND, DESCENT_KIND = range(4)
 # Those that graphs sample, and the largest top-k with which they do: a longer list takes longer.
-GRAPH_KINDS = (GREEDY, PLAIN, LISTED)
+GRAPH_KINDS = (GREEDY_KIND, UNFILTERED_KIND, LISTED_KIND)
 MAX_GRAPH_TOP_K = 32
-_INTS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOATS = ("temperature", "min_p_limit", "top_p_bound", "repetition", "presence", "frequency")
+_INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
+_FLOAT_FIELDS = ("temperature", "min_p_limit", "top_p_bound", "repetition", "presence", "frequency")
 # What is kept of each slot.
-PARAMETERS = np.dtype(
-    [*((name, np.int64) for name in _INTS), *((name, np.float32) for name in _FLOATS)]
+PARAMETERS_DTYPE = np.dtype(
+    [*((name, np.int64) for name in _INT_FIELDS), *((name, np.float32) for name in _FLOAT_FIELDS)]
 )

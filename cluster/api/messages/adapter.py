@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster.api.chats import Chat, conversation_of, job_of
-from cluster.api.endpoints import Job, Served
+from cluster.api.endpoints import Job, ServedModel
 from cluster.api.messages.blocks import text_of, turns_of
 from cluster.api.messages.schema import (
     AnyTool,
-    Conversation,
+    ConversationRequest,
     CountTokensRequest,
     CustomTool,
     MessagesRequest,
@@ -22,7 +22,7 @@ from cluster.api.messages.schema import (
 from cluster.api.messages.writer import MessageWriter
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
-from cluster.api.schema import Function, Generate
+from cluster.api.schema import Function, GenerationRequest
 from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Message
@@ -36,10 +36,10 @@ from scheduler.params import StructuredOutputs
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def messages_job(request: MessagesRequest, served: Served) -> Job:
+def messages_job(request: MessagesRequest, served: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
-    options = Generate.model_construct(
+    options = GenerationRequest.model_construct(
         stream=request.stream,
         stop=request.stop_sequences,
         temperature=request.temperature,
@@ -57,14 +57,14 @@ def messages_job(request: MessagesRequest, served: Served) -> Job:
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_tokens(request: CountTokensRequest, served: Served) -> dict[str, Any]:
+def count_tokens(request: CountTokensRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
     chat = _chat(request, served, omissions)
     return {"input_tokens": len(served.builder.encode(chat.prompt))}
 
 
-def _chat(request: Conversation, served: Served, omissions: Omissions) -> Chat:
+def _chat(request: ConversationRequest, served: ServedModel, omissions: Omissions) -> Chat:
     served.check_name(request.model)
     if request.messages[-1].role == "assistant":
         raise RequestError(
@@ -76,17 +76,17 @@ def _chat(request: Conversation, served: Served, omissions: Omissions) -> Chat:
         if getattr(request, name):
             omissions.add(name)
     tokenizer = served.tokenizer_for("a chat")
-    as_text = tokenizer.takes_arguments_as_text
+    arguments_as_text = tokenizer.takes_arguments_as_text
     system = _system(request.system or "", served.keep_billing_header)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
-    messages += turns_of(request.messages, omissions, arguments_as_text=as_text)
+    messages += turns_of(request.messages, omissions, arguments_as_text=arguments_as_text)
     rules = _rules(request, omissions)
     variables = _variables(request, tokenizer)
     return Chat(
         conversation=conversation_of(messages, rules.tools, variables, served),
         rules=rules,
         structure=_structure(request),
-        options=Generate.model_construct(),
+        options=GenerationRequest.model_construct(),
     )
 
 
@@ -98,7 +98,7 @@ def _system(content: str | Sequence[TextBlock], keep_billing_header: bool) -> st
     return text.partition("\n")[2]
 
 
-def _rules(request: Conversation, omissions: Omissions) -> CallRules:
+def _rules(request: ConversationRequest, omissions: Omissions) -> CallRules:
     tools, choice = _functions(request.tools or (), omissions), request.tool_choice
     if choice is None:
         return call_rules(tools, None)
@@ -132,16 +132,16 @@ def _functions(tools: Sequence[AnyTool], omissions: Omissions) -> list[Function]
     return functions
 
 
-def _structure(request: Conversation) -> StructuredOutputs | None:
-    form = request.output_format
+def _structure(request: ConversationRequest) -> StructuredOutputs | None:
+    output_format = request.output_format
     if request.output_config is not None and request.output_config.format is not None:
-        if form is not None:
+        if output_format is not None:
             raise RequestError("give either output_config.format or output_format", "output_config")
-        form = request.output_config.format
-    return None if form is None else StructuredOutputs(json=form.schema_)
+        output_format = request.output_config.format
+    return None if output_format is None else StructuredOutputs(json=output_format.schema_)
 
 
-def _variables(request: Conversation, tokenizer: Tokenizer) -> dict[str, Any]:
+def _variables(request: ConversationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """

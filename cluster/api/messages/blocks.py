@@ -48,28 +48,28 @@ def _assistant_turn(
 ) -> Iterator[Turn]:
     """One turn, or none if nothing of it is left: other servers answer with blocks of theirs."""
     texts: list[str] = []
-    thoughts: list[str] = []
+    thinking_texts: list[str] = []
     calls: list[Turn] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)
         elif isinstance(block, ThinkingBlock):
-            thoughts.append(block.thinking)
+            thinking_texts.append(block.thinking)
         elif isinstance(block, ToolUseBlock):
             text = json.dumps(block.input, ensure_ascii=False) if arguments_as_text else None
             function = {"name": block.name, "arguments": block.input if text is None else text}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock):
-            raise _misplaced("assistant")
+            raise _misplaced_blocks_error("assistant")
         elif isinstance(block, CompactionBlock):
             texts += [block.content] if block.content else []
         else:
             omissions.add(f"messages.{block.type}")
-    if blocks and not (texts or thoughts or calls):
+    if blocks and not (texts or thinking_texts or calls):
         return
     turn: Turn = {"role": "assistant", "content": "\n".join(texts)}
-    if any(thoughts):
-        turn["reasoning_content"] = "\n".join(thoughts)
+    if any(thinking_texts):
+        turn["reasoning_content"] = "\n".join(thinking_texts)
     if calls:
         turn["tool_calls"] = calls
     yield turn
@@ -81,31 +81,31 @@ def _user_turns(role: str, blocks: Sequence[AnyBlock], omissions: Omissions) -> 
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             has_results = True
-            yield _result(block, omissions)
+            yield _tool_result_turn(block, omissions)
         elif isinstance(block, ThinkingBlock | ToolUseBlock):
-            raise _misplaced(role)
+            raise _misplaced_blocks_error(role)
         elif isinstance(block, CompactionBlock):
             texts += [block.content] if block.content else []
         else:
-            texts.append(_part(block, "messages", omissions))
+            texts.append(_part_text(block, "messages", omissions))
     if texts or not has_results:
         yield {"role": role, "content": "\n".join(texts)}
 
 
-def _misplaced(role: str) -> RequestError:
+def _misplaced_blocks_error(role: str) -> RequestError:
     return RequestError(f"a message of role {role} has blocks of the other role", "messages")
 
 
-def _result(block: ToolResultBlock, omissions: Omissions) -> Turn:
+def _tool_result_turn(block: ToolResultBlock, omissions: Omissions) -> Turn:
     content = block.content or ""
     if not isinstance(content, str):
-        content = "\n".join(_part(part, "tool_result", omissions) for part in content)
+        content = "\n".join(_part_text(part, "tool_result", omissions) for part in content)
     if block.is_error:
         content = f"Error: {content}"
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def _part(part: ResultPart, path: str, omissions: Omissions) -> str:
+def _part_text(part: ResultPart, path: str, omissions: Omissions) -> str:
     """The text of a part, or the line that stands for it."""
     if isinstance(part, TextBlock):
         return part.text
@@ -127,4 +127,4 @@ def _document_text(document: DocumentBlock, omissions: Omissions) -> str | None:
         return None
     if isinstance(source.content, str):
         return source.content
-    return "\n".join(_part(part, "document", omissions) for part in source.content)
+    return "\n".join(_part_text(part, "document", omissions) for part in source.content)

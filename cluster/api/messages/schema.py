@@ -9,57 +9,64 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.api.fields import WITHOUT_EFFECT, Asks
-from cluster.api.schema import ListOf, Model, Options, ReasoningEffort, ToolName, kind_among
+from cluster.api.fields import FIELDS_WITHOUT_EFFECT, ValuePredicate
+from cluster.api.schema import (
+    ListOf,
+    Options,
+    ReasoningEffort,
+    RequestModel,
+    ToolName,
+    type_discriminator,
+)
 
 
-class TextBlock(Model):
+class TextBlock(RequestModel):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Model):
+class ThinkingBlock(RequestModel):
     """Reasoning sent back. Any signature will do, of this server or another."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Model):
+class ToolUseBlock(RequestModel):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class SearchResultBlock(Model):
+class SearchResultBlock(RequestModel):
     type: Literal["search_result"]
     title: str
     source: str
     content: ListOf[TextBlock]
 
 
-class ToolReferenceBlock(Model):
+class ToolReferenceBlock(RequestModel):
     """The name of a tool that a search for tools has brought."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
 
-class CompactionBlock(Model):
+class CompactionBlock(RequestModel):
     """A summary in the place of earlier messages."""
 
     type: Literal["compaction"]
     content: str | None = None
 
 
-class OtherBlock(Model):
+class OtherBlock(RequestModel):
     """A block that this server does not read, such as an image."""
 
     type: str
 
 
-class DocumentSource(Model):
+class DocumentSource(RequestModel):
     """`data` is text if the type is `text`."""
 
     type: str
@@ -69,14 +76,14 @@ class DocumentSource(Model):
         | ListOf[
             Annotated[
                 Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
-                kind_among("text"),
+                type_discriminator("text"),
             ]
         ]
         | None
     ) = None
 
 
-class DocumentBlock(Model):
+class DocumentBlock(RequestModel):
     type: Literal["document"]
     source: DocumentSource
     title: str | None = None
@@ -89,11 +96,11 @@ ResultPart = Annotated[
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[ToolReferenceBlock, Tag("tool_reference")]
     | Annotated[OtherBlock, Tag("other")],
-    kind_among("text", "document", "search_result", "tool_reference"),
+    type_discriminator("text", "document", "search_result", "tool_reference"),
 ]
 
 
-class ToolResultBlock(Model):
+class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | ListOf[ResultPart] | None = None
@@ -109,14 +116,14 @@ AnyBlock = Annotated[
     | Annotated[SearchResultBlock, Tag("search_result")]
     | Annotated[CompactionBlock, Tag("compaction")]
     | Annotated[OtherBlock, Tag("other")],
-    kind_among(
+    type_discriminator(
         *("text", "thinking", "tool_use", "tool_result", "document", "search_result"),
         "compaction",
     ),
 ]
 
 
-class Message(Model):
+class Message(RequestModel):
     """A message of role `system` stands where it is in the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -135,7 +142,7 @@ class CustomTool(Options):
     cache_control: Any = None  # changes nothing: every prefix is cached
 
 
-class TypedTool(Model):
+class TypedTool(RequestModel):
     """A tool without a schema, which Anthropic's models know by its type. Some are run by the
     server.
     """
@@ -183,19 +190,22 @@ class OutputConfig(Options):
     format: OutputFormat | None = None
 
 
-def _anything(_: Any) -> bool:
+def _accept_any(_: Any) -> bool:
     return True
 
 
-class Conversation(Model):
+class ConversationRequest(RequestModel):
     """What both requests have in common: all that becomes tokens."""
 
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = WITHOUT_EFFECT | dict.fromkeys(
-        (
-            *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
-            *("speed", "user_profile_id"),
-        ),
-        (_anything, ""),
+    FIELDS_WITHOUT_EFFECT: ClassVar[dict[str, tuple[ValuePredicate, str]]] = (
+        FIELDS_WITHOUT_EFFECT
+        | dict.fromkeys(
+            (
+                *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
+                *("speed", "user_profile_id"),
+            ),
+            (_accept_any, ""),
+        )
     )
 
     model: str | None = None
@@ -211,7 +221,7 @@ class Conversation(Model):
     output_format: OutputFormat | None = None  # of older betas, for `output_config.format`
 
 
-class MessagesRequest(Conversation):
+class MessagesRequest(ConversationRequest):
     max_tokens: int
     stream: bool | None = None
     stop_sequences: ListOf[str] | None = None
@@ -220,10 +230,13 @@ class MessagesRequest(Conversation):
     top_k: int | None = None
 
 
-class CountTokensRequest(Conversation):
+class CountTokensRequest(ConversationRequest):
     """What else a `MessagesRequest` may have changes no number of tokens."""
 
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = (
-        Conversation.WITHOUT_EFFECT
-        | dict.fromkeys(sorted(MessagesRequest.names() - Conversation.names()), (_anything, ""))
+    FIELDS_WITHOUT_EFFECT: ClassVar[dict[str, tuple[ValuePredicate, str]]] = (
+        ConversationRequest.FIELDS_WITHOUT_EFFECT
+        | dict.fromkeys(
+            sorted(MessagesRequest.field_names() - ConversationRequest.field_names()),
+            (_accept_any, ""),
+        )
     )

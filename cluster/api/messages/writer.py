@@ -19,13 +19,13 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from cluster.api.errors import messages_body_of
-from cluster.api.parser import AnswerParser, Parts, ToolCall
-from cluster.api.replies import TextEvent, named_event
+from cluster.api.errors import anthropic_error_body
+from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
+from cluster.api.replies import TextEventTemplate, named_event
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 
-_EMPTY = {
+_EMPTY_BLOCKS = {
     "thinking": {"type": "thinking", "thinking": "", "signature": ""},
     "text": {"type": "text", "text": ""},
 }
@@ -35,7 +35,7 @@ class MessageWriter:
     """Answers one request of one output."""
 
     def __init__(
-        self, model: str, generation: Generation, *, state: State, has_tools: bool
+        self, model: str, generation: Generation, *, state: AnswerState, has_tools: bool
     ) -> None:
         """As `ChatWriter`."""
         self._model, self._generation = model, generation
@@ -45,7 +45,7 @@ class MessageWriter:
         self._num_blocks = 0
         self._open_kind: str | None = None  # the kind of the block that is open
         self._thinking_hash = hashlib.sha256()  # of the block that is open
-        self._open_text_event: TextEvent | None = None
+        self._open_text_event: TextEventTemplate | None = None
         self._has_calls = self._has_started = False
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
@@ -61,8 +61,8 @@ class MessageWriter:
             completion = self._generation.completions[0]
             remaining_parts = self._parser.finish(is_cut_off=completion.is_cut_off)
             events += self._parts_events(remaining_parts) + self._closing_events()
-            reason, sequence = _stop(completion, self._has_calls)
-            delta = {"stop_reason": reason, "stop_sequence": sequence}
+            reason, stop_sequence = _stop_reason_and_sequence(completion, self._has_calls)
+            delta = {"stop_reason": reason, "stop_sequence": stop_sequence}
             events.append(named_event("message_delta", {"delta": delta, "usage": self._usage()}))
             events.append(named_event("message_stop", {}))
         return b"".join(events)
@@ -77,25 +77,25 @@ class MessageWriter:
         parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
         pieces = list(parser.pieces(completion.text))
         pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
-        values = (value for piece in pieces for value in _values(piece))
+        values = (value for piece in pieces for value in _texts_and_calls(piece))
         content: list[dict[str, Any]] = []
         for kind, group in itertools.groupby(values, operator.itemgetter(0)):
             if kind == "tool_use":
                 content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
             else:
                 text = "".join(text for _, text in group)
-                content.append(_EMPTY[kind] | {kind: text})
+                content.append(_EMPTY_BLOCKS[kind] | {kind: text})
                 if kind == "thinking":
                     content[-1]["signature"] = _signature(hashlib.sha256(text.encode()))
         has_calls = any(piece.calls for piece in pieces)
-        return self._message(content, *_stop(completion, has_calls))
+        return self._message(content, *_stop_reason_and_sequence(completion, has_calls))
 
     def error(self, error: BaseException) -> bytes:
         """The event that ends a stream that failed."""
-        return named_event("error", messages_body_of(error))
+        return named_event("error", anthropic_error_body(error))
 
     def _message(
-        self, content: list[dict[str, Any]], reason: str | None, sequence: str | None
+        self, content: list[dict[str, Any]], reason: str | None, stop_sequence: str | None
     ) -> dict[str, Any]:
         return {
             "id": self._id,
@@ -104,23 +104,23 @@ class MessageWriter:
             "model": self._model,
             "content": content,
             "stop_reason": reason,
-            "stop_sequence": sequence,
+            "stop_sequence": stop_sequence,
             "usage": self._usage(),
         }
 
     def _usage(self) -> dict[str, int]:
-        cached = self._generation.num_cached_tokens
+        num_cached_tokens = self._generation.num_cached_tokens
         return {
-            "input_tokens": self._generation.requests[0].num_prompt_tokens - cached,
+            "input_tokens": self._generation.requests[0].num_prompt_tokens - num_cached_tokens,
             "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": cached,
+            "cache_read_input_tokens": num_cached_tokens,
             "output_tokens": len(self._generation.completions[0].token_ids),
         }
 
-    def _parts_events(self, parts: Parts) -> list[bytes]:
+    def _parts_events(self, parts: AnswerParts) -> list[bytes]:
         events: list[bytes] = []
         for kind, text in _texts(parts):
-            events += self._switch_block_events(kind, _EMPTY[kind])
+            events += self._switch_block_events(kind, _EMPTY_BLOCKS[kind])
             events.append(self._text_event(kind)(text))
             if kind == "thinking":
                 self._thinking_hash.update(text.encode())
@@ -144,10 +144,10 @@ class MessageWriter:
     def _delta(self, delta: dict[str, Any]) -> bytes:
         return named_event("content_block_delta", {"index": self._num_blocks, "delta": delta})
 
-    def _text_event(self, kind: str) -> TextEvent:
+    def _text_event(self, kind: str) -> TextEventTemplate:
         """That of the block that is open."""
         if self._open_text_event is None:
-            self._open_text_event = TextEvent(
+            self._open_text_event = TextEventTemplate(
                 lambda text: self._delta({"type": f"{kind}_delta", kind: text})
             )
         return self._open_text_event
@@ -170,12 +170,12 @@ def _signature(thinking_hash: hashlib._Hash) -> str:
     return base64.b64encode(thinking_hash.digest()).decode()
 
 
-def _texts(piece: Parts) -> list[tuple[str, str]]:
+def _texts(piece: AnswerParts) -> list[tuple[str, str]]:
     texts = (("thinking", piece.reasoning), ("text", piece.content))
     return [(kind, text) for kind, text in texts if text]
 
 
-def _values(piece: Parts) -> list[tuple[str, Any]]:
+def _texts_and_calls(piece: AnswerParts) -> list[tuple[str, Any]]:
     """The texts and calls of a piece, each with the kind of its block."""
     return [*_texts(piece), *(("tool_use", call) for call in piece.calls)]
 
@@ -204,7 +204,9 @@ def _input_json(call: ToolCall) -> str:
     return call.arguments if is_object else f'{{"arguments": {call.arguments}}}'
 
 
-def _stop(completion: CompletionOutput, has_calls: bool) -> tuple[str | None, str | None]:
+def _stop_reason_and_sequence(
+    completion: CompletionOutput, has_calls: bool
+) -> tuple[str | None, str | None]:
     """(stop_reason, stop_sequence)"""
     if completion.finish_reason == "length":
         return "max_tokens", None

@@ -18,11 +18,11 @@ class EventCutter {
     this.endsInReturn = text.endsWith("\r");
     const lines = (this.line + text).split(/\r\n|\n|\r/);
     this.line = lines.pop();
-    return lines.flatMap((line) => this.take(line));
+    return lines.flatMap((line) => this.takeLine(line));
   }
 
   // The data of the event that a line ends, if it does.
-  take(line) {
+  takeLine(line) {
     if (line === "") {
       const lines = this.data;
       this.data = [];

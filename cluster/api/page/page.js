@@ -1,15 +1,15 @@
 "use strict";
 
 const byId = (id) => document.getElementById(id);
-const PERIOD_MS = 1000;
+const POLL_PERIOD_MS = 1000;
 const NUM_RATES = 120;
-const WAITING = "–";
+const NO_VALUE = "–";
 
 function element(tag, text, className) {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  return made;
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  if (className) node.className = className;
+  return node;
 }
 
 // -- the engine -----------------------------------------------------------------------------------
@@ -18,9 +18,9 @@ function element(tag, text, className) {
 function parse(text) {
   const reading = { atMs: performance.now(), numbers: {}, parts: {}, ranks: {} };
   for (const line of text.split("\n")) {
-    const found = /^([a-z_]+)(?:\{(.*)\})? ([-+.0-9eE]+)$/.exec(line);
-    if (!found) continue;
-    const [, name, labels, value] = found;
+    const match = /^([a-z_]+)(?:\{(.*)\})? ([-+.0-9eE]+)$/.exec(line);
+    if (!match) continue;
+    const [, name, labels, value] = match;
     if (labels && labels.includes("le=")) continue;
     // Of what was answered, what this page asks for is not shown.
     if (name === "eagleray_http_requests_total" && !/path="\/v1\/(?!models)/.test(labels)) continue;
@@ -33,19 +33,19 @@ function parse(text) {
 }
 
 let last = null;
-let isLooking = false;
+let isPolling = false;
 const rates = [];
 
 function show(now) {
   const before = last || now;
   const seconds = (now.atMs - before.atMs) / 1000;
   const at = (name) => now.numbers[name] || 0;
-  const grown = (name) => at(name) - (before.numbers[name] || 0);
-  const rate = (name) => (seconds ? Math.max(0, grown(name)) / seconds : 0);
-  const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) + "%" : WAITING);
+  const increase = (name) => at(name) - (before.numbers[name] || 0);
+  const rate = (name) => (seconds ? Math.max(0, increase(name)) / seconds : 0);
+  const percent = (part, whole) => (whole ? Math.round((100 * part) / whole) + "%" : NO_VALUE);
   const meanMs = (name) => {
     const count = at(`${name}_count`);
-    return count ? ((1000 * at(`${name}_sum`)) / count).toFixed(1) + " ms" : WAITING;
+    return count ? ((1000 * at(`${name}_sum`)) / count).toFixed(1) + " ms" : NO_VALUE;
   };
   const blocks = at("eagleray_kv_blocks");
   const tiles = {
@@ -76,19 +76,19 @@ function show(now) {
   );
   rates.push(rate("eagleray_output_tokens_total"));
   if (rates.length > NUM_RATES) rates.shift();
-  draw();
-  const steps = grown("eagleray_steps_total");
+  drawRates();
+  const steps = increase("eagleray_steps_total");
   if (steps > 0 || !last) {
     // Without a new step the last ones stay; at first the mean since the start is shown.
-    const num = steps > 0 ? steps : at("eagleray_steps_total");
-    const old = steps > 0 ? before : { parts: {}, ranks: {} };
-    bars("ranks", "rank ", now.ranks, old.ranks, num);
-    bars("parts", "", now.parts, old.parts, num);
+    const numSteps = steps > 0 ? steps : at("eagleray_steps_total");
+    const earlier = steps > 0 ? before : { parts: {}, ranks: {} };
+    showBars("ranks", "rank ", now.ranks, earlier.ranks, numSteps);
+    showBars("parts", "", now.parts, earlier.parts, numSteps);
   }
   last = now;
 }
 
-function draw() {
+function drawRates() {
   const peak = Math.max(1, ...rates);
   const from = NUM_RATES - rates.length;
   const points = rates.map((value, i) => `${from + i},${(29 - (27 * value) / peak).toFixed(2)}`);
@@ -98,49 +98,49 @@ function draw() {
   byId("peak").textContent = `peak ${peak.toFixed(0)}`;
 }
 
-function bars(id, prefix, now, before, steps) {
+function showBars(id, prefix, now, before, steps) {
   const means = Object.entries(now).map(([name, seconds]) => [
     prefix + name,
     steps ? (1000 * (seconds - (before[name] || 0))) / steps : 0,
   ]);
-  const most = Math.max(1e-9, ...means.map(([, ms]) => ms));
+  const maxMs = Math.max(1e-9, ...means.map(([, ms]) => ms));
   byId(id).tBodies[0].replaceChildren(
     ...means.map(([name, ms]) => {
       const row = element("tr");
       const bar = element("progress");
-      bar.max = most;
+      bar.max = maxMs;
       bar.value = Math.max(0, ms);
       bar.setAttribute("aria-label", name);
-      const middle = element("td");
-      middle.append(bar);
+      const barCell = element("td");
+      barCell.append(bar);
       const head = element("th", name);
       head.scope = "row";
-      row.append(head, middle, element("td", `${ms.toFixed(1)} ms`));
+      row.append(head, barCell, element("td", `${ms.toFixed(1)} ms`));
       return row;
     }),
   );
 }
 
-function tell(text, isBad) {
+function showState(text, isBad) {
   const state = byId("state");
   if (state.textContent !== text) state.textContent = text;
   state.classList.toggle("bad", isBad);
 }
 
-async function look() {
-  setTimeout(look, PERIOD_MS);
-  if (document.hidden || isLooking) return;
-  isLooking = true;
+async function poll() {
+  setTimeout(poll, POLL_PERIOD_MS);
+  if (document.hidden || isPolling) return;
+  isPolling = true;
   try {
     const [metrics, health] = await Promise.all([fetch("metrics"), fetch("health")]);
     show(parse(await metrics.text()));
     const body = await health.json();
-    if (health.ok) tell(body.state, false);
-    else tell(body.error.message, true);
+    if (health.ok) showState(body.state, false);
+    else showState(body.error.message, true);
   } catch {
-    tell("the server does not answer", true);
+    showState("the server does not answer", true);
   }
-  isLooking = false;
+  isPolling = false;
 }
 
 async function showModel() {
@@ -155,7 +155,7 @@ async function showModel() {
 // -- the chat -------------------------------------------------------------------------------------
 
 let conversation = [];
-let running = null; // aborts the answer that is being written
+let abortController = null; // aborts the answer that is being written
 
 function headers() {
   const key = byId("key").value;
@@ -187,11 +187,11 @@ async function ask(text) {
   const turn = addTurn("assistant", "");
   const shown = turn.lastChild;
   const message = { role: "assistant", content: "" };
-  let thoughts = null;
+  let thinkingDetails = null;
   let reasoning = "";
   let note = "";
-  const began = performance.now();
-  running = new AbortController();
+  const beganMs = performance.now();
+  abortController = new AbortController();
   byId("stop").disabled = false;
   byId("send").disabled = true;
   byId("told").textContent = "The model writes.";
@@ -200,28 +200,28 @@ async function ask(text) {
       method: "POST",
       headers: { "content-type": "application/json", ...headers() },
       body: JSON.stringify(request()),
-      signal: running.signal,
+      signal: abortController.signal,
     });
     if (!response.ok) throw new Error((await response.json()).error.message);
     const log = byId("log");
     for await (const event of events(response)) {
       const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
       if (event.usage) {
-        const seconds = ((performance.now() - began) / 1000).toFixed(1);
+        const seconds = ((performance.now() - beganMs) / 1000).toFixed(1);
         note = `${event.usage.completion_tokens} tokens in ${seconds} s${note}`;
       }
       const choice = event.choices[0];
       if (!choice) continue;
       if (choice.finish_reason === "length") note = ", cut off at the limit";
       if (choice.delta.reasoning) {
-        if (!thoughts) {
-          thoughts = element("details");
-          thoughts.open = true;
-          thoughts.append(element("summary", "Thinking"), element("span"));
-          shown.before(thoughts);
+        if (!thinkingDetails) {
+          thinkingDetails = element("details");
+          thinkingDetails.open = true;
+          thinkingDetails.append(element("summary", "Thinking"), element("span"));
+          shown.before(thinkingDetails);
         }
         reasoning += choice.delta.reasoning;
-        thoughts.lastChild.textContent = reasoning;
+        thinkingDetails.lastChild.textContent = reasoning;
       }
       if (choice.delta.content) {
         message.content += choice.delta.content;
@@ -229,7 +229,7 @@ async function ask(text) {
       }
       if (isAtEnd) log.scrollTop = log.scrollHeight;
     }
-    if (thoughts) thoughts.open = false;
+    if (thinkingDetails) thinkingDetails.open = false;
     byId("told").textContent = `Answer: ${message.content}`;
   } catch (error) {
     const isStopped = error.name === "AbortError";
@@ -242,7 +242,7 @@ async function ask(text) {
   else own.pop(); // nothing came: the next message takes the place of this one
   turn.append(element("small", note));
   byId("log").scrollTop = byId("log").scrollHeight;
-  running = null;
+  abortController = null;
   byId("stop").disabled = true;
   byId("send").disabled = false;
 }
@@ -250,7 +250,7 @@ async function ask(text) {
 byId("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = byId("text").value.trim();
-  if (!text || running) return;
+  if (!text || abortController) return;
   byId("text").value = "";
   byId("text").focus();
   ask(text);
@@ -262,11 +262,11 @@ byId("text").addEventListener("keydown", (event) => {
   }
 });
 document.addEventListener("keydown", (event) => {
-  if (event.key === "Escape" && running) running.abort();
+  if (event.key === "Escape" && abortController) abortController.abort();
 });
-byId("stop").addEventListener("click", () => running && running.abort());
+byId("stop").addEventListener("click", () => abortController && abortController.abort());
 byId("clear").addEventListener("click", () => {
-  if (running) running.abort();
+  if (abortController) abortController.abort();
   conversation = [];
   byId("log").replaceChildren();
   byId("text").focus();
@@ -274,4 +274,4 @@ byId("clear").addEventListener("click", () => {
 byId("key").addEventListener("change", showModel);
 
 showModel();
-look();
+poll();

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from cluster.api.chats import Chat, conversation_of, job_of, variables_of
-from cluster.api.endpoints import Job, Served
+from cluster.api.endpoints import Job, ServedModel
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
 from cluster.api.responses.items import messages_of
@@ -21,35 +21,35 @@ from cluster.api.responses.schema import (
 )
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
-from cluster.api.schema import Generate, JsonObjectFormat, Model, matching
+from cluster.api.schema import GenerationRequest, JsonObjectFormat, RequestModel, schema_structure
 from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
 from cluster.grammar.markers import state_after
 from scheduler.params import StructuredOutputs
 
-# Fields that are those of `Generate`.
-_OPTIONS = (
+# Fields that are those of `GenerationRequest`.
+_GENERATION_FIELDS = (
     *("stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "cache_salt"),
 )
 
 
-def responses_job(request: ResponsesRequest, served: Served) -> Job:
+def responses_job(request: ResponsesRequest, served: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
     omissions = Omissions(refuse=served.refuse_unknown)
-    table = ToolTable(request.tools or [], omissions)
-    job = job_of(_chat(request, table, served, omissions), served)
-    has_tools = bool(table.functions) and request.tool_choice != "none"
+    tool_table = ToolTable(request.tools or [], omissions)
+    job = job_of(_chat(request, tool_table, served, omissions), served)
+    has_tools = bool(tool_table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
         [generation] = generations
         assert served.tokenizer is not None
         return ResponseWriter(
-            _echo(request, table, job, served.name),
+            _echo(request, tool_table, job, served.name),
             generation,
             served.tokenizer,
             state=state_after(generation.prompt or ""),
-            tools=table if has_tools else None,
+            tools=tool_table if has_tools else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
             encrypts=request.encrypts_reasoning,
             logprobs=request.num_logprobs is not None,
@@ -58,28 +58,28 @@ def responses_job(request: ResponsesRequest, served: Served) -> Job:
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_input(request: ResponsesRequest, served: Served) -> dict[str, Any]:
+def count_input(request: ResponsesRequest, served: ServedModel) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
     omissions = Omissions(refuse=served.refuse_unknown)
-    table = ToolTable(request.tools or [], omissions)
-    chat = _chat(request, table, served, omissions)
+    tool_table = ToolTable(request.tools or [], omissions)
+    chat = _chat(request, tool_table, served, omissions)
     num_tokens = len(served.builder.encode(chat.prompt))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def _chat(
     request: ResponsesRequest,
-    table: ToolTable,
-    served: Served,
+    tool_table: ToolTable,
+    served: ServedModel,
     omissions: Omissions,
 ) -> Chat:
     served.check_name(request.model)
     tokenizer = served.tokenizer_for("a chat")
-    as_text = tokenizer.takes_arguments_as_text
-    messages = messages_of(request.input, omissions, arguments_as_text=as_text)
+    arguments_as_text = tokenizer.takes_arguments_as_text
+    messages = messages_of(request.input, omissions, arguments_as_text=arguments_as_text)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
-    rules = _rules(request, table)
+    rules = _rules(request, tool_table)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = variables_of(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
     return Chat(
@@ -88,12 +88,14 @@ def _chat(
         structure=_structure(request),
         max_tokens=request.max_output_tokens,
         logprobs=request.num_logprobs,
-        options=Generate.model_construct(**{name: getattr(request, name) for name in _OPTIONS}),
+        options=GenerationRequest.model_construct(
+            **{name: getattr(request, name) for name in _GENERATION_FIELDS}
+        ),
     )
 
 
-def _rules(request: ResponsesRequest, table: ToolTable) -> CallRules:
-    tools, choice, parallel = table.functions, request.tool_choice, request.parallel_tool_calls
+def _rules(request: ResponsesRequest, tool_table: ToolTable) -> CallRules:
+    tools, choice, parallel = tool_table.functions, request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
         return call_rules(tools, None, named_tool=choice.name, parallel=parallel)
     if isinstance(choice, AllowedTools):
@@ -103,21 +105,27 @@ def _rules(request: ResponsesRequest, table: ToolTable) -> CallRules:
 
 
 def _structure(request: ResponsesRequest) -> StructuredOutputs | None:
-    form = request.text.format if request.text is not None else None
-    return matching(form.schema_) if isinstance(form, JsonObjectFormat | SchemaFormat) else None
+    text_format = request.text.format if request.text is not None else None
+    return (
+        schema_structure(text_format.schema_)
+        if isinstance(text_format, JsonObjectFormat | SchemaFormat)
+        else None
+    )
 
 
-def _echo_of_format(form: ResponseFormat | None) -> dict[str, Any]:
-    if form is None:
+def _echo_of_format(text_format: ResponseFormat | None) -> dict[str, Any]:
+    if text_format is None:
         return {"type": "text"}
-    return form.model_dump(by_alias=True, exclude_unset=not isinstance(form, SchemaFormat))
+    return text_format.model_dump(
+        by_alias=True, exclude_unset=not isinstance(text_format, SchemaFormat)
+    )
 
 
-def _echo(request: ResponsesRequest, table: ToolTable, job: Job, model: str) -> dict[str, Any]:
+def _echo(request: ResponsesRequest, tool_table: ToolTable, job: Job, model: str) -> dict[str, Any]:
     """What an answer repeats of its request, with the defaults that were used. Of the tools, it has
     those that the model was offered."""
     choice, text, reasoning = request.tool_choice, request.text, request.reasoning
-    form = text.format if text is not None else None
+    text_format = text.format if text is not None else None
     return {
         "model": model,
         "instructions": request.instructions,
@@ -132,9 +140,11 @@ def _echo(request: ResponsesRequest, table: ToolTable, job: Job, model: str) -> 
         "store": False,
         "temperature": job.params.temperature,
         "top_p": job.params.top_p,
-        "text": {"format": _echo_of_format(form)},
-        "tool_choice": choice.model_dump() if isinstance(choice, Model) else choice or "auto",
-        "tools": [tool.model_dump() for tool in table.tools],
+        "text": {"format": _echo_of_format(text_format)},
+        "tool_choice": choice.model_dump()
+        if isinstance(choice, RequestModel)
+        else choice or "auto",
+        "tools": [tool.model_dump() for tool in tool_table.tools],
         "top_logprobs": request.top_logprobs or 0,
         "truncation": "disabled",
         "background": False,

@@ -23,7 +23,7 @@ from cluster.api.schema import RefusalPart, template_call
 from cluster.client.prompts import Message
 from scheduler.errors import RequestError
 
-_OURS = "eagleray."  # begins encrypted reasoning of this server
+_ENCRYPTED_PREFIX = "eagleray."  # begins encrypted reasoning of this server
 
 
 def messages_of(
@@ -68,11 +68,11 @@ def messages_of(
     return messages
 
 
-def encrypted(reasoning: str) -> str:
+def encode_reasoning(reasoning: str) -> str:
     """Reasoning in the form in which clients send it back without looking at it. Anybody can read
     it: it is the user's own.
     """
-    return _OURS + base64.b64encode(reasoning.encode()).decode()
+    return _ENCRYPTED_PREFIX + base64.b64encode(reasoning.encode()).decode()
 
 
 def _add(
@@ -86,12 +86,12 @@ def _add(
         turn["content"] = "\n".join(filter(None, [turn["content"], text]))
     elif isinstance(item, ReasoningItem):
         if text := _reasoning(item, omissions):
-            earlier = turn.get("reasoning_content")
-            turn["reasoning_content"] = "\n".join(filter(None, [earlier, text]))
+            earlier_reasoning = turn.get("reasoning_content")
+            turn["reasoning_content"] = "\n".join(filter(None, [earlier_reasoning, text]))
     else:
         arguments = item.arguments if isinstance(item, CallItem) else arguments_of(item.input)
         name = full_name(item.name, item.namespace)
-        call = template_call(item.call_id, name, arguments, as_text=arguments_as_text)
+        call = template_call(item.call_id, name, arguments, arguments_as_text=arguments_as_text)
         turn.setdefault("tool_calls", []).append(call)
 
 
@@ -99,19 +99,19 @@ def _reasoning(item: ReasoningItem, omissions: Omissions) -> str:
     if item.content:
         return "\n".join(part.text for part in item.content)
     if item.encrypted_content is not None:
-        text = _decoded(item.encrypted_content)
+        text = _decode_reasoning(item.encrypted_content)
         if text is not None:
             return text
         omissions.add("input.reasoning.encrypted_content")
     return "\n".join(part.text for part in item.summary or ())
 
 
-def _decoded(content: str) -> str | None:
+def _decode_reasoning(content: str) -> str | None:
     """None for the reasoning of another server."""
-    if not content.startswith(_OURS):
+    if not content.startswith(_ENCRYPTED_PREFIX):
         return None
     try:
-        return base64.b64decode(content[len(_OURS) :], validate=True).decode()
+        return base64.b64decode(content[len(_ENCRYPTED_PREFIX) :], validate=True).decode()
     except ValueError:
         return None
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from itertools import groupby
 from typing import Any
 
-from cluster.api.parser import AnswerParser, Parts
+from cluster.api.parser import AnswerParser, AnswerParts
 from cluster.api.replies import token_entry
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 from scheduler.messages import TokenLogprobs
 
-_HAS_MARKER_BEHIND = (State.REASONING, State.CALL)
+_STATES_BEFORE_MARKERS = (AnswerState.REASONING, AnswerState.CALL)
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -28,15 +28,15 @@ class MessageLogprobs:
     messages: for each message, its tokens so far in OpenAI's form.
     """
 
-    def __init__(self, tokenizer: Tokenizer, state: State, *, has_tools: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, state: AnswerState, *, has_tools: bool) -> None:
         """`state`, `has_tools`: as `AnswerParser`."""
         self.messages: list[list[dict[str, Any]]] = []
         self._tokenizer = tokenizer
         self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._decoder = _UTF8(errors="replace")
         # Characters that are not reported yet, each with the indices of its tokens in the output.
-        self._pending: list[tuple[str, list[int]]] = []
-        self._indices_of_partial: list[int] = []  # of tokens whose character is not complete
+        self._pending_characters: list[tuple[str, list[int]]] = []
+        self._partial_token_indices: list[int] = []  # of tokens whose character is not complete
         self._entries: dict[int, dict[str, Any]] = {}  # by index, of tokens that may be needed
         self._num_tokens = 0
         self._is_in_message = False
@@ -49,45 +49,49 @@ class MessageLogprobs:
             index, self._num_tokens = self._num_tokens, self._num_tokens + 1
             if entry is not None:
                 self._entries[index] = token_entry(self._tokenizer, token_id, entry)
-            self._indices_of_partial.append(index)
+            self._partial_token_indices.append(index)
             for character in self._decoder.decode(self._tokenizer.token_bytes(token_id)):
                 self._push_character(character)
-                self._indices_of_partial = [index]
+                self._partial_token_indices = [index]
             if not self._decoder.getstate()[0]:
-                self._indices_of_partial = []
+                self._partial_token_indices = []
 
     def finish(self, *, is_cut_off: bool) -> None:
         """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
         self._take(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
-        self._pending.append((character, self._indices_of_partial))
+        self._pending_characters.append((character, self._partial_token_indices))
         earlier_state = self._parser.state
         self._take(self._parser.push(character))
         new_state = self._parser.state
         # The text of a call that turns out to be none will be reported as it is.
-        if new_state is State.REASONING or (
-            new_state is State.CONTENT and earlier_state in _HAS_MARKER_BEHIND
+        if new_state is AnswerState.REASONING or (
+            new_state is AnswerState.CONTENT and earlier_state in _STATES_BEFORE_MARKERS
         ):
-            self._pending.clear()
-            last = self._num_tokens - 1  # more characters of it may follow
-            self._entries = {last: self._entries[last]} if last in self._entries else {}
+            self._pending_characters.clear()
+            last_index = self._num_tokens - 1  # more characters of it may follow
+            self._entries = (
+                {last_index: self._entries[last_index]} if last_index in self._entries else {}
+            )
 
-    def _take(self, parts: Parts) -> None:
+    def _take(self, parts: AnswerParts) -> None:
         text = parts.content
         if parts.reasoning or parts.calls:
             self._is_in_message = False
         if not text:
             return
-        while self._pending and self._pending[0][0] != text[0]:
-            del self._pending[0]  # line ends behind a marker
+        while self._pending_characters and self._pending_characters[0][0] != text[0]:
+            del self._pending_characters[0]  # line ends behind a marker
         if not self._is_in_message:
             self.messages.append([])
             self._is_in_message = True
         indices = [
-            index for _, token_indices in self._pending[: len(text)] for index in token_indices
+            index
+            for _, token_indices in self._pending_characters[: len(text)]
+            for index in token_indices
         ]
-        del self._pending[: len(text)]
+        del self._pending_characters[: len(text)]
         for index, _ in groupby(indices):
             if (entry := self._entries.pop(index, None)) is not None:
                 self.messages[-1].append(entry)

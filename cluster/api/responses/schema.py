@@ -9,57 +9,57 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from cluster.api.fields import REFUSED, WITHOUT_EFFECT, Asks
+from cluster.api.fields import FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
 from cluster.api.schema import (
     JsonObjectFormat,
     ListOf,
-    Model,
     Options,
     ReasoningEffort,
     RefusalPart,
+    RequestModel,
     TextFormat,
     ToolName,
-    kind_among,
+    type_discriminator,
 )
-from scheduler.bounds import most
+from scheduler.bounds import field_limit
 
 _NOTHING_STORED = "nothing is stored between requests; send the whole conversation as input"
-LOGPROBS = "message.output_text.logprobs"
-ENCRYPTED = "reasoning.encrypted_content"
+INCLUDE_LOGPROBS = "message.output_text.logprobs"
+INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 
 
-class Text(Model):
+class MessageTextPart(RequestModel):
     type: Literal["input_text", "output_text"]
     text: str
 
 
-class OtherPart(Model):
+class OtherPart(RequestModel):
     """A part that this server does not read, such as an image."""
 
     type: str
 
 
 Part = Annotated[
-    Annotated[Text, Tag("input_text")]
-    | Annotated[Text, Tag("output_text")]
+    Annotated[MessageTextPart, Tag("input_text")]
+    | Annotated[MessageTextPart, Tag("output_text")]
     | Annotated[RefusalPart, Tag("refusal")]
     | Annotated[OtherPart, Tag("other")],
-    kind_among("input_text", "output_text", "refusal"),
+    type_discriminator("input_text", "output_text", "refusal"),
 ]
 
 
-class MessageItem(Model):
+class MessageItem(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | ListOf[Part]
 
 
-class ReasoningText(Model):
+class ReasoningText(RequestModel):
     type: Literal["reasoning_text", "summary_text", "text"]
     text: str
 
 
-class ReasoningItem(Model):
+class ReasoningItem(RequestModel):
     """Reasoning sent back. An answer of this server has the whole text in one of three places; of
     another's, at least a summary can be read.
     """
@@ -70,7 +70,7 @@ class ReasoningItem(Model):
     encrypted_content: str | None = None
 
 
-class CallItem(Model):
+class CallItem(RequestModel):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -78,7 +78,7 @@ class CallItem(Model):
     namespace: str | None = None
 
 
-class CustomCallItem(Model):
+class CustomCallItem(RequestModel):
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
@@ -86,17 +86,17 @@ class CustomCallItem(Model):
     namespace: str | None = None
 
 
-class CallOutputItem(Model):
+class CallOutputItem(RequestModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: str | ListOf[Part]
 
 
-class ItemReference(Model):
+class ItemReference(RequestModel):
     type: Literal["item_reference"]
 
 
-class OtherItem(Model):
+class OtherItem(RequestModel):
     """An item that this server does not read, such as a search on the web."""
 
     type: str
@@ -111,7 +111,7 @@ Item = Annotated[
     | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
-    kind_among(
+    type_discriminator(
         *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
         *("custom_tool_call_output", "item_reference"),
         default="message",
@@ -128,7 +128,7 @@ class FunctionTool(Options):
     strict: bool | None = None
 
 
-class CustomFormat(Model):
+class CustomFormat(RequestModel):
     """The form of the text of a custom tool: any, or a grammar, which the model is shown."""
 
     type: str
@@ -146,7 +146,7 @@ class CustomTool(Options):
     format: CustomFormat | None = None
 
 
-class OtherTool(Model):
+class OtherTool(RequestModel):
     """A tool that this server would have to run, or whose arguments only OpenAI's models know."""
 
     type: str
@@ -164,7 +164,7 @@ class NamespaceTool(Options):
             Annotated[FunctionTool, Tag("function")]
             | Annotated[CustomTool, Tag("custom")]
             | Annotated[OtherTool, Tag("other")],
-            kind_among("function", "custom"),
+            type_discriminator("function", "custom"),
         ]
     ]
 
@@ -174,7 +174,7 @@ Tool = Annotated[
     | Annotated[CustomTool, Tag("custom")]
     | Annotated[NamespaceTool, Tag("namespace")]
     | Annotated[OtherTool, Tag("other")],
-    kind_among("function", "custom", "namespace"),
+    type_discriminator("function", "custom", "namespace"),
 ]
 
 
@@ -192,13 +192,13 @@ class AllowedTools(Options):
     PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[ListOf[NamedTool], Field(max_length=most("tools"))]
+    tools: Annotated[ListOf[NamedTool], Field(max_length=field_limit("tools"))]
 
 
 class SchemaFormat(Options):
     PATH: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
-    name: Annotated[str, Field(max_length=most("name"))]
+    name: Annotated[str, Field(max_length=field_limit("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None
@@ -233,10 +233,10 @@ class ResponsesStreamOptions(Options):
     include_obfuscation: bool | None = None  # padding, of which there is none
 
 
-class ResponsesRequest(Model):
-    WITHOUT_EFFECT: ClassVar[dict[str, tuple[Asks, str]]] = {
-        name: WITHOUT_EFFECT[name]
-        for name in WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
+class ResponsesRequest(RequestModel):
+    FIELDS_WITHOUT_EFFECT: ClassVar[dict[str, tuple[ValuePredicate, str]]] = {
+        name: FIELDS_WITHOUT_EFFECT[name]
+        for name in FIELDS_WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
         "client_metadata": (lambda _: True, ""),
@@ -249,12 +249,12 @@ class ResponsesRequest(Model):
             "a conversation is not shortened; only 'disabled' is possible",
         ),
     }
-    REFUSED: ClassVar[dict[str, str]] = {
+    REFUSED_FIELDS: ClassVar[dict[str, str]] = {
         "access_programs": "access programs are not supported",
         "background_options": "answers are not made in the background",
         "conversation": _NOTHING_STORED,
         "image": "images are not supported",
-        "moderation": REFUSED["moderation"],
+        "moderation": REFUSED_FIELDS["moderation"],
         "previous_response_id": _NOTHING_STORED,
         "prompt": "stored prompts are not supported; send the text as input",
     }
@@ -292,11 +292,11 @@ class ResponsesRequest(Model):
 
     @property
     def encrypts_reasoning(self) -> bool:
-        return ENCRYPTED in (self.include or ())
+        return INCLUDE_ENCRYPTED in (self.include or ())
 
     @property
     def num_logprobs(self) -> int | None:
         """How many alternatives each token of the text has; None without log probabilities."""
-        if LOGPROBS in (self.include or ()) or self.top_logprobs:
+        if INCLUDE_LOGPROBS in (self.include or ()) or self.top_logprobs:
             return self.top_logprobs or 0
         return None

@@ -18,9 +18,9 @@ from cluster.api.omissions import Omissions
 from cluster.api.parser import ToolCall
 from cluster.api.responses.schema import CustomTool, FunctionTool, NamespaceTool, OtherTool, Tool
 from cluster.api.schema import Function
-from scheduler.bounds import check
+from scheduler.bounds import check_bound
 
-_TEXT_ONLY = {
+_TEXT_PARAMETERS = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
@@ -29,7 +29,7 @@ _TEXT_ONLY = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Offered:
+class _OfferedTool:
     name: str
     namespace: str | None
     is_custom: bool
@@ -44,7 +44,7 @@ class ToolTable:
         """Raises `RequestError` for too many tools, or too long a name."""
         self.functions: list[Function] = []
         self.tools: list[Tool] = []
-        self._offered: dict[str, _Offered] = {}
+        self._offered_tools: dict[str, _OfferedTool] = {}
         for tool in tools:
             if isinstance(tool, OtherTool):
                 omissions.add(f"tools.{tool.type}")
@@ -54,51 +54,56 @@ class ToolTable:
             else:
                 self.tools.append(tool)
                 self._add(tool, None, tool.description)
-        check("tools", len(self.functions), "tools")
+        check_bound("tools", len(self.functions), "tools")
 
     def _add_namespace(self, namespace: NamespaceTool, omissions: Omissions) -> None:
         """Its description stands before that of the first tool in it."""
-        kept = []
+        kept_tools = []
         intro = namespace.description
         for tool in namespace.tools:
             if isinstance(tool, OtherTool):
                 omissions.add(f"tools.{tool.type}")
                 continue
-            kept.append(tool)
+            kept_tools.append(tool)
             self._add(tool, namespace.name, "\n".join(filter(None, [intro, tool.description])))
             intro = None
-        self.tools.append(namespace.model_copy(update={"tools": kept}))
+        self.tools.append(namespace.model_copy(update={"tools": kept_tools}))
 
     def _add(
         self, tool: FunctionTool | CustomTool, namespace: str | None, description: str | None
     ) -> None:
         name = full_name(tool.name, namespace)
-        check("name", len(name), "tools")
+        check_bound("name", len(name), "tools")
         if isinstance(tool, FunctionTool):
             function = tool.model_dump(exclude={"type"}, exclude_unset=True)
         else:
-            function = {"parameters": _TEXT_ONLY}
-            description = _with_grammar(tool, description)
+            function = {"parameters": _TEXT_PARAMETERS}
+            description = _description_with_grammar(tool, description)
         function |= {"name": name} | ({} if description is None else {"description": description})
         self.functions.append(Function.model_construct(**function))
         is_custom = isinstance(tool, CustomTool)
-        self._offered[name] = _Offered(name=tool.name, namespace=namespace, is_custom=is_custom)
+        self._offered_tools[name] = _OfferedTool(
+            name=tool.name, namespace=namespace, is_custom=is_custom
+        )
 
     def item_of(self, call: ToolCall) -> dict[str, Any]:
         """The item of a call that the model has made."""
-        offered = self._offered.get(call.name)
+        offered_tool = self._offered_tools.get(call.name)
         item: dict[str, Any] = {
             "call_id": f"call_{uuid.uuid4().hex[:24]}",
             "status": "completed" if call.is_complete else "incomplete",
         }
-        if offered is not None and offered.is_custom:
+        if offered_tool is not None and offered_tool.is_custom:
             item |= {"type": "custom_tool_call", "id": f"ctc_{uuid.uuid4().hex}"}
-            item |= {"name": offered.name, "input": _text_in(call.arguments)}
+            item |= {"name": offered_tool.name, "input": _input_text(call.arguments)}
         else:
             item |= {"type": "function_call", "id": f"fc_{uuid.uuid4().hex}"}
-            item |= {"name": offered.name if offered else call.name, "arguments": call.arguments}
-        if offered is not None and offered.namespace is not None:
-            item["namespace"] = offered.namespace
+            item |= {
+                "name": offered_tool.name if offered_tool else call.name,
+                "arguments": call.arguments,
+            }
+        if offered_tool is not None and offered_tool.namespace is not None:
+            item["namespace"] = offered_tool.namespace
         return item
 
 
@@ -112,7 +117,7 @@ def arguments_of(text: str) -> str:
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
-def _with_grammar(tool: CustomTool, description: str | None) -> str:
+def _description_with_grammar(tool: CustomTool, description: str | None) -> str:
     """The description with the form of the text."""
     lines = [description, "The text is the argument `input`."]
     if tool.format is not None and tool.format.definition is not None:
@@ -120,7 +125,7 @@ def _with_grammar(tool: CustomTool, description: str | None) -> str:
     return "\n".join(filter(None, lines))
 
 
-def _text_in(arguments: str) -> str:
+def _input_text(arguments: str) -> str:
     """The text for a custom tool, as far as it goes in a call that was cut off; all of the
     arguments if they are not what was asked for.
     """

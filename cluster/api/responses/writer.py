@@ -13,20 +13,21 @@ import time
 import uuid
 from typing import Any, NamedTuple
 
-from cluster.api.errors import body_of
-from cluster.api.parser import AnswerParser, Parts, ToolCall
+from cluster.api.errors import openai_error_body
+from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
 from cluster.api.replies import named_event
-from cluster.api.responses.items import encrypted
+from cluster.api.responses.items import encode_reasoning
 from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.tools import ToolTable
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 
-AT_A_TIME = 4096  # characters of reasoning that are encoded together, in a few milliseconds
+# Characters of reasoning that are encoded together, in a few milliseconds.
+REASONING_PART_CHARS = 4096
 
 
-class _Form(NamedTuple):
+class _ItemNaming(NamedTuple):
     """How the text of an item is written: events of its part and its text, the name of the part's
     index in them, and the field of the item that has the part.
     """
@@ -38,9 +39,11 @@ class _Form(NamedTuple):
     type: str
 
 
-_MESSAGE = _Form("content_part", "output_text", "content_index", "content", "output_text")
-_REASONING = _Form("content_part", "reasoning_text", "content_index", "content", "reasoning_text")
-_SUMMARY = _Form(
+_MESSAGE = _ItemNaming("content_part", "output_text", "content_index", "content", "output_text")
+_REASONING = _ItemNaming(
+    "content_part", "reasoning_text", "content_index", "content", "reasoning_text"
+)
+_SUMMARY = _ItemNaming(
     "reasoning_summary_part", "reasoning_summary_text", "summary_index", "summary", "summary_text"
 )
 
@@ -56,7 +59,7 @@ class ResponseWriter:
         generation: Generation,
         tokenizer: Tokenizer,
         *,
-        state: State,
+        state: AnswerState,
         tools: ToolTable | None,
         summarizes: bool = False,
         encrypts: bool = False,
@@ -75,12 +78,12 @@ class ResponseWriter:
             self._logprobs = MessageLogprobs(tokenizer, state, has_tools=tools is not None)
         self._num_messages = 0  # that have begun
         self._num_logprobs_sent = 0  # of the last one
-        self._forms = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
+        self._namings = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last of the items
         self._texts: list[str] = []  # of the item that is open
-        self._reasoning = ""  # that is not counted yet
+        self._uncounted_reasoning = ""  # that is not counted yet
         self._num_reasoning_tokens = 0
         self._num_events = 0
 
@@ -111,7 +114,7 @@ class ResponseWriter:
         """The event that ends a stream that failed. It has the `error` field that clients of the
         other streams look for.
         """
-        fields_of_error = body_of(error)["error"]
+        fields_of_error = openai_error_body(error)["error"]
         fields = {name: fields_of_error[name] for name in ("code", "message", "param")}
         return self._event("error", fields | {"error": fields_of_error}, prefix="")
 
@@ -119,14 +122,14 @@ class ResponseWriter:
         """The whole answer."""
         [completion] = self._generation.completions
         reason = completion.finish_reason or "stop"
-        whole = Chunk(
+        whole_chunk = Chunk(
             index=0,
             text=completion.text,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs,
             finish_reason=reason,
         )
-        self.events(0, whole)
+        self.events(0, whole_chunk)
         return self._response(self._status(reason))
 
     @property
@@ -137,7 +140,7 @@ class ResponseWriter:
         return "completed" if reason == "stop" else "incomplete"
 
     def _response(self, status: str) -> dict[str, Any]:
-        cut_off = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
         is_over = status != "in_progress"
         return {
             "id": self._id,
@@ -146,7 +149,7 @@ class ResponseWriter:
             "completed_at": int(time.time()) if status == "completed" else None,
             "status": status,
             "error": None,
-            "incomplete_details": cut_off,
+            "incomplete_details": incomplete_details,
             "output": list(self._items) if is_over else [],
             "usage": self._usage() if is_over else None,
         } | self._echo
@@ -157,8 +160,8 @@ class ResponseWriter:
         num_output = len(self._generation.completions[0].token_ids)
         num_cached = self._generation.num_cached_tokens
         num_reasoning = self._num_reasoning_tokens
-        if self._reasoning:
-            num_reasoning += len(self._tokenizer.encode(self._reasoning))
+        if self._uncounted_reasoning:
+            num_reasoning += len(self._tokenizer.encode(self._uncounted_reasoning))
         return {
             "input_tokens": num_input,
             "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
@@ -171,14 +174,17 @@ class ResponseWriter:
         """Reasoning is counted by encoding its text: in parts, because all of it at the end would
         hold up others. They end before a space, where tokens do too.
         """
-        self._reasoning += text
-        while len(self._reasoning) > AT_A_TIME:
-            end = self._reasoning.rfind(" ", 1, AT_A_TIME)
-            end = end if end > 0 else AT_A_TIME
-            part, self._reasoning = self._reasoning[:end], self._reasoning[end:]
+        self._uncounted_reasoning += text
+        while len(self._uncounted_reasoning) > REASONING_PART_CHARS:
+            end = self._uncounted_reasoning.rfind(" ", 1, REASONING_PART_CHARS)
+            end = end if end > 0 else REASONING_PART_CHARS
+            part, self._uncounted_reasoning = (
+                self._uncounted_reasoning[:end],
+                self._uncounted_reasoning[end:],
+            )
             self._num_reasoning_tokens += len(self._tokenizer.encode(part))
 
-    def _piece_events(self, piece: Parts) -> list[bytes]:
+    def _piece_events(self, piece: AnswerParts) -> list[bytes]:
         events: list[bytes] = []
         if piece.reasoning:
             self._count_reasoning(piece.reasoning)
@@ -186,12 +192,12 @@ class ResponseWriter:
             if text:
                 events += self._switch_item_events(kind)
                 self._texts.append(text)
-                form = self._forms[kind]
-                delta: dict[str, Any] = {form.index_field: 0, "delta": text}
+                naming = self._namings[kind]
+                delta: dict[str, Any] = {naming.index_field: 0, "delta": text}
                 if kind == "message":
                     delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
                     self._num_logprobs_sent += len(delta["logprobs"])
-                events.append(self._item_event(f"{form.text}.delta", delta))
+                events.append(self._item_event(f"{naming.text}.delta", delta))
         for call in piece.calls:
             events += self._closing_events("completed") + self._call_events(call)
         return events
@@ -201,16 +207,16 @@ class ResponseWriter:
             return []
         events = self._closing_events("completed")
         self._is_open = True
-        form = self._forms[kind]
-        self._items.append(_new_item(kind, form))
+        naming = self._namings[kind]
+        self._items.append(_new_item(kind, naming))
         if kind == "message":
             self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
-        shown = self._items[-1] | {form.field: []}
-        part = {form.index_field: 0, "part": dict(self._items[-1][form.field][0])}
+        item_without_parts = self._items[-1] | {naming.field: []}
+        part = {naming.index_field: 0, "part": dict(self._items[-1][naming.field][0])}
         return [
             *events,
-            self._item_event("output_item.added", {"item": shown}),
-            self._item_event(f"{form.part}.added", part),
+            self._item_event("output_item.added", {"item": item_without_parts}),
+            self._item_event(f"{naming.part}.added", part),
         ]
 
     def _closing_events(self, status: str) -> list[bytes]:
@@ -219,18 +225,18 @@ class ResponseWriter:
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
-        form = self._forms[item["type"]]
-        [part] = item[form.field]
+        naming = self._namings[item["type"]]
+        [part] = item[naming.field]
         part["text"] = "".join(self._texts)
         self._texts.clear()
         if item["type"] == "reasoning" and self._encrypts:
-            item["encrypted_content"] = encrypted(part["text"])
-        text = {form.index_field: 0, "text": part["text"]}
+            item["encrypted_content"] = encode_reasoning(part["text"])
+        text = {naming.index_field: 0, "text": part["text"]}
         if item["type"] == "message":
             part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
-            self._item_event(f"{form.text}.done", text),
-            self._item_event(f"{form.part}.done", {form.index_field: 0, "part": part}),
+            self._item_event(f"{naming.text}.done", text),
+            self._item_event(f"{naming.part}.done", {naming.index_field: 0, "part": part}),
             self._item_event("output_item.done", {"item": item}),
         ]
 
@@ -246,14 +252,14 @@ class ResponseWriter:
         self._items.append(item)
         is_custom = item["type"] == "custom_tool_call"
         field = "input" if is_custom else "arguments"
-        inside = "custom_tool_call_input" if is_custom else "function_call_arguments"
-        done = {field: item[field]} | ({} if is_custom else {"name": item["name"]})
+        call_event = "custom_tool_call_input" if is_custom else "function_call_arguments"
+        done_fields = {field: item[field]} | ({} if is_custom else {"name": item["name"]})
         return [
             self._item_event(
                 "output_item.added", {"item": item | {field: "", "status": "in_progress"}}
             ),
-            self._item_event(f"{inside}.delta", {"delta": item[field]}),
-            self._item_event(f"{inside}.done", done),
+            self._item_event(f"{call_event}.delta", {"delta": item[field]}),
+            self._item_event(f"{call_event}.done", done_fields),
             self._item_event("output_item.done", {"item": item}),
         ]
 
@@ -269,11 +275,11 @@ class ResponseWriter:
         return named_event(prefix + name, {"sequence_number": self._num_events - 1} | fields)
 
 
-def _new_item(kind: str, form: _Form) -> dict[str, Any]:
-    part = {"type": form.type, "text": ""}
+def _new_item(kind: str, naming: _ItemNaming) -> dict[str, Any]:
+    part = {"type": naming.type, "text": ""}
     if kind == "reasoning":
         item: dict[str, Any] = {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": []}
-        return item | {form.field: [part], "status": "in_progress"}
+        return item | {naming.field: [part], "status": "in_progress"}
     return {
         "type": kind,
         "id": f"msg_{uuid.uuid4().hex}",

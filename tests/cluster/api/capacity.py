@@ -19,8 +19,8 @@ from typing import Any
 
 from cluster.api.admission import ApiLimits
 from cluster.api.app import SWITCH_INTERVAL_S
-from cluster.client.allocator import return_large_blocks
-from configs.paths import CHECKOUT
+from cluster.client.allocator import return_large_allocations
+from configs.paths import SOURCE_ROOT
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, echo_number, serve
 
@@ -40,8 +40,8 @@ def script(request: Request) -> str:
 def run_server(step_s: float) -> None:
     """Serve until standard input ends. All streams advance in each step."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)  # as in a replica
-    return_large_blocks()
-    with serve(script, step_s=step_s, limits=ApiLimits(max_open=4096)) as server:
+    return_large_allocations()
+    with serve(script, step_s=step_s, limits=ApiLimits(max_open_outputs=4096)) as server:
         print(server.url, flush=True)
         sys.stdin.read()
 
@@ -180,7 +180,7 @@ def server_of(step_s: float) -> Iterator[tuple[int, int]]:
     code = f"from tests.cluster.api.capacity import run_server; run_server({step_s})"
     with subprocess.Popen(
         [sys.executable, "-c", code],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

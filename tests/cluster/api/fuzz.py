@@ -23,7 +23,7 @@ from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Model,
+    RequestModel,
     TokenizeRequest,
 )
 from tests.cluster.api.scripted import Server, echo_number, serve, wait_until
@@ -34,7 +34,7 @@ LAST_EVENTS: dict[str, bytes | tuple[bytes, ...]] = {
     "/v1/messages": b"event: message_stop\n",
     "/v1/responses": (b"event: response.completed\n", b"event: response.incomplete\n"),
 }
-MODELS: dict[str, type[Model]] = {
+MODELS: dict[str, type[RequestModel]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
@@ -45,7 +45,11 @@ MODELS: dict[str, type[Model]] = {
 }
 PATHS = [*MODELS]
 FIELDS = sorted(
-    {n for m in MODELS.values() for n in (*m.model_fields, *m.WITHOUT_EFFECT, *m.REFUSED)}
+    {
+        n
+        for m in MODELS.values()
+        for n in (*m.model_fields, *m.FIELDS_WITHOUT_EFFECT, *m.REFUSED_FIELDS)
+    }
 )
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 10**9, 2**63, -(2**70), 10**400, 0.5, -1e308, 1e-320, "", "a",
@@ -158,7 +162,7 @@ def run(num_requests: int, seed: int) -> Counter[str]:
         descriptors = len(list(Path(f"/proc/{os.getpid()}/fd").iterdir()))
         for number in range(num_requests):
             outcomes[exchange(random.Random(f"{seed}/{number}"), server)] += 1
-        wait_until(lambda: server.api.admission.num_open == 0)
+        wait_until(lambda: server.api.admission.num_open_outputs == 0)
         wait_until(lambda: server.engine.num_active == 0)
         wait_until(lambda: len(list(Path(f"/proc/{os.getpid()}/fd").iterdir())) <= descriptors + 1)
     return outcomes

@@ -24,7 +24,7 @@ from typing import Any
 import zstandard
 
 from cluster.api.app import SWITCH_INTERVAL_S, Api
-from cluster.client.allocator import return_large_blocks
+from cluster.client.allocator import return_large_allocations
 from scheduler.bounds import MIB
 from scheduler.messages import Request
 from tests.cluster.api.scripted import LIMITS, ScriptedEngine, make_api
@@ -402,7 +402,7 @@ def main() -> None:
     parser.add_argument("--mib", type=float, default=7.9)
     args = parser.parse_args()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return_large_blocks()
+    return_large_allocations()
     names = args.names or [*ENCODED, *REQUESTS, *ANSWERS, *HONEST]
     asyncio.run(measure(names, int(args.mib * 2**20)))
 

@@ -23,7 +23,7 @@ from cluster.api.access import Access
 from cluster.api.admission import ApiLimits
 from cluster.api.app import Api
 from cluster.api.connections import server_config
-from cluster.api.endpoints import Served
+from cluster.api.endpoints import ServedModel
 from cluster.client.client import Client
 from cluster.client.news import News
 from cluster.client.outputs import Generation, OutputFollower
@@ -33,7 +33,7 @@ from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import EngineDeadError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import EngineStats, PromptLogprobs, Request, TokenLogprobs, ints
+from scheduler.messages import EngineStats, PromptLogprobs, Request, TokenLogprobs, int32_array
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
@@ -66,7 +66,7 @@ RECORDS = [
         num_free_blocks=7,
         num_preempted=step_id,
         num_evicted=0,
-        head_waits_for="kv blocks",
+        head_wait_reason="kv blocks",
         seconds={"forward": 0.004, "sample": 0.001} if done_s else {},
     )
     for step_id, done_s in ((0, 100.009), (1, 0.0))
@@ -144,7 +144,7 @@ class ScriptedEngine:
             raise EngineDeadError(self.dead)
         return RECORDS
 
-    def after_news(self, callback: Callable[[], None]) -> None:
+    def add_news_callback(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
 
     @contextlib.contextmanager
@@ -237,11 +237,11 @@ def prompt_logprobs_of(request: Request) -> Iterator[PromptLogprobs]:
     for first in range(1, request.num_prompt_tokens, 50):
         places = range(first, min(first + 50, request.num_prompt_tokens))
         yield PromptLogprobs(
-            first=first,
+            first_position=first,
             num_top=top,
             logprobs=array("f", (-place / 8 for place in places)),
-            ranks=ints(1 + 2 * place for place in places),
-            top_token_ids=ints((place + i) % 500 for place in places for i in range(top)),
+            token_ranks=int32_array(1 + 2 * place for place in places),
+            top_token_ids=int32_array((place + i) % 500 for place in places for i in range(top)),
             top_logprobs=array("f", (-i / 4 for _ in places for i in range(top))),
         )
 
@@ -257,7 +257,7 @@ def make_api(
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
-    served = Served(name="tiny", builder=builder, tokenizer=TOKENIZER, **options)
+    served = ServedModel(name="tiny", builder=builder, tokenizer=TOKENIZER, **options)
     return Api(client, served, version="0", access=access, limits=limits)
 
 
@@ -283,7 +283,8 @@ def serve(
     **options: Any,
 ) -> Iterator[Server]:
     """A server on a port of the system's choice, on a thread of its own. `send_buffer`: bytes that
-    the system takes for a client that does not read, by default some MiB. `options`: of `Served`.
+    the system takes for a client that does not read, by default some MiB. `options`: of
+    `ServedModel`.
     """
     engine = ScriptedEngine(script, step_s)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET

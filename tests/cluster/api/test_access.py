@@ -17,7 +17,7 @@ LOCAL = Access(bound_host="127.0.0.1")
 
 def is_allowed(access: Access, **headers: str) -> bool:
     try:
-        access.check(headers, is_open=True)
+        access.check(headers, is_public=True)
     except HttpError as error:
         assert error.status == 403
         return False

@@ -10,20 +10,20 @@ from cluster.api.admission import Admission, ApiLimits, OpenOutputs
 from scheduler.errors import OverloadedError
 
 
-def admissions(num_processes: int, max_open: int) -> list[Admission]:
+def admissions(num_processes: int, max_open_outputs: int) -> list[Admission]:
     """Those of processes that share their counts."""
     counts = memoryview(bytearray(8 * num_processes)).cast("q")
     found = []
     for place in range(num_processes):
-        found.append(Admission(ApiLimits(max_open=max_open)))
+        found.append(Admission(ApiLimits(max_open_outputs=max_open_outputs)))
         found[-1].open_outputs = OpenOutputs(counts, place)
     return found
 
 
 def test_outputs_of_all_processes_count_against_one_limit() -> None:
-    first, second = admissions(2, max_open=3)
+    first, second = admissions(2, max_open_outputs=3)
     with first.admit(2), second.admit(1):
-        assert (first.num_open, second.num_open) == (2, 1)
+        assert (first.num_open_outputs, second.num_open_outputs) == (2, 1)
         for admission in (first, second):
             with pytest.raises(OverloadedError, match="3 outputs are running or waiting, of 3"):
                 admission.check_room()
@@ -34,11 +34,11 @@ def test_outputs_of_all_processes_count_against_one_limit() -> None:
 
 
 def test_what_is_refused_takes_no_room() -> None:
-    first, second = admissions(2, max_open=3)
+    first, second = admissions(2, max_open_outputs=3)
     with first.admit(2):
         with pytest.raises(OverloadedError, match="2 outputs are running"), second.admit(2):
             pass
-        assert second.num_open == 0
+        assert second.num_open_outputs == 0
         with second.admit(1):
             pass
 
@@ -54,8 +54,8 @@ def test_two_that_take_the_last_room_at_the_same_time_are_never_both_let_in() ->
             if num_outputs > 0:
                 second.add(1)
 
-    first = Admission(ApiLimits(max_open=1))
+    first = Admission(ApiLimits(max_open_outputs=1))
     first.open_outputs = Between(counts, 0)
     with contextlib.suppress(OverloadedError), first.admit(1):
         raise AssertionError("there are two")
-    assert second.everywhere == 1
+    assert second.num_in_all_processes == 1

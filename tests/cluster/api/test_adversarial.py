@@ -19,7 +19,7 @@ from cluster.api.replies import ChatWriter, encode_json, event, json_pieces
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, Generation
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState
 from tests.cluster.api.scripted import TOKENIZER
 from tests.cluster.api.test_parser_work import generation_of
 
@@ -99,7 +99,7 @@ def read_events(data: bytes) -> list[Any]:
     return [read(line[6:]) for line in lines if line.startswith(b"data: {")]
 
 
-def writer_of(api: str, generation: Generation, state: State) -> Any:
+def writer_of(api: str, generation: Generation, state: AnswerState) -> Any:
     if api == "chat":
         return ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True)
     if api == "messages":
@@ -194,7 +194,7 @@ READERS: dict[str, tuple[Callable[[list[Any]], Answer], Callable[[Any], Answer]]
 
 
 def answers_of(
-    api: str, pieces: list[str], state: State = State.UNDECIDED
+    api: str, pieces: list[str], state: AnswerState = AnswerState.UNDECIDED
 ) -> tuple[Answer, Answer]:
     """(the answer that a client of the stream puts together, the whole answer)"""
     generation = generation_of("".join(pieces))
@@ -210,14 +210,14 @@ def answers_of(
     return of_events(read_events(data)), of_body(read(encode_json(body).encode()))
 
 
-def random_pieces(seed: int) -> tuple[list[str], State]:
+def random_pieces(seed: int) -> tuple[list[str], AnswerState]:
     rng = random.Random(seed)
     text = "".join(rng.choices(PIECES, k=rng.randrange(1, 12)))
     if rng.random() < 0.5:  # calls with anything inside are less rare
         text = CALL + text + END_CALL
     places = sorted(rng.choices(range(len(text) + 1), k=rng.randrange(8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
-    return pieces, rng.choice([State.UNDECIDED, State.REASONING, State.CONTENT])
+    return pieces, rng.choice([AnswerState.UNDECIDED, AnswerState.REASONING, AnswerState.CONTENT])
 
 
 def check_random(api: str) -> None:

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from cluster.api.admission import ApiLimits
 from cluster.api.metrics import Family, merge, render
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve, wait_until
 
@@ -310,7 +310,7 @@ def test_a_client_that_leaves_ends_its_request(server: Server, stream: bool) -> 
         sent = {"prompt": "slow", "max_tokens": 500, "stream": stream}
         post_and_leave(server, sent, 300 if stream else 0)
         wait_until(lambda: len(server.engine.aborted) == 1, 1.0)
-        wait_until(lambda: server.api.admission.num_open == 0, 1.0)
+        wait_until(lambda: server.api.admission.num_open_outputs == 0, 1.0)
         assert server.engine.num_active == 0
 
 
@@ -320,7 +320,7 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(server: S
         with socket.create_connection((host, int(port))) as raw:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
     time.sleep(0.2)
-    assert server.api.admission.num_open == 0 and server.engine.num_active == 0
+    assert server.api.admission.num_open_outputs == 0 and server.engine.num_active == 0
 
 
 def test_streams_of_one_step_wake_the_event_loop_once(server: Server) -> None:
@@ -331,7 +331,7 @@ def test_streams_of_one_step_wake_the_event_loop_once(server: Server) -> None:
     deliver = relay._deliver
 
     def count() -> None:
-        counted.append(len(relay._pending))
+        counted.append(len(relay._pending_items))
         deliver()
 
     relay._deliver = count  # type: ignore[method-assign]
@@ -356,7 +356,9 @@ def test_streams_of_one_step_wake_the_event_loop_once(server: Server) -> None:
 
 def test_what_does_not_fit_is_refused_at_once() -> None:
     with (
-        serve(script, step_s=0.02, limits=ApiLimits(max_open=2, max_body_bytes=500)) as server,
+        serve(
+            script, step_s=0.02, limits=ApiLimits(max_open_outputs=2, max_body_bytes=500)
+        ) as server,
         httpx.Client(base_url=server.url) as http,
     ):
         slow = {"prompt": "slow", "max_tokens": 100, "n": 2}
@@ -386,7 +388,7 @@ def test_what_does_not_fit_is_refused_at_once() -> None:
 
         assert http.post("/v1/completions", content=chunked()).status_code == 413
         running.join(30)
-        wait_until(lambda: server.api.admission.num_open == 0)
+        wait_until(lambda: server.api.admission.num_open_outputs == 0)
         assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
 
 
@@ -396,7 +398,7 @@ def test_a_client_that_has_its_answer_can_send_the_next_request(streams: bool) -
     body = json.dumps({"prompt": "a", "stream": streams}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length:"
     request = f"{head} {len(body)}\r\n\r\n".encode() + body
-    with serve(script, limits=ApiLimits(max_open=1)) as server:
+    with serve(script, limits=ApiLimits(max_open_outputs=1)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(request * 5)
@@ -448,7 +450,7 @@ def test_the_death_of_the_engine_ends_requests_with_an_error() -> None:
         assert after.status_code == 503 and after.json()["error"]["code"] == "engine_dead"
         wait_until(lambda: http.get("/health").status_code == 503, 2.0)
         assert http.get("/live").status_code == 200
-        wait_until(lambda: server.api.admission.num_open == 0)
+        wait_until(lambda: server.api.admission.num_open_outputs == 0)
 
 
 def test_an_error_that_nobody_foresaw_has_a_body_and_no_words_of_its_own(
@@ -478,8 +480,8 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
                 + f"Content-Length: {len(data)}\r\n\r\n".encode()
                 + data
             )
-            wait_until(lambda: server.api.admission.num_open == 60)
-            wait_until(lambda: server.api.admission.num_open == 0, 20.0)
+            wait_until(lambda: server.api.admission.num_open_outputs == 60)
+            wait_until(lambda: server.api.admission.num_open_outputs == 0, 20.0)
         assert server.engine.num_active == 0
 
 
@@ -489,7 +491,7 @@ def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> No
     leaves = {"prompt": "a", "stream": True, "max_tokens": 500}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=leaves) as answer:
         next(answer.iter_lines())
-    wait_until(lambda: server.api.admission.num_open == 0)
+    wait_until(lambda: server.api.admission.num_open_outputs == 0)
     text = httpx.get(f"{server.url}/metrics").text
     assert 'eagleray_http_requests_total{path="/v1/chat/completions",status="200"}' in text
     assert 'status="499"' in text and 'path="other",status="404"' in text
@@ -520,7 +522,7 @@ def test_the_api_loads_neither_ray_nor_torch() -> None:
         "print(sorted({'ray', 'torch', 'numba', 'transformers'} & set(sys.modules)))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=CHECKOUT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=SOURCE_ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
 

@@ -26,12 +26,12 @@ def server() -> Iterator[Server]:
     """A server whose limits on time are short."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(BoundedProtocol, "head_timeout_s", SHORT_S)
-        patch.setattr(BoundedProtocol, "rest_timeout_s", SHORT_S)
+        patch.setattr(BoundedProtocol, "unread_body_timeout_s", SHORT_S)
         limits = ApiLimits(
-            body_time_s=SHORT_S,
-            body_pause_s=SHORT_S,
+            small_body_delay_s=SHORT_S,
+            large_body_delay_s=SHORT_S,
             max_total_body_bytes=100_000,
-            small_body_bytes=20_000,
+            max_small_body_bytes=20_000,
         )
         with serve(limits=limits) as running:
             yield running
@@ -261,11 +261,11 @@ def test_a_body_counts_until_its_request_is_built() -> None:
     with serve(lambda _: "word " * 300, step_s=0.02) as server, connect(server) as connection:
         with server.engine.held():
             connection.sendall(HEAD + b"Content-Length: 5000\r\n\r\n" + LONG.ljust(5000))
-            wait_until(lambda: server.api.admission.num_open == 1)
+            wait_until(lambda: server.api.admission.num_open_outputs == 1)
             time.sleep(0.2)  # in which it could be forgotten
             assert server.api.admission.num_body_bytes == 5000
         wait_until(lambda: server.api.admission.num_body_bytes == 0)
-        assert server.api.admission.num_open == 1  # it is running
+        assert server.api.admission.num_open_outputs == 1  # it is running
 
 
 def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
@@ -307,8 +307,8 @@ def wordy() -> Iterator[Server]:
 def test_an_answer_that_is_not_read_is_dropped(wordy: Server, ending: bytes) -> None:
     with connect_without_reading(wordy) as connection:
         connection.sendall(HEAD + ending + b"Content-Length: %d\r\n\r\n" % len(LARGE) + LARGE)
-        wait_until(lambda: wordy.api.admission.num_open == 10)
-        wait_until(lambda: wordy.api.admission.num_open == 0, 20.0)
+        wait_until(lambda: wordy.api.admission.num_open_outputs == 10)
+        wait_until(lambda: wordy.api.admission.num_open_outputs == 0, 20.0)
         assert is_connected(wordy, connection)
         wait_until(lambda: not is_connected(wordy, connection))
 
@@ -377,7 +377,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(narrow: Server) -> None:
     with connect(narrow) as running, connect(narrow) as body, connect(narrow) as head:
         running.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
-        wait_until(lambda: narrow.api.admission.num_open == 1)
+        wait_until(lambda: narrow.api.admission.num_open_outputs == 1)
         body.sendall(HEAD + b"Content-Length: 9\r\n\r\n{")
         wait_until(lambda: narrow.api.admission.num_body_bytes == 1)
         head.sendall(HEAD)
@@ -386,15 +386,15 @@ def test_a_new_connection_takes_the_place_of_the_oldest_without_a_request(narrow
             assert new.recv(65_536).startswith(b"HTTP/1.1 200")
             assert answer_of(body) == b""  # it was the oldest one
             assert is_connected(narrow, head)
-        assert narrow.api.admission.num_open == 1
+        assert narrow.api.admission.num_open_outputs == 1
 
 
 def test_too_many_connections_with_requests_are_refused(narrow: Server) -> None:
     with connect(narrow) as one, connect(narrow) as two, connect(narrow) as three:
         for connection in (one, two, three):
             connection.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(LONG) + LONG)
-        wait_until(lambda: narrow.api.admission.num_open == 3)
+        wait_until(lambda: narrow.api.admission.num_open_outputs == 3)
         with connect(narrow) as fourth:
             answer = answer_of(fourth)
         assert answer.startswith(b"HTTP/1.1 503") and b"at most 3 connections" in answer
-        assert narrow.api.admission.num_open == 3
+        assert narrow.api.admission.num_open_outputs == 3

@@ -238,8 +238,8 @@ def test_a_call_that_a_stop_string_cuts_off_is_no_text_and_not_to_be_carried_out
 def test_arguments_that_were_cut_off_may_come_back() -> None:
     call = MessageCall(function=FunctionCall(name="add", arguments='{"a": "one tw'))
     message = ChatMessage(role="assistant", tool_calls=[call])
-    for as_text, arguments in ((False, {"a": "one tw"}), (True, '{"a": "one tw')):
-        [shown] = message.for_template(arguments_as_text=as_text)["tool_calls"]
+    for arguments_as_text, arguments in ((False, {"a": "one tw"}), (True, '{"a": "one tw')):
+        [shown] = message.for_template(arguments_as_text=arguments_as_text)["tool_calls"]
         assert shown["function"]["arguments"] == arguments
 
 

@@ -7,10 +7,10 @@ import re
 
 import httpx
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.api.scripted import serve
 
-DASHBOARD = json.loads((CHECKOUT / "configs" / "grafana.json").read_text())
+DASHBOARD = json.loads((SOURCE_ROOT / "configs" / "grafana.json").read_text())
 QUERIES = [
     (panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]
 ]

@@ -13,8 +13,8 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 
 from cluster.api.chats import rules_of
-from cluster.api.reading import read
-from cluster.api.schema import ChatRequest, CompletionRequest, Model
+from cluster.api.reading import read_request
+from cluster.api.schema import ChatRequest, CompletionRequest, RequestModel
 from scheduler.errors import RequestError
 from tests.cluster.api.scripted import Server, serve
 
@@ -118,7 +118,7 @@ REFUSED_VALUES = {("function_call", "none"), ("function_call", "auto")}
     ],
 )
 def test_every_word_that_the_installed_openai_documents_is_possible(
-    model: type[Model], params: Any
+    model: type[RequestModel], params: Any
 ) -> None:
     num_words = 0
     for name, annotation in typing.get_type_hints(params).items():
@@ -129,13 +129,15 @@ def test_every_word_that_the_installed_openai_documents_is_possible(
             fields = LEAST[model] | {name: word}
             if name == "tool_choice":
                 fields |= {"tools": [{"type": "function", "function": {"name": "f"}}]}
-            read(model, json.dumps(fields).encode())
+            read_request(model, json.dumps(fields).encode())
     assert num_words > 0
 
 
 def content_of(message: dict[str, Any]) -> Any:
     """What the template gets of the first message."""
-    [first, *_] = read(ChatRequest, json.dumps({"messages": [message, USER]}).encode()).messages
+    [first, *_] = read_request(
+        ChatRequest, json.dumps({"messages": [message, USER]}).encode()
+    ).messages
     return first.for_template(arguments_as_text=True)["content"]
 
 
@@ -200,7 +202,7 @@ def test_what_any_server_gave_may_be_sent_back() -> None:
     plain_call = CALL | {"function": {"name": "f", "arguments": '{"a": 1}'}}
     plain = {"role": "assistant", "content": "Yes.", "tool_calls": [plain_call]}
     messages = [
-        read(ChatRequest, json.dumps({"messages": [message]}).encode()).messages[0]
+        read_request(ChatRequest, json.dumps({"messages": [message]}).encode()).messages[0]
         for message in (sent, plain)
     ]
     forms = [message.for_template(arguments_as_text=True) for message in messages]
@@ -209,7 +211,7 @@ def test_what_any_server_gave_may_be_sent_back() -> None:
 
 def test_a_call_without_arguments_has_an_empty_object_for_templates_that_take_objects() -> None:
     body = {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}
-    [message] = read(ChatRequest, json.dumps(body).encode()).messages
+    [message] = read_request(ChatRequest, json.dumps(body).encode()).messages
     [call] = message.for_template(arguments_as_text=False)["tool_calls"]
     assert call["function"]["arguments"] == {}
 
@@ -218,13 +220,13 @@ def test_a_call_without_arguments_has_an_empty_object_for_templates_that_take_ob
 def test_parts_that_are_not_text_are_refused_by_their_kind(kind: str) -> None:
     message = USER | {"content": [{"type": kind, kind: {}}]}
     with pytest.raises(RequestError, match=rf"messages.0.content.*{kind}.*'text'") as refused:
-        read(ChatRequest, json.dumps({"messages": [message]}).encode())
+        read_request(ChatRequest, json.dumps({"messages": [message]}).encode())
     assert refused.value.parameter == "messages"
 
 
 def test_a_schema_of_a_format_may_be_left_out() -> None:
     body = CHAT | {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}
-    structure = read(ChatRequest, json.dumps(body).encode()).structure()
+    structure = read_request(ChatRequest, json.dumps(body).encode()).structure()
     assert structure is not None and structure.json_object
 
 
@@ -239,9 +241,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 def test_only_the_allowed_tools_are_offered(mode: str) -> None:
-    request = read(ChatRequest, json.dumps(allowed(mode, "mul", "add")).encode())
+    request = read_request(ChatRequest, json.dumps(allowed(mode, "mul", "add")).encode())
     plain = CHAT | {"tools": tools_of("add", "mul"), "tool_choice": mode}
-    assert rules_of(request) == rules_of(read(ChatRequest, json.dumps(plain).encode()))
+    assert rules_of(request) == rules_of(read_request(ChatRequest, json.dumps(plain).encode()))
 
 
 def test_an_allowed_tool_that_is_no_tool_is_refused(server: Server) -> None:

@@ -140,7 +140,7 @@ def test_a_body_is_decoded_off_the_event_loop(
 
 
 def test_decoded_bytes_count_among_those_of_all_bodies() -> None:
-    limits = ApiLimits(max_total_body_bytes=50_000, small_body_bytes=10_000)
+    limits = ApiLimits(max_total_body_bytes=50_000, max_small_body_bytes=10_000)
     with serve(limits=limits) as server:
         refused = post(server, gzip.compress(BODY.ljust(60_000)), "gzip")
         assert refused.status_code == 503 and refused.headers["retry-after"] == "1"

@@ -33,4 +33,6 @@ def test_requests_made_from_the_document_are_answered(tmp_path: Path) -> None:
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
         # The server may not have noticed yet that the program has left.
-        wait_until(lambda: server.api.admission.num_open == 0, "the end of the last request")
+        wait_until(
+            lambda: server.api.admission.num_open_outputs == 0, "the end of the last request"
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.api.hostile import ANSWERS, ENCODED, HONEST, REQUESTS
 
 MOST_STALL_MS = 100  # 10 to 35 on a quiet processor
@@ -40,7 +40,7 @@ def measured() -> dict[str, dict[str, Any]]:
 def measure(*names: str) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.cluster.api.hostile", *names],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdout=subprocess.PIPE,
         check=True,
         timeout=300,

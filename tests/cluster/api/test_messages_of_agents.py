@@ -15,7 +15,7 @@ import pytest
 
 from cluster.api.messages.adapter import count_tokens, messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
 from tests.cluster.api.test_thinking_switch import ALWAYS, TURNS, served_with
@@ -64,7 +64,7 @@ def after_tool(*content: dict[str, Any]) -> dict[str, Any]:
 
 def job_for(server: Server, fields: dict[str, Any]) -> Any:
     body = {"model": "tiny", "max_tokens": 50, "messages": [USER]} | fields
-    request = read(MessagesRequest, json.dumps(body).encode())
+    request = read_request(MessagesRequest, json.dumps(body).encode())
     return messages_job(request, server.api._served)
 
 
@@ -281,5 +281,5 @@ def test_a_model_whose_thinking_cannot_be_switched_answers_all_the_same(
     served = served_with(tmp_path, TURNS + ending)
     effort = {"effort": "high"}
     body = {"messages": [USER], "thinking": {"type": thinking}, "output_config": effort}
-    request = read(CountTokensRequest, json.dumps(body).encode())
+    request = read_request(CountTokensRequest, json.dumps(body).encode())
     assert count_tokens(request, served)["input_tokens"] > 0

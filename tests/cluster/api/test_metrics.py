@@ -5,10 +5,10 @@ from __future__ import annotations
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.api.metrics import (
-    TOKEN_SECONDS,
+    TOKEN_BUCKETS_S,
     ApiMetrics,
     Family,
-    Timing,
+    RequestTimer,
     engine_families,
     merge,
     render,
@@ -35,7 +35,7 @@ def test_tokens_and_the_gaps_between_them_are_counted() -> None:
     metrics = ApiMetrics()
     metrics.tokens.add(5)
     metrics.tokens.observe(0.002, 3)
-    metrics.tokens.observe(TOKEN_SECONDS[0], 1)  # a bucket has its bound
+    metrics.tokens.observe(TOKEN_BUCKETS_S[0], 1)  # a bucket has its bound
     metrics.tokens.observe(99.0, 2)
     samples = samples_of(metrics)
     assert samples["eagleray_output_tokens_total", ""] == 5
@@ -48,10 +48,10 @@ def test_tokens_and_the_gaps_between_them_are_counted() -> None:
 
 def test_tokens_that_come_together_share_their_gap_and_the_first_have_none() -> None:
     metrics = ApiMetrics()
-    timing = Timing(metrics)
-    timing.tokens(0, 4)
-    timing.tokens(0, 3)
-    timing.tokens(1, 1)
+    timing = RequestTimer(metrics)
+    timing.add_tokens(0, 4)
+    timing.add_tokens(0, 3)
+    timing.add_tokens(1, 1)
     samples = samples_of(metrics)
     assert samples["eagleray_output_tokens_total", ""] == 8
     assert samples["eagleray_inter_token_seconds_count", ""] == 3

@@ -11,10 +11,10 @@ import pytest
 from cluster.api.endpoints import Job
 from cluster.api.messages.adapter import messages_job
 from cluster.api.messages.schema import CountTokensRequest, MessagesRequest
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.schema import Generate
+from cluster.api.schema import GenerationRequest
 from tests.cluster.api.scripted import Server, serve
 
 VALUES: dict[str, Any] = {
@@ -46,17 +46,20 @@ def server() -> Iterator[Server]:
 def value_in(job: Job, name: str) -> object:
     """What a job does with the parameter called `name` in chats."""
     if name == "stream":
-        return job.streamed
+        return job.is_streamed
     return job.prompts[0].cache_salt if name == "cache_salt" else getattr(job.params, name)
 
 
 @pytest.mark.parametrize(
     "name",
-    sorted((ResponsesRequest.model_fields.keys() & Generate.model_fields.keys()) - CHOOSE_NOTHING),
+    sorted(
+        (ResponsesRequest.model_fields.keys() & GenerationRequest.model_fields.keys())
+        - CHOOSE_NOTHING
+    ),
 )
 def test_a_parameter_of_the_responses_api_reaches_the_job(server: Server, name: str) -> None:
     body = json.dumps({"input": "Hi", name: VALUES[name]}).encode()
-    job = responses_job(read(ResponsesRequest, body), server.api._served)
+    job = responses_job(read_request(ResponsesRequest, body), server.api._served)
     assert value_in(job, name) == VALUES[name]
 
 
@@ -66,6 +69,6 @@ def test_a_parameter_of_the_responses_api_reaches_the_job(server: Server, name: 
 def test_a_parameter_of_the_messages_api_reaches_the_job(server: Server, name: str) -> None:
     """Its fields beyond those that count tokens."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
-    request = read(MessagesRequest, json.dumps(body | {name: VALUES[name]}).encode())
+    request = read_request(MessagesRequest, json.dumps(body | {name: VALUES[name]}).encode())
     job = messages_job(request, server.api._served)
     assert value_in(job, NAMES_OF_MESSAGES.get(name, name)) == VALUES[name]

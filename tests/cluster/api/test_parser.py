@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.api import parser as parser_module
-from cluster.api.parser import AnswerParser, Parts, ToolCall
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State, state_after
+from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState, state_after
 
 MARKERS = (THINK, END_THINK, CALL, END_CALL)
 
@@ -22,9 +22,9 @@ def call(arguments: str, name: str = "add") -> str:
 
 
 def parse(
-    pieces: list[str], state: State, *, tools: bool = True, is_cut_off: bool = False
-) -> Parts:
-    whole, parser = Parts(), AnswerParser(state, looks_for_calls=tools)
+    pieces: list[str], state: AnswerState, *, tools: bool = True, is_cut_off: bool = False
+) -> AnswerParts:
+    whole, parser = AnswerParts(), AnswerParser(state, looks_for_calls=tools)
     for parts in [*map(parser.push, pieces), parser.finish(is_cut_off=is_cut_off)]:
         whole.reasoning += parts.reasoning
         whole.content += parts.content
@@ -32,28 +32,32 @@ def parse(
     return whole
 
 
-CASES: list[tuple[str, State, Parts]] = [
-    ("Hello", State.UNDECIDED, Parts("", "Hello")),
-    ("", State.UNDECIDED, Parts()),
-    ("  \n", State.UNDECIDED, Parts("", "  \n")),
-    ("<thin", State.UNDECIDED, Parts("", "<thin")),
-    ("<thinner> air", State.UNDECIDED, Parts("", "<thinner> air")),
-    ("\n<think>\nso\nit\n</think>\n\nHi\n", State.UNDECIDED, Parts("so\nit", "Hi\n")),
-    ("<think>\n\n</think>\n\nHi", State.UNDECIDED, Parts("", "Hi")),
-    ("so it is\n</think>\n\nHi", State.REASONING, Parts("so it is", "Hi")),
-    ("so it is\n\n", State.REASONING, Parts("so it is\n\n")),
-    ("a < b </thin </think>", State.REASONING, Parts("a < b </thin ")),
-    ("<think>is text here</think>", State.CONTENT, Parts("", "<think>is text here</think>")),
-    ("\n\nHi", State.CONTENT, Parts("", "Hi")),
+CASES: list[tuple[str, AnswerState, AnswerParts]] = [
+    ("Hello", AnswerState.UNDECIDED, AnswerParts("", "Hello")),
+    ("", AnswerState.UNDECIDED, AnswerParts()),
+    ("  \n", AnswerState.UNDECIDED, AnswerParts("", "  \n")),
+    ("<thin", AnswerState.UNDECIDED, AnswerParts("", "<thin")),
+    ("<thinner> air", AnswerState.UNDECIDED, AnswerParts("", "<thinner> air")),
+    ("\n<think>\nso\nit\n</think>\n\nHi\n", AnswerState.UNDECIDED, AnswerParts("so\nit", "Hi\n")),
+    ("<think>\n\n</think>\n\nHi", AnswerState.UNDECIDED, AnswerParts("", "Hi")),
+    ("so it is\n</think>\n\nHi", AnswerState.REASONING, AnswerParts("so it is", "Hi")),
+    ("so it is\n\n", AnswerState.REASONING, AnswerParts("so it is\n\n")),
+    ("a < b </thin </think>", AnswerState.REASONING, AnswerParts("a < b </thin ")),
+    (
+        "<think>is text here</think>",
+        AnswerState.CONTENT,
+        AnswerParts("", "<think>is text here</think>"),
+    ),
+    ("\n\nHi", AnswerState.CONTENT, AnswerParts("", "Hi")),
     (
         call('{"a": 1}'),
-        State.UNDECIDED,
-        Parts("", "", [ToolCall(name="add", arguments='{"a": 1}')]),
+        AnswerState.UNDECIDED,
+        AnswerParts("", "", [ToolCall(name="add", arguments='{"a": 1}')]),
     ),
     (
         f"<think>\nhm\n</think>\n\nLet me see.\n{call('{}')}\n{call('[1,  2]', 'b')}",
-        State.UNDECIDED,
-        Parts(
+        AnswerState.UNDECIDED,
+        AnswerParts(
             "hm",
             "Let me see.",
             [ToolCall(name="add", arguments="{}"), ToolCall(name="b", arguments="[1,  2]")],
@@ -61,39 +65,47 @@ CASES: list[tuple[str, State, Parts]] = [
     ),
     (
         call('{"t": "' + END_CALL + ' \\" ' + CALL + ' \\\\"}'),
-        State.CONTENT,
-        Parts(
+        AnswerState.CONTENT,
+        AnswerParts(
             "",
             "",
             [ToolCall(name="add", arguments='{"t": "' + END_CALL + ' \\" ' + CALL + ' \\\\"}')],
         ),
     ),
-    (f"{CALL}no JSON{END_CALL}\n\nHi", State.CONTENT, Parts("", f"{CALL}no JSON{END_CALL}\n\nHi")),
+    (
+        f"{CALL}no JSON{END_CALL}\n\nHi",
+        AnswerState.CONTENT,
+        AnswerParts("", f"{CALL}no JSON{END_CALL}\n\nHi"),
+    ),
     (
         f'{CALL}{{"name": "f"}}{END_CALL}after',
-        State.CONTENT,
-        Parts("", "after", [ToolCall(name="f", arguments="{}")]),
+        AnswerState.CONTENT,
+        AnswerParts("", "after", [ToolCall(name="f", arguments="{}")]),
     ),
     (
         f'{CALL}{{"arguments": {{"name": "x"}}, "name": "f"}}{END_CALL}',
-        State.CONTENT,
-        Parts("", "", [ToolCall(name="f", arguments='{"name": "x"}')]),
+        AnswerState.CONTENT,
+        AnswerParts("", "", [ToolCall(name="f", arguments='{"name": "x"}')]),
     ),
     (
         f'x\n{CALL}\n{{"name": "f", "argu',
-        State.CONTENT,
-        Parts("", f'x\n{CALL}\n{{"name": "f", "argu'),
+        AnswerState.CONTENT,
+        AnswerParts("", f'x\n{CALL}\n{{"name": "f", "argu'),
     ),
     (
         f"x\n\n{CALL}\n{{broken}}\n{END_CALL}\ny",
-        State.CONTENT,
-        Parts("", f"x\n\n{CALL}\n{{broken}}\n{END_CALL}\ny"),
+        AnswerState.CONTENT,
+        AnswerParts("", f"x\n\n{CALL}\n{{broken}}\n{END_CALL}\ny"),
     ),
-    (f"a <tool_cal b {END_CALL}", State.CONTENT, Parts("", f"a <tool_cal b {END_CALL}")),
+    (
+        f"a <tool_cal b {END_CALL}",
+        AnswerState.CONTENT,
+        AnswerParts("", f"a <tool_cal b {END_CALL}"),
+    ),
 ]
 
 
-def random_answer(rng: random.Random) -> tuple[str, State]:
+def random_answer(rng: random.Random) -> tuple[str, AnswerState]:
     """Text made of markers, parts of markers, line ends, calls and words, in any order."""
     pieces = [
         *MARKERS,
@@ -111,10 +123,10 @@ def random_answer(rng: random.Random) -> tuple[str, State]:
         call("{broken"),
     ]
     text = "".join(rng.choices(pieces, k=rng.randrange(1, 9)))
-    return text, rng.choice([State.UNDECIDED, State.REASONING, State.CONTENT])
+    return text, rng.choice([AnswerState.UNDECIDED, AnswerState.REASONING, AnswerState.CONTENT])
 
 
-def answers() -> Iterator[tuple[str, State]]:
+def answers() -> Iterator[tuple[str, AnswerState]]:
     yield from ((text, state) for text, state, _ in CASES)
     yield from (random_answer(random.Random(seed)) for seed in range(400))
 
@@ -169,7 +181,7 @@ BEGUN = f'Well.\n{CALL}\n{{"name": "add", "arguments": {{"a": "x\\" y", "b": [1,
 @pytest.mark.parametrize("size", range(len("Well.\n" + CALL), len(BEGUN) + 1))
 def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
     text = BEGUN[:size]
-    parts = parse([text], State.CONTENT, is_cut_off=True)
+    parts = parse([text], AnswerState.CONTENT, is_cut_off=True)
     assert parts.content == "Well."
     before = BEGUN.index(', "arguments"')
     arguments = BEGUN[BEGUN.index('{"a"') : BEGUN.index("}\n<")]
@@ -185,19 +197,24 @@ def test_a_call_that_is_cut_off_has_the_arguments_that_came(size: int) -> None:
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        (f"Use {CALL} to call", Parts("", f"Use {CALL} to call")),
-        (f'{CALL}{{"arguments": {{}}, "nam', Parts()),
-        (f'{CALL}{{"name": "", "argu', Parts()),
-        (f"{call('{}')}\nmore {CALL}", Parts("", "more ", [ToolCall(name="add", arguments="{}")])),
+        (f"Use {CALL} to call", AnswerParts("", f"Use {CALL} to call")),
+        (f'{CALL}{{"arguments": {{}}, "nam', AnswerParts()),
+        (f'{CALL}{{"name": "", "argu', AnswerParts()),
+        (
+            f"{call('{}')}\nmore {CALL}",
+            AnswerParts("", "more ", [ToolCall(name="add", arguments="{}")]),
+        ),
     ],
 )
-def test_only_what_begins_as_a_call_is_taken_out_of_the_content(text: str, want: Parts) -> None:
-    assert parse([text], State.CONTENT, is_cut_off=True) == want
+def test_only_what_begins_as_a_call_is_taken_out_of_the_content(
+    text: str, want: AnswerParts
+) -> None:
+    assert parse([text], AnswerState.CONTENT, is_cut_off=True) == want
 
 
 def test_without_tools_calls_are_text() -> None:
     text = f"x\n{call('{}')}\n"
-    assert parse([text], State.CONTENT, tools=False) == Parts("", text)
+    assert parse([text], AnswerState.CONTENT, tools=False) == AnswerParts("", text)
 
 
 def test_arguments_are_a_part_of_the_answer_letter_by_letter() -> None:
@@ -210,13 +227,13 @@ def test_arguments_are_a_part_of_the_answer_letter_by_letter() -> None:
 @pytest.mark.parametrize(
     ("prompt", "state"),
     [
-        ("<|im_start|>assistant\n", State.UNDECIDED),
-        ("<|im_start|>assistant\n<think>\n", State.REASONING),
-        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", State.CONTENT),
-        ("", State.UNDECIDED),
+        ("<|im_start|>assistant\n", AnswerState.UNDECIDED),
+        ("<|im_start|>assistant\n<think>\n", AnswerState.REASONING),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", AnswerState.CONTENT),
+        ("", AnswerState.UNDECIDED),
     ],
 )
-def test_an_answer_begins_where_the_prompt_ends(prompt: str, state: State) -> None:
+def test_an_answer_begins_where_the_prompt_ends(prompt: str, state: AnswerState) -> None:
     assert state_after(prompt) is state
 
 
@@ -227,12 +244,12 @@ def _holds_only_a_whole_start(text: str, marker: str, start: int) -> int:
 def _decides_at_once(self: AnswerParser) -> bool:
     is_reasoning = self._text.startswith(THINK)
     self._text = self._text.removeprefix(THINK)
-    self._state = State.REASONING if is_reasoning else State.CONTENT
+    self._state = AnswerState.REASONING if is_reasoning else AnswerState.CONTENT
     return True
 
 
-def _drops_the_rest(self: AnswerParser, *, is_cut_off: bool = False) -> Parts:
-    return Parts()
+def _drops_the_rest(self: AnswerParser, *, is_cut_off: bool = False) -> AnswerParts:
+    return AnswerParts()
 
 
 def _completes_json(body: str) -> ToolCall | None:
@@ -277,7 +294,7 @@ PLANTED: dict[str, tuple[object, str, object]] = {
     "arguments are written anew": (parser_module, "_read_call", _writes_arguments_anew),
     "the first key is taken": (
         parser_module,
-        "_source_of",
+        "_raw_value",
         lambda key, text: text.partition(":")[2].rpartition("}")[0].strip(),
     ),
     "no call is one": (parser_module, "_read_call", lambda body: None),

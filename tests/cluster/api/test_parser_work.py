@@ -19,7 +19,7 @@ from cluster.api.replies import ChatWriter
 from cluster.api.responses.tools import ToolTable
 from cluster.api.responses.writer import ResponseWriter
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, State
+from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState
 from tests.cluster.api.scripted import TOKENIZER
 
 NUM_CHARS = 64 * 1024
@@ -77,7 +77,7 @@ def check_work(push: Callable[[str], object], pieces: Iterable[str]) -> None:
 
 @pytest.mark.parametrize("name", [*OPEN, *COMPLETE])
 def test_work_per_token_does_not_grow(name: str) -> None:
-    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
+    parser = AnswerParser(AnswerState.UNDECIDED, looks_for_calls=True)
     text = (OPEN | COMPLETE)[name]
     check_work(parser.push, tokens(text))
     check_work(lambda _: parser.finish(), [""])
@@ -85,7 +85,7 @@ def test_work_per_token_does_not_grow(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*OPEN, *COMPLETE])
 def test_a_whole_answer_takes_linear_work(name: str) -> None:
-    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
+    parser = AnswerParser(AnswerState.UNDECIDED, looks_for_calls=True)
     check_work(parser.push, [(OPEN | COMPLETE)[name] * 10])
     check_work(lambda _: parser.finish(), [""])
 
@@ -100,7 +100,7 @@ def generation_of(text: str) -> Generation:
 
 def writers_of(text: str) -> dict[str, Any]:
     generation = generation_of(text)
-    state = State.UNDECIDED
+    state = AnswerState.UNDECIDED
     return {
         "chat": ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True),
         "messages": MessageWriter("tiny", generation, state=state, has_tools=True),

@@ -10,10 +10,10 @@ import pytest
 
 from cluster.api import reading
 from cluster.api.messages.schema import MessagesRequest
-from cluster.api.reading import count_json, read
+from cluster.api.reading import count_json, read_request
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.schema import ChatRequest, CompletionRequest, Model
-from scheduler.bounds import FIELD_BOUNDS, JSON_BOUNDS, most
+from cluster.api.schema import ChatRequest, CompletionRequest, RequestModel
+from scheduler.bounds import FIELD_BOUNDS, JSON_BOUNDS, field_limit
 from scheduler.errors import RequestError
 
 USER = {"role": "user", "content": "Hi"}
@@ -53,7 +53,7 @@ def any_json(rng: random.Random, depth: int = 0) -> Any:
 def test_what_texts_contain_is_not_counted_wherever_slices_end(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(reading, "SLICE", size)
+    monkeypatch.setattr(reading, "SLICE_BYTES", size)
     for seed in range(300):
         value = any_json(random.Random(seed))
         counts = count_json(json.dumps(value).encode())
@@ -130,44 +130,48 @@ def test_what_texts_contain_is_not_counted_wherever_slices_end(
     ],
 )
 def test_what_is_too_much_is_named_with_the_bound(
-    model: type[Model], fields: dict[str, Any], name: str, place: str
+    model: type[RequestModel], fields: dict[str, Any], name: str, place: str
 ) -> None:
-    limit = (FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]).most
+    limit = (FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]).maximum
     with pytest.raises(RequestError, match=rf"^{place}.* are too many; at most {limit} are"):
-        read(model, json.dumps(fields).encode())
+        read_request(model, json.dumps(fields).encode())
 
 
 def test_a_body_at_its_bounds_is_read() -> None:
     prompts = [[1] * 40_960] * 12
-    assert read(CompletionRequest, json.dumps({"prompt": prompts}).encode()).prompt == prompts
-    many = read(ChatRequest, json.dumps({"messages": [USER] * most("messages")}).encode())
-    assert len(many.messages) == most("messages")
+    assert (
+        read_request(CompletionRequest, json.dumps({"prompt": prompts}).encode()).prompt == prompts
+    )
+    many = read_request(
+        ChatRequest, json.dumps({"messages": [USER] * field_limit("messages")}).encode()
+    )
+    assert len(many.messages) == field_limit("messages")
 
 
 def test_more_messages_are_read_where_the_server_allows_them() -> None:
     body = json.dumps({"messages": [USER] * 3000}).encode()
-    assert len(read(ChatRequest, body, max_messages=3000).messages) == 3000
+    assert len(read_request(ChatRequest, body, max_messages=3000).messages) == 3000
     with pytest.raises(RequestError, match="messages: 3000 messages are too many; at most 2999"):
-        read(ChatRequest, body, max_messages=2999)
+        read_request(ChatRequest, body, max_messages=2999)
 
 
 def test_depth_is_bounded_below_what_the_parser_does() -> None:
     for depth, message in ((161, "160"), (5000, "160")):
         body = b'{"messages": ' + b"[" * depth + b"]" * depth + b"}"
         with pytest.raises(RequestError, match=message):
-            read(ChatRequest, body)
+            read_request(ChatRequest, body)
 
 
 def test_arguments_of_calls_are_counted_together() -> None:
     call = {"id": "1", "function": {"name": "f", "arguments": json.dumps([[]] * 20_000)}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
-    read(ChatRequest, json.dumps({"messages": [turn]}).encode())
+    read_request(ChatRequest, json.dumps({"messages": [turn]}).encode())
     with pytest.raises(RequestError, match="the arguments of all calls in the body: 40002 lists"):
-        read(ChatRequest, json.dumps({"messages": [turn, turn]}).encode())
+        read_request(ChatRequest, json.dumps({"messages": [turn, turn]}).encode())
 
 
 def test_a_message_of_an_error_is_short_whatever_is_wrong() -> None:
     for wrong in ("a" * 10**6, [[0] * 1000] * 100, {"a" * 10**5: 1}):
         with pytest.raises(RequestError) as refused:
-            read(ChatRequest, json.dumps(CHAT | {"n": wrong}).encode())
+            read_request(ChatRequest, json.dumps(CHAT | {"n": wrong}).encode())
         assert len(str(refused.value)) < 300

@@ -19,7 +19,7 @@ from cluster.api.prompts_scored import LOWEST_LOGPROB
 from cluster.api.replies import (
     DONE,
     ChatWriter,
-    TextEvent,
+    TextEventTemplate,
     encode_json,
     json_pieces,
     usage_of,
@@ -27,14 +27,14 @@ from cluster.api.replies import (
 from cluster.client.news import News
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import END_ID, LIMITS, MODEL, TOKENIZER, logprobs_of
 from tests.cluster.api.test_parser import random_answer
 
 NUM_ANSWERS = 300
-STATES = (State.UNDECIDED, State.REASONING, State.CONTENT)
+STATES = (AnswerState.UNDECIDED, AnswerState.REASONING, AnswerState.CONTENT)
 
 
 def run(
@@ -204,7 +204,7 @@ def test_usage_adds_up_prompts_and_outputs() -> None:
 def test_logprobs_name_their_tokens_and_bytes() -> None:
     rng = random.Random(0)  # does not tear characters
     generation, _ = run("ü", rng, SamplingParams(logprobs=1))
-    writer = ChatWriter("tiny", [generation], TOKENIZER, state=State.CONTENT, has_tools=False)
+    writer = ChatWriter("tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, has_tools=False)
     [choice] = body_of(writer)["choices"]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == "ü<|im_end|>".encode()
@@ -242,7 +242,7 @@ def test_an_event_of_which_only_a_text_changes_is_what_is_encoded_whole(text: st
             {"model": 'a "b"', "delta": {"reasoning": text, "again": text}, "index": 1}
         )
 
-    assert TextEvent(make)(text) == make(text)
+    assert TextEventTemplate(make)(text) == make(text)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf])
@@ -251,7 +251,7 @@ def test_log_probabilities_that_json_lacks_are_the_lowest(logprob: float) -> Non
     done = generation.completions[0]
     entry = TokenLogprobs(logprob=logprob, top_token_ids=(1,), top_logprobs=(logprob,))
     done.logprobs = [entry] * len(done.token_ids)
-    chat = ChatWriter("tiny", [generation], TOKENIZER, state=State.CONTENT, has_tools=False)
+    chat = ChatWriter("tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, has_tools=False)
     text = CompletionWriter("tiny", [generation], TOKENIZER, echo=False)
     first = body_of(chat)["choices"][0]["logprobs"]["content"][0]
     assert first["logprob"] == first["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB

@@ -13,11 +13,11 @@ import openai
 import pytest
 from openai.types.responses import Response
 
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.responses.writer import ResponseWriter
-from cluster.grammar.markers import State
+from cluster.grammar.markers import AnswerState
 from scheduler.messages import Request
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
@@ -169,7 +169,7 @@ def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> Non
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
 def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> None:
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
-    request = read(ResponsesRequest, json.dumps(asked).encode())
+    request = read_request(ResponsesRequest, json.dumps(asked).encode())
     [prompt] = responses_job(request, server.api._served).prompts
     assert prompt.conversation is not None
     assert prompt.conversation.template_variables == {"enable_thinking": thinks}
@@ -249,7 +249,7 @@ def test_long_reasoning_is_counted_in_parts_that_add_up(monkeypatch: pytest.Monk
     generation, _ = run(
         f"<think>\n{thought.strip()}\n</think>\n\n85", random.Random(0), SamplingParams()
     )
-    writer = ResponseWriter({}, generation, TOKENIZER, state=State.UNDECIDED, tools=None)
+    writer = ResponseWriter({}, generation, TOKENIZER, state=AnswerState.UNDECIDED, tools=None)
     usage = writer.body()["usage"]
     assert usage["output_tokens_details"]["reasoning_tokens"] == expected
     assert 0 < max(lengths) <= 4096 < len(thought)

@@ -13,12 +13,12 @@ import pytest
 from openai.types.responses import Response
 
 from cluster.api.parser import AnswerParser
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from cluster.api.responses.adapter import responses_job
 from cluster.api.responses.logprobs import MessageLogprobs
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.grammar.markers import State
-from scheduler.bounds import most
+from cluster.grammar.markers import AnswerState
+from scheduler.bounds import field_limit
 from scheduler.errors import RequestError
 from scheduler.messages import Request, TokenLogprobs
 from tests.cluster.api.scripted import TOKENIZER, Server, serve
@@ -301,7 +301,7 @@ def test_input_tokens_are_counted(client: openai.OpenAI) -> None:
     )
 
 
-LONG = {"enum": list(range(most("schema values")))}
+LONG = {"enum": list(range(field_limit("schema values")))}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ def test_namespaces_have_the_bounds_of_tools(
 ) -> None:
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
-        responses_job(read(ResponsesRequest, body), server.api._served)
+        responses_job(read_request(ResponsesRequest, body), server.api._served)
 
 
 SPOKEN = (
@@ -381,13 +381,13 @@ def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
     randomness = random.Random(seed)
     text = "".join(randomness.choices(FRAGMENTS, k=randomness.randint(1, 12)))
     token_ids = TOKENIZER.encode(text)
-    parser = AnswerParser(State.UNDECIDED, looks_for_calls=True)
+    parser = AnswerParser(AnswerState.UNDECIDED, looks_for_calls=True)
     messages: list[str] = [""]
     for piece in [*parser.pieces(text), parser.finish()]:
         if piece.reasoning or piece.calls:
             messages.append("")
         messages[-1] += piece.content
-    found = MessageLogprobs(TOKENIZER, State.UNDECIDED, has_tools=True)
+    found = MessageLogprobs(TOKENIZER, AnswerState.UNDECIDED, has_tools=True)
     for token_id in token_ids:
         found.push([token_id], [TokenLogprobs(logprob=-1.0)])
     found.finish(is_cut_off=False)

@@ -10,14 +10,14 @@ from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 
-from cluster.api.fields import REFUSED, WITHOUT_EFFECT
-from cluster.api.reading import read
+from cluster.api.fields import FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS
+from cluster.api.reading import read_request
 from cluster.api.responses.schema import ResponsesRequest
 from cluster.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Model,
+    RequestModel,
     TokenizeRequest,
 )
 from scheduler.errors import RequestError
@@ -39,38 +39,38 @@ def body(**fields: Any) -> bytes:
     ],
 )
 def test_each_field_that_the_installed_openai_sends_is_in_one_list(
-    model: type[Model], params: Any
+    model: type[RequestModel], params: Any
 ) -> None:
     fields: set[str] = set()
     for each in params.__mro__[:-1] + params.__orig_bases__:
         fields |= set(getattr(each, "__annotations__", {}))
     assert {"model", "stream", "temperature"} <= fields
-    lists = [set(model.model_fields), set(model.WITHOUT_EFFECT), set(model.REFUSED)]
+    lists = [set(model.model_fields), set(model.FIELDS_WITHOUT_EFFECT), set(model.REFUSED_FIELDS)]
     for field in sorted(fields):
         assert sum(field in each for each in lists) == 1, f"{field} is in no list, or in several"
 
 
-@pytest.mark.parametrize("field", WITHOUT_EFFECT)
+@pytest.mark.parametrize("field", FIELDS_WITHOUT_EFFECT)
 def test_a_field_without_effect_is_accepted_while_it_asks_for_nothing(field: str) -> None:
-    assert read(ChatRequest, body(**{field: None})) == read(ChatRequest, body())
+    assert read_request(ChatRequest, body(**{field: None})) == read_request(ChatRequest, body())
     nothing = {
         "store": False,
         "modalities": ["text"],
         "best_of": 1,
         "suffix": "",
     }
-    read(ChatRequest, body(**{field: nothing.get(field, "anything")}))
+    read_request(ChatRequest, body(**{field: nothing.get(field, "anything")}))
     if field in nothing:
         with pytest.raises(RequestError, match=f"^{field}: ") as refused:
-            read(ChatRequest, body(**{field: {"something": "else"}}))
+            read_request(ChatRequest, body(**{field: {"something": "else"}}))
         assert refused.value.parameter == field
 
 
-@pytest.mark.parametrize("field", REFUSED)
+@pytest.mark.parametrize("field", REFUSED_FIELDS)
 def test_what_is_not_done_here_is_refused_by_name(field: str) -> None:
-    read(ChatRequest, body(**{field: None}))
+    read_request(ChatRequest, body(**{field: None}))
     with pytest.raises(RequestError, match=f"^{field}: ") as refused:
-        read(ChatRequest, body(**{field: {}}))
+        read_request(ChatRequest, body(**{field: {}}))
     assert refused.value.parameter == field
 
 
@@ -109,7 +109,7 @@ def test_a_wrong_field_is_named_and_shown(
     fields: dict[str, Any], parameter: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message) as refused:
-        read(ChatRequest, body(**fields))
+        read_request(ChatRequest, body(**fields))
     assert refused.value.parameter == parameter
 
 
@@ -132,7 +132,7 @@ def test_a_wrong_field_is_named_and_shown(
 def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
     for model in (ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest):
         with pytest.raises(RequestError):
-            read(model, data)
+            read_request(model, data)
 
 
 def test_a_message_reaches_the_template_in_its_form() -> None:
@@ -144,7 +144,7 @@ def test_a_message_reaches_the_template_in_its_form() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "2", "name": "f"},
         {"role": "assistant", "content": "x", "refusal": None, "audio": None, "annotations": []},
     ]
-    request = read(ChatRequest, body(messages=messages))
+    request = read_request(ChatRequest, body(messages=messages))
     system, user, assistant, tool, last = (
         message.for_template(arguments_as_text=True) for message in request.messages
     )
@@ -159,6 +159,6 @@ def test_a_message_reaches_the_template_in_its_form() -> None:
 
 
 def test_a_message_without_content_and_calls_is_refused() -> None:
-    request = read(ChatRequest, body(messages=[{"role": "user"}]))
+    request = read_request(ChatRequest, body(messages=[{"role": "user"}]))
     with pytest.raises(RequestError, match="a message of role user needs content"):
         request.messages[0].for_template(arguments_as_text=True)

@@ -17,13 +17,13 @@ NUM_OUTPUTS = 4
 def written_now(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What is written without a turn."""
     parts: list[bytes] = []
-    write = Exchange.send_event_nowait
+    write = Exchange.send_events_nowait
 
     def note(exchange: Exchange, data: bytes) -> None:
         parts.append(data)
         write(exchange, data)
 
-    monkeypatch.setattr(Exchange, "send_event_nowait", note)
+    monkeypatch.setattr(Exchange, "send_events_nowait", note)
     return parts
 
 

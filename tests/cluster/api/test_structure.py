@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from cluster.api.chats import rules_of
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from cluster.api.schema import ChatRequest
 from cluster.api.structure import structure_of
-from cluster.grammar.calls import CallStructure, candidates
+from cluster.grammar.calls import CallStructure, candidate_formats
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -30,7 +30,7 @@ NAMED = {"type": "function", "function": {"name": "add"}}
 
 def structure(**fields: Any) -> StructuredOutputs | None:
     body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]} | fields).encode()
-    request = read(ChatRequest, body)
+    request = read_request(ChatRequest, body)
     return structure_of(rules_of(request), request.structure())
 
 
@@ -38,7 +38,7 @@ def tag(**fields: Any) -> Any:
     """The tightest format of the answer."""
     calls = structure(**fields)
     assert isinstance(calls, CallStructure)
-    return next(candidates(calls)).format
+    return next(candidate_formats(calls)).format
 
 
 def test_response_formats() -> None:
@@ -56,11 +56,13 @@ def test_free_tools_stay_free() -> None:
     assert structure(tools=[ADD], tool_choice="auto", parallel_tool_calls=True) is None
 
 
-@pytest.mark.parametrize(("parallel", "only_one"), [(None, False), (True, False), (False, True)])
-def test_required_tools(parallel: bool | None, only_one: bool) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "ends_after_one_call"), [(None, False), (True, False), (False, True)]
+)
+def test_required_tools(parallel: bool | None, ends_after_one_call: bool) -> None:
     required = tag(tools=[ADD, STRICT], tool_choice="required", parallel_tool_calls=parallel)
     assert required["type"] == "tags_with_separator" and required["at_least_one"]
-    assert len(required["tags"]) == 2 and required["stop_after_first"] is only_one
+    assert len(required["tags"]) == 2 and required["stop_after_first"] is ends_after_one_call
 
 
 def test_a_named_tool_is_called_once() -> None:

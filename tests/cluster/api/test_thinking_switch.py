@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cluster.api.chats import chat_of, tokenize
-from cluster.api.endpoints import Served
-from cluster.api.reading import read
+from cluster.api.endpoints import ServedModel
+from cluster.api.reading import read_request
 from cluster.api.schema import ChatRequest, TokenizeRequest
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
@@ -30,21 +30,21 @@ ALWAYS = "{% if add_generation_prompt %}<think>\n{% endif %}"
 SWITCHED = "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
 
 
-def served_with(folder: Path, template: str) -> Served:
+def served_with(folder: Path, template: str) -> ServedModel:
     """The default model's tokenizer with another chat template."""
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         shutil.copy(Path(DEFAULT_MODEL_DIR) / name, folder)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = Tokenizer(folder)
     builder = RequestBuilder(MODEL, tokenizer, SamplingParams(), LIMITS, 0)
-    return Served(name="tiny", builder=builder, tokenizer=tokenizer)
+    return ServedModel(name="tiny", builder=builder, tokenizer=tokenizer)
 
 
-def prompt_of(served: Served, fields: dict[str, Any]) -> list[int]:
+def prompt_of(served: ServedModel, fields: dict[str, Any]) -> list[int]:
     body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
-    request = read(ChatRequest, json.dumps(body).encode())
+    request = read_request(ChatRequest, json.dumps(body).encode())
     ids = served.builder.encode(chat_of(request, served).prompt)
-    same = read(TokenizeRequest, json.dumps(body).encode())
+    same = read_request(TokenizeRequest, json.dumps(body).encode())
     assert tokenize(same, served)["tokens"] == ids
     return ids
 

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from cluster.api.app import MAX_TRACING
-from cluster.api.runner import MAX_TOKENIZING, TOKENIZERS
+from cluster.api.app import MAX_WAITING_TRACES
+from cluster.api.runner import MAX_WAITING_TOKENIZATIONS, NUM_TOKENIZE_THREADS
 from cluster.api.threads import ThreadQueue
 from scheduler.errors import OverloadedError
 from tests.cluster.api.scripted import TOKENIZER, serve, wait_until
@@ -83,7 +83,7 @@ def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
         return encode(text, most)
 
     monkeypatch.setattr(TOKENIZER, "encode", slow)
-    count = TOKENIZERS + MAX_TOKENIZING + 5
+    count = NUM_TOKENIZE_THREADS + MAX_WAITING_TOKENIZATIONS + 5
     with serve() as server:
         url = server.url
 
@@ -92,14 +92,17 @@ def test_a_burst_of_texts_to_tokenize_is_refused_and_holds_up_no_completion(
 
         with many(tokenize, count) as calls:
             wait_until(
-                lambda: len(server.api.runner.tokenizing.calls) == TOKENIZERS + MAX_TOKENIZING
+                lambda: (
+                    len(server.api.runner.tokenize_threads.calls)
+                    == NUM_TOKENIZE_THREADS + MAX_WAITING_TOKENIZATIONS
+                )
             )
             prompt = {"prompt": "Hi", "max_tokens": 2}
             answer = httpx.post(f"{url}/v1/completions", json=prompt, timeout=10)
             assert answer.status_code == 200
             wait_until(lambda: statuses_of(calls) == [503] * 5)
             gate.set()
-        assert statuses_of(calls).count(200) == TOKENIZERS + MAX_TOKENIZING
+        assert statuses_of(calls).count(200) == NUM_TOKENIZE_THREADS + MAX_WAITING_TOKENIZATIONS
 
 
 def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
@@ -114,10 +117,10 @@ def test_a_burst_of_traces_is_refused_and_leaves_the_server_healthy(
             return []
 
         monkeypatch.setattr(server.api._client, "records", slow)
-        count = 1 + MAX_TRACING + 3
+        count = 1 + MAX_WAITING_TRACES + 3
         with many(lambda: httpx.get(f"{url}/debug/trace", timeout=30), count) as calls:
-            wait_until(lambda: len(server.api._tracing.calls) == 1 + MAX_TRACING)
+            wait_until(lambda: len(server.api._trace_threads.calls) == 1 + MAX_WAITING_TRACES)
             assert httpx.get(f"{url}/health", timeout=10).status_code == 200
             wait_until(lambda: statuses_of(calls) == [503] * 3)
             gate.set()
-        assert statuses_of(calls).count(200) == 1 + MAX_TRACING
+        assert statuses_of(calls).count(200) == 1 + MAX_WAITING_TRACES

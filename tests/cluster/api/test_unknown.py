@@ -15,20 +15,20 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from cluster.api.errors import HttpError, body_of, messages_body_of
-from cluster.api.fields import IGNORED, OTHER_NAMES, REFUSED_EVERYWHERE
+from cluster.api.errors import HttpError, anthropic_error_body, openai_error_body
+from cluster.api.fields import FIELD_SYNONYMS, FIELDS_REFUSED_EVERYWHERE, IGNORED_FIELDS
 from cluster.api.messages.schema import MessagesRequest
-from cluster.api.reading import read
+from cluster.api.reading import read_request
 from cluster.api.responses.schema import ResponsesRequest
-from cluster.api.schema import ChatRequest, CompletionRequest, Model
+from cluster.api.schema import ChatRequest, CompletionRequest, RequestModel
 from cluster.api.unknown import (
-    HEADER,
-    MAX_HEADER,
-    MAX_LOGGED,
+    IGNORED_HEADER,
+    MAX_HEADER_LENGTH,
+    MAX_LOGGED_NAMES,
     IgnoredFields,
-    Unknown,
+    UnknownFields,
     header_of,
-    lookalike,
+    misspelled_field,
 )
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
@@ -36,7 +36,7 @@ from tests.cluster.api.scripted import Server, serve
 
 USER = {"role": "user", "content": "Hi"}
 CHAT: dict[str, Any] = {"messages": [USER]}
-LEAST: dict[type[Model], dict[str, Any]] = {
+LEAST: dict[type[RequestModel], dict[str, Any]] = {
     ChatRequest: CHAT,
     CompletionRequest: {"prompt": "Hi"},
     ResponsesRequest: {"input": "Hi"},
@@ -45,18 +45,18 @@ LEAST: dict[type[Model], dict[str, Any]] = {
 
 
 def ignored(
-    fields: dict[str, Any], model: type[Model] = ChatRequest, *, refuse: bool = False
+    fields: dict[str, Any], model: type[RequestModel] = ChatRequest, *, refuse: bool = False
 ) -> list[str]:
     """The names that are ignored in a request with these fields."""
-    unknown = Unknown(refuse=refuse)
-    request = read(model, json.dumps(LEAST[model] | fields).encode(), unknown=unknown)
+    unknown = UnknownFields(refuse=refuse)
+    request = read_request(model, json.dumps(LEAST[model] | fields).encode(), unknown=unknown)
     if not fields.keys() & {"tools", "stream_options", "response_format"}:
-        assert request == read(model, json.dumps(LEAST[model]).encode())
+        assert request == read_request(model, json.dumps(LEAST[model]).encode())
     return list(unknown.names)
 
 
 @pytest.mark.parametrize("model", LEAST, ids=lambda model: model.__name__)
-def test_a_field_that_nobody_knows_is_ignored_and_named(model: type[Model]) -> None:
+def test_a_field_that_nobody_knows_is_ignored_and_named(model: type[RequestModel]) -> None:
     assert ignored({"next_years_field": {"a": [1]}, "x": 0}, model) == ["next_years_field", "x"]
 
 
@@ -109,31 +109,34 @@ def test_a_misspelled_field_is_refused_with_the_one_that_is_meant(
 
 @pytest.mark.parametrize("model", LEAST, ids=lambda model: model.__name__)
 def test_a_field_that_clients_are_known_to_send_is_never_taken_for_a_misspelling(
-    model: type[Model],
+    model: type[RequestModel],
 ) -> None:
-    for name in IGNORED:
-        is_field_of_ours = name in model.names() or "." in name
-        if not is_field_of_ours and not {name} & (model.refused() | model.without_effect()).keys():
+    for name in IGNORED_FIELDS:
+        is_field_of_ours = name in model.field_names() or "." in name
+        if (
+            not is_field_of_ours
+            and not {name} & (model.refused_fields() | model.fields_without_effect()).keys()
+        ):
             assert ignored({name: 1}, model) == [name]
 
 
 def test_the_table_of_harmless_fields_wins_over_the_resemblance() -> None:
-    assert lookalike("models", ChatRequest.names()) == "model"
+    assert misspelled_field("models", ChatRequest.field_names()) == "model"
     assert ignored({"models": ["a", "b"]}) == ["models"]
 
 
 def test_known_fields_do_not_look_like_each_other() -> None:
     for model in LEAST:
-        for name in model.names():
-            others = model.names() - {name}
-            if (other := lookalike(name, others)) is not None:
+        for name in model.field_names():
+            others = model.field_names() - {name}
+            if (other := misspelled_field(name, others)) is not None:
                 assert {name, other} == {"min_tokens", "max_tokens"}
 
 
-@pytest.mark.parametrize("name", REFUSED_EVERYWHERE)
+@pytest.mark.parametrize("name", FIELDS_REFUSED_EVERYWHERE)
 def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None:
     for model in LEAST:
-        if name in model.names():
+        if name in model.field_names():
             continue
         nothing: Any
         for nothing in (None, False, "", []):
@@ -141,7 +144,7 @@ def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None
         for something in ({}, {"a": 1}, "a", ["a"], 1, True):
             with pytest.raises((RequestError, HttpError), match=f"^{name}: ") as refused:
                 ignored({name: something}, model)
-            assert body_of(refused.value)["error"]["param"] == name
+            assert openai_error_body(refused.value)["error"]["param"] == name
 
 
 @pytest.mark.parametrize(
@@ -168,7 +171,7 @@ def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None
 def test_what_only_other_paths_honor_is_refused_unless_it_asks_for_nothing(
     name: str, nothing: object, something: object
 ) -> None:
-    refusing = [model for model in LEAST if name not in model.names()]
+    refusing = [model for model in LEAST if name not in model.field_names()]
     assert refusing
     for model in refusing:
         assert ignored({name: nothing}, model) == []
@@ -199,9 +202,16 @@ HARMLESS_ELSEWHERE = {
 def test_each_field_that_changes_answers_of_a_path_is_known_in_the_others() -> None:
     for model in LEAST:
         for other in LEAST:
-            fates = (other.names(), other.without_effect(), other.refused(), OTHER_NAMES)
-            conditional = {name for name, (_, advice) in model.WITHOUT_EFFECT.items() if advice}
-            for name in model.names() | conditional | model.REFUSED.keys():
+            fates = (
+                other.field_names(),
+                other.fields_without_effect(),
+                other.refused_fields(),
+                FIELD_SYNONYMS,
+            )
+            conditional = {
+                name for name, (_, advice) in model.FIELDS_WITHOUT_EFFECT.items() if advice
+            }
+            for name in model.field_names() | conditional | model.REFUSED_FIELDS.keys():
                 known = any(name in fate for fate in fates)
                 assert known or name in HARMLESS_ELSEWHERE, f"{name} of {model} in {other}"
 
@@ -210,7 +220,7 @@ def test_a_thread_is_refused_with_the_code_after_which_clients_send_everything()
     with pytest.raises(HttpError, match="send the whole conversation") as refused:
         ignored({"thread": {"type": "continue", "id": "x"}}, MessagesRequest)
     assert refused.value.status == 400
-    for body in (messages_body_of(refused.value), body_of(refused.value)):
+    for body in (anthropic_error_body(refused.value), openai_error_body(refused.value)):
         assert body["error"]["type"] == "invalid_request_error"
         assert body["error"]["details"] == {"error_code": "thread_unsupported_request"}
 
@@ -218,14 +228,18 @@ def test_a_thread_is_refused_with_the_code_after_which_clients_send_everything()
 def test_another_name_of_a_field_is_refused_alone_and_ignored_beside_it() -> None:
     with pytest.raises(RequestError, match="'max_new_tokens'; did you mean 'max_tokens'"):
         ignored({"max_new_tokens": 5})
-    unknown = Unknown()
+    unknown = UnknownFields()
     body = json.dumps(CHAT | {"max_new_tokens": 5, "max_tokens": 5}).encode()
-    assert read(ChatRequest, body, unknown=unknown).max_tokens == 5
+    assert read_request(ChatRequest, body, unknown=unknown).max_tokens == 5
     assert list(unknown.names) == ["max_new_tokens"]
     for model in LEAST:
-        for name, meant in OTHER_NAMES.items():
-            is_honored = name in model.names() or name in model.refused()
-            if not is_honored and model.names() & set(meant) and not set(meant) & set(LEAST[model]):
+        for name, meant in FIELD_SYNONYMS.items():
+            is_honored = name in model.field_names() or name in model.refused_fields()
+            if (
+                not is_honored
+                and model.field_names() & set(meant)
+                and not set(meant) & set(LEAST[model])
+            ):
                 with pytest.raises(RequestError, match=f"unknown field '{name}'; did you mean "):
                     ignored({name: 1}, model)
 
@@ -251,7 +265,7 @@ def test_options_within_a_request_follow_the_rule_and_are_named_with_their_place
 def test_what_is_ignored_in_a_tool_does_not_reach_the_template() -> None:
     function = {"name": "f", "cache_control": {}}
     body = {"tools": [{"type": "function", "function": function, "x": 1}]}
-    request = read(ChatRequest, json.dumps(CHAT | body).encode())
+    request = read_request(ChatRequest, json.dumps(CHAT | body).encode())
     assert request.tools is not None
     assert request.tools[0].model_dump(exclude_unset=True) == {
         "type": "function",
@@ -264,13 +278,13 @@ def test_every_unknown_field_is_refused_by_name_where_that_is_wished() -> None:
         ignored({"x": 1}, refuse=True)
     with pytest.raises(RequestError, match=r"unknown field 'stream_options.x'; known are include"):
         ignored({"stream_options": {"x": 1}}, refuse=True)
-    for name in IGNORED:
+    for name in IGNORED_FIELDS:
         with pytest.raises(RequestError, match="unknown field"):
             ignored({name: 1}, refuse=True)
     assert ignored({"user": "me", "store": False}, refuse=True) == []
     # What clients send back is no choice of theirs.
     body = {"messages": [USER | {"mood": "good"}]}
-    read(ChatRequest, json.dumps(body).encode(), unknown=Unknown(refuse=True))
+    read_request(ChatRequest, json.dumps(body).encode(), unknown=UnknownFields(refuse=True))
 
 
 def test_the_number_of_unknown_fields_is_bounded() -> None:
@@ -292,7 +306,7 @@ def test_fields_that_many_tools_have_count_once() -> None:
 
 def test_a_schema_beside_json_object_is_honored() -> None:
     body = CHAT | {"response_format": {"type": "json_object", "schema": {"type": "integer"}}}
-    request = read(ChatRequest, json.dumps(body).encode())
+    request = read_request(ChatRequest, json.dumps(body).encode())
     assert request.structure() == StructuredOutputs(json={"type": "integer"})
 
 
@@ -305,24 +319,24 @@ def test_strict_in_the_wrong_place_of_a_tool_is_refused() -> None:
 
 def test_padding_of_a_stream_may_be_asked_for() -> None:
     options = {"stream": True, "stream_options": {"include_obfuscation": True}}
-    assert read(ChatRequest, json.dumps(CHAT | options).encode()).stream
+    assert read_request(ChatRequest, json.dumps(CHAT | options).encode()).stream
 
 
 def test_the_worst_names_are_compared_in_a_few_milliseconds() -> None:
-    known = ChatRequest.names()
-    lookalike("warm", known)
+    known = ChatRequest.field_names()
+    misspelled_field("warm", known)
     names = ["t" + "emperatur" * 6 + str(i) for i in range(256)]
     began_s = time.thread_time()
-    assert all(lookalike(name, known) is None for name in names)
+    assert all(misspelled_field(name, known) is None for name in names)
     assert time.thread_time() - began_s < 0.02, "3 ms on an idle core"
-    assert lookalike("a" * 10**6, known) is None
+    assert misspelled_field("a" * 10**6, known) is None
 
 
 def test_the_header_is_safe_and_short_whatever_names_are_sent() -> None:
     assert header_of(["b", "a"]) == "b, a"
     assert header_of(["a\r\nx: y, \U0001f600\0"]) == "a??x??y????"
     value = header_of([f"{i}" * 100 for i in range(1000)])
-    assert len(value) <= MAX_HEADER and value.endswith(", ...")
+    assert len(value) <= MAX_HEADER_LENGTH and value.endswith(", ...")
     assert re.fullmatch(r"[A-Za-z0-9_.?, -]*", value)
 
 
@@ -351,7 +365,7 @@ def test_a_name_is_logged_once_and_so_many_in_all(caplog: pytest.LogCaptureFixtu
             fields.note(["a\nb"])
         assert caplog.messages == ["requests have the field 'a\\nb', which is ignored"]
         fields.note(map(str, range(1000)))
-    assert len(caplog.messages) == MAX_LOGGED
+    assert len(caplog.messages) == MAX_LOGGED_NAMES
     assert caplog.messages[-1].endswith("further names are not logged")
 
 
@@ -378,17 +392,17 @@ def test_the_answer_names_what_was_ignored(
     server: Server, path: str, fields: dict[str, Any]
 ) -> None:
     plain = httpx.post(server.url + path, json=fields)
-    assert plain.status_code == 200 and HEADER not in plain.headers
+    assert plain.status_code == 200 and IGNORED_HEADER not in plain.headers
     answer = httpx.post(server.url + path, json=fields | {"x": 1, "provider": {}})
     assert answer.status_code == 200, answer.text
-    assert answer.headers[HEADER] == "x, provider"
+    assert answer.headers[IGNORED_HEADER] == "x, provider"
 
 
 def test_what_was_ignored_is_named_in_an_error_too_and_counted(server: Server) -> None:
     body = CHAT | {"provider": {}, "top_p": 7, "z" * 100: 0, "padding": " " * 20_000}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "top_p"
-    assert answer.headers[HEADER] == f"provider, {'z' * 64}, padding"
+    assert answer.headers[IGNORED_HEADER] == f"provider, {'z' * 64}, padding"
     text = httpx.get(f"{server.url}/metrics").text
     assert re.search(r'eagleray_api_ignored_fields_total\{field="provider"\} \d', text)
     assert "zzz" not in text and "padding" not in text

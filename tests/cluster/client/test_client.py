@@ -31,7 +31,7 @@ class Notes:
     def submit(self, generations: list[Generation]) -> None:
         self.submitted += generations
 
-    def after_news(self, callback: Any) -> None:
+    def add_news_callback(self, callback: Any) -> None:
         pass
 
 

@@ -86,7 +86,7 @@ class Owner:
 
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
-    monkeypatch.setattr(driver_handle, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(driver_handle, "result_of", lambda ref, what, limit_s=0.0: ref())
     monkeypatch.setattr(driver_handle, "LOST_CALL_PAUSE_S", 0.01)
     return Owner()
 
@@ -94,7 +94,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
 @pytest.fixture
 def frontend(owner: Owner) -> Iterator[Frontend]:
     made = Frontend(owner.drivers[0], replace=owner.replace)
-    made.driver.follow()
+    made.driver.watch_end()
     yield made
     made.close()
 
@@ -121,7 +121,7 @@ def test_a_driver_is_not_dead_because_the_call_that_waits_for_its_end_was_lost(
         owner.drivers[0].lose_the_call_that_waits_for_the_end()
     generation = ask(frontend, builder, [])
     owner.drivers[0].put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
-    assert generation.done.result(WAIT_S) is None
+    assert generation.done_future.result(WAIT_S) is None
     assert len(owner.drivers) == 1
     owner.drivers[0].die()  # it is still followed
     wait_until(lambda: len(owner.drivers) == 2)
@@ -135,7 +135,7 @@ def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arriva
     first, second, third = (generation.request_ids[0] for generation in generations)
     owner.drivers[0].put(first, 0, *ids("Hello", " wor"))
     owner.drivers[0].put(second, 0, *ids("Hello"), finish_reason="length")
-    wait_until(lambda: bool(chunks[0]) and generations[1].done.done())
+    wait_until(lambda: bool(chunks[0]) and generations[1].done_future.done())
     owner.drivers[0].die()
     wait_until(lambda: len(owner.drivers) == 2 and len(owner.drivers[1].requests) == 2)
     again = owner.drivers[1].requests
@@ -145,7 +145,7 @@ def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arriva
     owner.drivers[1].put(first, 2, *ids("ld"), finish_reason="length")
     owner.drivers[1].put(third, 0, *ids("a"), finish_reason="length")
     for generation in generations:
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     assert [token for chunk in chunks[0] for token in chunk.token_ids] == ids("Hello", " wor", "ld")
     assert generations[0].completions[0].text == "Hello world"
 
@@ -170,7 +170,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
 
     why = "start 1 failed after 3.0 s: no memory"
     frontend = Frontend(owner.drivers[0], replace=owner.replace, recovery_waits_for=lambda: why)
-    frontend.driver.follow()
+    frontend.driver.watch_end()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
     owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]
     for ask in (frontend.stats, lambda: frontend.records(1.0)):
@@ -178,7 +178,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
             ask()  # nobody else has noticed yet
     owner.may_replace = False
     owner.drivers[0].die()
-    wait_until(lambda: frontend.driver.death is not None)
+    wait_until(lambda: frontend.driver.death_error is not None)
     with pytest.raises(DriverDiedError):
         frontend.stats()
     frontend.close()
@@ -192,14 +192,14 @@ def test_the_end_of_an_engine_whose_driver_was_replaced_meanwhile_is_not_that_of
     ask(frontend, builder, [])
     assert len(owner.drivers) == 2
     first.end.set_exception(EngineDeadError("the engine has stopped"))
-    assert frontend.driver.death is None
+    assert frontend.driver.death_error is None
 
 
 def test_an_engine_that_stops_for_good_is_dead_although_its_driver_answers(
     owner: Owner, frontend: Frontend
 ) -> None:
     owner.drivers[0].end.set_exception(EngineDeadError("the engine has stopped"))
-    for ask_for_driver in (frontend.driver.check, frontend.driver.live):
+    for ask_for_driver in (frontend.driver.check, frontend.driver.live_actor):
         with pytest.raises(EngineDeadError, match="the engine has stopped"):
             ask_for_driver()
     assert len(owner.drivers) == 1
@@ -254,7 +254,7 @@ def test_without_a_new_driver_requests_fail_with_the_reason(
     generation = ask(frontend, builder, [])
     owner.drivers[0].die()
     with pytest.raises(EngineDeadError, match="no driver could be started: the driver has died"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     assert generation.output().finish_reason == "error"
 
 
@@ -265,10 +265,10 @@ def test_a_call_that_is_lost_is_made_again(
     chunks: list[Chunk] = []
     generation = ask(frontend, builder, chunks)
     driver.poll_failure = LostCallError("the connection was lost")
-    wait_until(lambda: frontend._thread.is_alive() and not generation.done.done())
+    wait_until(lambda: frontend._thread.is_alive() and not generation.done_future.done())
     driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
     driver.poll_failure = None
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     assert generation.completions[0].text == "Hello" and len(owner.drivers) == 1
 
 
@@ -316,8 +316,8 @@ def test_requests_of_an_engine_that_is_lost_move_although_its_driver_answers(
     for generation in generations:  # as `Frontends.fail_all` does
         driver.put(generation.request_ids[0], 0, finish_reason="error", error=loss)
     wait_until(lambda: len(moved) == 2)
-    assert moved == generations and not any(each.done.done() for each in generations)
-    assert [tokens_of(each.outputs[0].continued()) for each in moved] == [ids("Hello"), []]
+    assert moved == generations and not any(each.done_future.done() for each in generations)
+    assert [tokens_of(each.outputs[0].continued_request()) for each in moved] == [ids("Hello"), []]
     assert not any(chunk.finish_reason for chunk in chunks)
     made.close()
 
@@ -331,7 +331,7 @@ def test_requests_that_may_have_stopped_an_engine_do_not_move_to_the_next(
     death = EngineDeadError("the engine has stopped: a bug")
     driver.put(generation.request_ids[0], 0, finish_reason="error", error=death)
     with pytest.raises(EngineDeadError, match="a bug"):
-        generation.done.result(WAIT_S)
+        generation.done_future.result(WAIT_S)
     assert not moved
     made.close()
 
@@ -360,7 +360,7 @@ def test_requests_that_fail_here_do_not_run_on_there(
     generation = ask(frontend, builder, [])
     owner.drivers[0].poll_failure = ValueError("a bug of the polling thread")
     with pytest.raises(EngineError, match="a bug of the polling thread"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     owner.drivers[0].poll_failure = None
     wait_until(lambda: aborted(owner.drivers[0]) == set(generation.request_ids))
 
@@ -446,11 +446,11 @@ def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver
     frontend.driver._answer_limit_s = 0.1
     with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
         ask(frontend, builder, [])
-    assert not frontend._outstanding and len(owner.drivers) == 1
+    assert not frontend._outstanding_requests and len(owner.drivers) == 1
     store.is_full = False
     generation = ask(frontend, builder, [])
     driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
-    assert generation.done.result(WAIT_S) is None
+    assert generation.done_future.result(WAIT_S) is None
 
 
 def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run(
@@ -463,11 +463,11 @@ def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run
     frontend.driver._replace = lambda *_: second
     owner.drivers[0].die()
     with pytest.raises(OverloadedError, match="try again later"):
-        generation.done.result(WAIT_S)
+        generation.done_future.result(WAIT_S)
     store.is_full = False
     later = ask(frontend, builder, [])
     second.put(later.request_ids[0], 0, *ids("a"), finish_reason="length")
-    assert later.done.result(WAIT_S) is None
+    assert later.done_future.result(WAIT_S) is None
 
 
 def test_answers_for_which_there_is_no_room_now_are_asked_for_later(
@@ -478,7 +478,7 @@ def test_answers_for_which_there_is_no_room_now_are_asked_for_later(
     generation = ask(frontend, builder, [])
     driver.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
     threading.Timer(0.1, lambda: setattr(driver, "poll_failure", None)).start()
-    assert generation.done.result(WAIT_S) is None and len(owner.drivers) == 1
+    assert generation.done_future.result(WAIT_S) is None and len(owner.drivers) == 1
 
 
 def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
@@ -489,7 +489,7 @@ def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
     driver.poll_failure = NoRoomError("no room; try again later")
     generation = ask(frontend, builder, [])
     with pytest.raises(OverloadedError, match="no room"):
-        generation.done.result(WAIT_S)
+        generation.done_future.result(WAIT_S)
     wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
     assert len(owner.drivers) == 1 and frontend._thread.is_alive()
 
@@ -505,7 +505,7 @@ def test_an_owner_that_fails_to_replace_the_driver_does_not_end_the_polling_thre
     frontend.driver._replace = fail
     owner.drivers[0].die()
     with pytest.raises(EngineError, match="Resource temporarily unavailable"):
-        generation.done.result(WAIT_S)
+        generation.done_future.result(WAIT_S)
     frontend.driver._replace = owner.replace
     again = ask(frontend, builder, [])
     assert [r.request_id for r in owner.drivers[1].requests] == again.request_ids

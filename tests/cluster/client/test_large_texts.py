@@ -8,13 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cluster.client.requests import LARGE_TEXT, MAX_LARGE_TEXTS, RequestBuilder
+from cluster.client.requests import LARGE_TEXT_CHARS, MAX_LARGE_TEXTS, RequestBuilder
 from cluster.client.tokenizer import Tokenizer
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import LIMITS, MODEL, TOKENIZER
 
-LARGE = "a" * (LARGE_TEXT + 1)
+LARGE = "a" * (LARGE_TEXT_CHARS + 1)
 
 
 @pytest.fixture

@@ -26,11 +26,11 @@ from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
 from cluster.engine.mailbox import Mailbox
 from configs.model import ModelConfig
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.errors import EngineDeadError, EngineError, RequestError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import Request, TokenLogprobs, ints
-from scheduler.params import Sampling, SamplingParams
+from scheduler.messages import Request, TokenLogprobs, int32_array
+from scheduler.params import ResolvedSampling, SamplingParams
 from tests.cluster.client.byte_tokenizer import END_ID, NUM_IDS, ids, write_tokenizer
 
 WAIT_S = 10.0
@@ -69,9 +69,9 @@ class Follower:
         stream = TextStream(tokenizer, stop) if tokenizer is not None else None
         request = Request(
             request_id=f"request-{index}",
-            token_ids=ints([1, 2, 3]),
+            token_ids=int32_array([1, 2, 3]),
             num_prompt_tokens=3,
-            sampling=Sampling(seed=0, max_tokens=100),
+            sampling=ResolvedSampling(seed=0, max_tokens=100),
         )
         self.output = OutputFollower(request, index, stream, self.chunks.append)
 
@@ -259,12 +259,12 @@ def test_a_generation_is_done_with_its_last_output(tokenizer: Tokenizer) -> None
     first, second = Follower(tokenizer), Follower(tokenizer, index=1)
     generation = generation_of(first, second)
     generation.take(second.output, News(first_index=0, token_ids=ids("a"), finish_reason="length"))
-    assert not generation.done.done()
+    assert not generation.done_future.done()
     generation.take(
         first.output,
         News(first_index=0, token_ids=ids("b"), finish_reason="stop", num_cached_tokens=2),
     )
-    assert generation.done.result(timeout=0) is None
+    assert generation.done_future.result(timeout=0) is None
     assert [completion.text for completion in generation.completions] == ["b", "a"]
     assert generation.num_cached_tokens == 2
     assert generation.request_ids == ["request-0", "request-1"]
@@ -286,7 +286,7 @@ def test_an_error_of_the_engine_fails_the_generation_with_its_words(tokenizer: T
         News(first_index=0, finish_reason="error", error=EngineError("rank 1 died")),
     )
     with pytest.raises(EngineError, match="rank 1 died"):
-        generation.done.result(timeout=0)
+        generation.done_future.result(timeout=0)
     assert follower.chunks[-1].finish_reason == "error"
     assert follower.output.completion.text == "a"
 
@@ -296,14 +296,14 @@ def test_a_generation_fails_once(tokenizer: Tokenizer) -> None:
     generation.fail(EngineDeadError("first"))
     generation.fail(EngineDeadError("second"))
     with pytest.raises(EngineDeadError, match="first"):
-        generation.done.result(timeout=0)
+        generation.done_future.result(timeout=0)
 
 
 # The frontend, with a driver that is an object of this process
 
 
 class Remote:
-    """A method that looks like an actor's: `remote` returns what `call` waits for."""
+    """A method that looks like an actor's: `remote` returns what `result_of` waits for."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self.remote = lambda *arguments: lambda: method(*arguments)
@@ -358,13 +358,13 @@ class FakeDriver:
                 self.mailbox.collect(acknowledged)
             self.acknowledged.append((acknowledged, self.last_sent))
             reply = self.mailbox.collect(acknowledged)
-            self.last_sent = reply.up_to
+            self.last_sent = reply.reply_number
             return pickle.dumps(reply)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
-    monkeypatch.setattr(driver_handle, "call", lambda ref, what, limit_s=0.0: ref())
+    monkeypatch.setattr(driver_handle, "result_of", lambda ref, what, limit_s=0.0: ref())
     return FakeDriver()
 
 
@@ -432,7 +432,7 @@ def test_an_output_without_a_sink_is_whole(ask: Ask, driver: FakeDriver) -> None
         finish_reason="length",
         num_cached_tokens=1,
     )
-    generation.done.result(WAIT_S)
+    generation.done_future.result(WAIT_S)
     assert generation.completions[0].text == "Hello wor" and generation.num_cached_tokens == 1
 
 
@@ -447,7 +447,7 @@ def test_polled_news_finish_the_generation(ask: Ask, driver: FakeDriver) -> None
     generation = ask()
     driver.put(generation.request_ids[0], 0, *ids("Hello"))
     driver.put(generation.request_ids[0], 1, *ids("a"), finish_reason="length")
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     assert generation.completions[0].text == "Helloa"
     assert driver.told == []
 
@@ -457,7 +457,7 @@ def test_replies_that_are_lost_lose_nothing(ask: Ask, driver: FakeDriver) -> Non
     generation = ask()
     driver.put(generation.request_ids[0], 0, *ids("Hello"))
     driver.put(generation.request_ids[0], 1, *ids(" wor", "ld"), finish_reason="length")
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     assert generation.completions[0].text == "Hello world"
 
 
@@ -471,7 +471,7 @@ def test_a_poll_acknowledges_the_reply_before_it(ask: Ask, driver: FakeDriver) -
 def test_the_driver_is_told_of_a_stop_string(ask: Ask, driver: FakeDriver) -> None:
     generation = ask(SamplingParams(stop="END"))
     driver.put(generation.request_ids[0], 0, *ids("Hello", "END"))
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     wait_until(lambda: driver.told == [(generation.request_ids, "stop")])
 
 
@@ -484,7 +484,7 @@ def test_an_abort_tells_the_driver_and_keeps_what_there_is(
     assert came.wait(WAIT_S)
     wait_until(lambda: generation.completions[0].token_ids == ids("Hello"))
     frontend.abort([generation])
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     assert generation.completions[0].finish_reason == "abort"
     assert generation.completions[0].text == "Hello"
     wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
@@ -504,7 +504,7 @@ def test_an_abort_after_the_end_changes_nothing(
 ) -> None:
     generation = ask()
     driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
-    generation.done.result(timeout=WAIT_S)
+    generation.done_future.result(timeout=WAIT_S)
     frontend.abort([generation])
     assert generation.completions[0].finish_reason == "length"
     assert driver.told == []
@@ -516,7 +516,7 @@ def test_a_refused_submission_raises_and_leaves_nothing_to_poll_for(
     driver.refusal = RequestError("too long", "prompt")
     with pytest.raises(RequestError, match="too long"):
         ask()
-    assert frontend._outstanding == {} and driver.told == []
+    assert frontend._outstanding_requests == {} and driver.told == []
 
 
 def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
@@ -525,7 +525,7 @@ def test_a_driver_that_fails_to_answer_fails_what_is_outstanding(
     generation = ask()
     driver.poll_failure = EngineError("could not poll the driver")
     with pytest.raises(EngineError, match="could not poll the driver"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
 
 
 def test_when_one_of_n_outputs_fails_the_others_are_ended_in_the_driver(
@@ -536,16 +536,16 @@ def test_when_one_of_n_outputs_fails_the_others_are_ended_in_the_driver(
     driver.put(first, 0, *ids("Hello"), finish_reason="length")
     driver.put(second, 0, finish_reason="error", error=EngineError("its grammar failed"))
     with pytest.raises(EngineError, match="its grammar failed"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     wait_until(lambda: driver.told == [([third], "abort")])
-    assert frontend._outstanding == {}
+    assert frontend._outstanding_requests == {}
 
 
 def test_a_request_that_fails_alone_is_not_ended_again(ask: Ask, driver: FakeDriver) -> None:
     failed, other = ask(), ask()
     driver.put(failed.request_ids[0], 0, finish_reason="error", error=EngineError("no"))
     driver.put(other.request_ids[0], 0, *ids("a"), finish_reason="length")
-    other.done.result(timeout=WAIT_S)
+    other.done_future.result(timeout=WAIT_S)
     assert driver.told == []
 
 
@@ -556,7 +556,7 @@ def test_requests_that_fail_because_a_poll_did_do_not_run_on_in_the_driver(
     generation = ask(SamplingParams(n=2))
     driver.poll_failure = failure
     with pytest.raises(EngineError):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     wait_until(lambda: driver.told == [(generation.request_ids, "abort")])
 
 
@@ -567,7 +567,7 @@ def test_nobody_waits_on_when_the_polling_thread_ends(
     generation = ask()
     driver.poll_failure = SystemExit(0)
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
         ask()
     frontend.join(WAIT_S)
@@ -598,14 +598,14 @@ generation = builder.build([1, 2, 3], None, None)
 frontend.submit([generation])
 time.sleep(0.5)
 ray.shutdown()
-print(type(generation.done.exception(timeout=10)).__name__)
+print(type(generation.done_future.exception(timeout=10)).__name__)
 """
 
 
 @pytest.mark.engine
 def test_a_program_that_stops_ray_while_requests_are_out_hears_that_the_engine_is_dead() -> None:
     program = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PROGRAM], cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60
     )
     assert program.stdout == "EngineDeadError\n", program.stderr
 
@@ -616,7 +616,7 @@ def test_closing_fails_what_is_outstanding_and_ends_the_thread(
     generation = ask()
     frontend.close()
     with pytest.raises(EngineDeadError, match="the engine was shut down"):
-        generation.done.result(timeout=WAIT_S)
+        generation.done_future.result(timeout=WAIT_S)
     frontend._thread.join(WAIT_S)
     assert not frontend._thread.is_alive()
 

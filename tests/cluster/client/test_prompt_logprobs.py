@@ -10,21 +10,21 @@ from cluster.client.news import News, unpack
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine.mailbox import Mailbox
 from scheduler.errors import EngineError
-from scheduler.messages import PromptLogprobs, Request, TokenLogprobs, ints
-from scheduler.params import Sampling
+from scheduler.messages import PromptLogprobs, Request, TokenLogprobs, int32_array
+from scheduler.params import ResolvedSampling
 
 PROMPT = [5, 6, 7, 8, 9]
 
 
 def part(first: int, end: int) -> PromptLogprobs:
-    """Those of the tokens from `first` to `end`: their places, negated."""
+    """Those of the tokens from `first_position` to `end`: their places, negated."""
     places = range(first, end)
     return PromptLogprobs(
-        first=first,
+        first_position=first,
         num_top=1,
         logprobs=array("f", (-place for place in places)),
-        ranks=ints(places),
-        top_token_ids=ints(10 * place for place in places),
+        token_ranks=int32_array(places),
+        top_token_ids=int32_array(10 * place for place in places),
         top_logprobs=array("f", (-place / 2 for place in places)),
     )
 
@@ -38,15 +38,15 @@ def entry(place: int) -> TokenLogprobs:
 WHOLE = [None, entry(1), entry(2), entry(3), entry(4)]
 
 
-def follow(*, only_prompt: bool = False) -> tuple[Generation, OutputFollower, list[Chunk]]:
+def follow(*, is_prompt_only: bool = False) -> tuple[Generation, OutputFollower, list[Chunk]]:
     chunks: list[Chunk] = []
     request = Request(
         request_id="one",
-        token_ids=ints(PROMPT),
+        token_ids=int32_array(PROMPT),
         num_prompt_tokens=len(PROMPT),
-        sampling=Sampling(seed=0, max_tokens=3, prompt_logprobs=1),
+        sampling=ResolvedSampling(seed=0, max_tokens=3, prompt_logprobs=1),
     )
-    output = OutputFollower(request, 0, None, chunks.append, only_prompt=only_prompt)
+    output = OutputFollower(request, 0, None, chunks.append, is_prompt_only=is_prompt_only)
     return Generation(None, [output]), output, chunks
 
 
@@ -91,7 +91,7 @@ def test_a_mailbox_sends_them_until_they_are_confirmed() -> None:
 
 
 def test_without_output_the_token_of_the_engine_is_dropped() -> None:
-    generation, output, chunks = follow(only_prompt=True)
+    generation, output, chunks = follow(is_prompt_only=True)
     generation.take(output, News(first_index=0, prompt_logprobs=part(1, 5)))
     news = News(first_index=0, token_ids=[3], logprobs=[entry(1)], finish_reason="stop")
     generation.take(output, news)
@@ -104,18 +104,18 @@ def test_without_output_the_token_of_the_engine_is_dropped() -> None:
 def test_a_driver_that_takes_over_is_not_asked_for_scores_that_have_arrived() -> None:
     generation, output, _ = follow()
     generation.take(output, News(first_index=0, prompt_logprobs=part(1, 3)))
-    assert output.continued().sampling.prompt_logprobs == 1, "some are missing"
+    assert output.continued_request().sampling.prompt_logprobs == 1, "some are missing"
     generation.take(output, News(first_index=0, token_ids=[1], prompt_logprobs=part(3, 5)))
-    assert output.continued().sampling.prompt_logprobs == -1
+    assert output.continued_request().sampling.prompt_logprobs == -1
 
 
 def test_a_long_prompt_is_shown_in_pieces() -> None:
     generation, output, chunks = follow()
     generation.take(output, News(first_index=0, token_ids=[1], prompt_logprobs=part(1, 150)))
-    pieces = list(chunks[0].pieces())
+    pieces = list(chunks[0].split_prompt_logprobs())
     parts = [list(piece.prompt_logprobs or ()) for piece in pieces]
     assert [len(entries) for entries in parts] == [64, 64, 22, 0]
     together = [entry for entries in parts for entry in entries]
     assert together == list(generation.prompt_logprobs or ())
     assert [piece.token_ids for piece in pieces] == [[], [], [], [1]]
-    assert list(pieces[-1].pieces()) == [pieces[-1]]
+    assert list(pieces[-1].split_prompt_logprobs()) == [pieces[-1]]

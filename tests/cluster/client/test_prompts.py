@@ -182,6 +182,6 @@ def test_a_conversation_that_a_program_has_made_is_checked_and_taken_as_it_is() 
     with pytest.raises(RequestError, match="an object without messages, tools"):
         Conversation(messages=[MESSAGE], template_variables={"tools": []})
     with pytest.raises(RequestError, match="needs a last message of role assistant with text"):
-        Conversation(messages=[MESSAGE], continues_last=True)
+        Conversation(messages=[MESSAGE], continues_last_message=True)
     prompt = ParsedPrompt(conversation=Conversation(messages=[MESSAGE]))
     assert parse_prompt(prompt) is prompt and as_list(prompt) == [prompt]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cluster.client import model_files
-from cluster.client.setup import prepare
+from cluster.client.setup import make_engine_setup
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 
@@ -24,9 +24,11 @@ def test_a_tokenizer_is_found_once_and_named_by_its_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(model_files, "download", lambda *_: DEFAULT_MODEL_DIR)
-    setup = prepare(EngineConfig(model=str(DEFAULT_MODEL_DIR), tokenizer=given, device="cpu"))
+    setup = make_engine_setup(
+        EngineConfig(model=str(DEFAULT_MODEL_DIR), tokenizer=given, device="cpu")
+    )
     assert setup.config.tokenizer == str(DEFAULT_MODEL_DIR)
-    assert setup.foreseen.engine.tokenizer == str(DEFAULT_MODEL_DIR)
+    assert setup.foreseen_config.engine.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.tokenizer is not None
 
 
@@ -76,5 +78,5 @@ def test_answers_end_where_any_file_of_the_checkpoint_says(
     eos_token: str | None, template: str | None, ends: tuple[int, ...], tmp_path: Path
 ) -> None:
     path = default_model_with(tmp_path / "model", eos_token, template)
-    setup = prepare(EngineConfig(model=str(path), device="cpu"))
-    assert setup.model.eos_token_ids == setup.foreseen.model.eos_token_ids == ends
+    setup = make_engine_setup(EngineConfig(model=str(path), device="cpu"))
+    assert setup.model.eos_token_ids == setup.foreseen_config.model.eos_token_ids == ends

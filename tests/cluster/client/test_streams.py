@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cluster.client.outputs import Chunk
-from cluster.client.streams import AT_A_TIME, ChunkStream, Item, Relay
+from cluster.client.streams import MAX_ITEMS_PER_TURN, ChunkStream, Item, Relay
 
 
 class Way:
@@ -25,7 +25,7 @@ class Way:
         self.streams = [ChunkStream(self.relay) for _ in range(num_streams)]
         self.ends: list[Future[None]] = [Future() for _ in self.streams]
         for stream, end in zip(self.streams, self.ends, strict=True):
-            generation: Any = SimpleNamespace(done=end)
+            generation: Any = SimpleNamespace(done_future=end)
             stream.follow([generation])
 
     async def bring(self, *texts: str, to: int = 0, ends: bool = False) -> None:
@@ -180,7 +180,7 @@ def test_a_reader_that_is_canceled_takes_nothing_any_more() -> None:
 
 def test_other_tasks_run_between_the_parts_of_a_large_batch() -> None:
     async def work() -> None:
-        way = Way(num_streams=2 * AT_A_TIME)
+        way = Way(num_streams=2 * MAX_ITEMS_PER_TURN)
         taken, turns = list[str](), list[int]()
 
         def take(items: list[Item]) -> bool:
@@ -199,7 +199,7 @@ def test_other_tasks_run_between_the_parts_of_a_large_batch() -> None:
             way.streams[number].put(0, Chunk(index=0, text=str(number), token_ids=[1]))
         await way.bring("last", to=len(way.streams) - 1)
         await counting
-        assert AT_A_TIME in turns
+        assert MAX_ITEMS_PER_TURN in turns
         assert taken == [*map(str, range(len(way.streams) - 1)), "last"]
         for task in reading:
             task.cancel()

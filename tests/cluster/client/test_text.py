@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.client.detokenizing import CONTEXT
+from cluster.client.detokenizing import NUM_CONTEXT_TOKENS
 from cluster.client.prompts import Conversation
 from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer, load_tokenizer
@@ -39,7 +39,7 @@ def texts(stream: TextStream, token_ids: list[int]) -> list[str]:
     for token_id in token_ids:
         text += stream.push([token_id])
         seen.append(text)
-        if stream.stopped_after:
+        if stream.num_tokens_to_stop:
             return seen
     return [*seen, text + stream.finish()]
 
@@ -102,9 +102,9 @@ def test_bytes_that_never_make_a_character_are_text_soon_and_cost_no_more_each(
     for i in range(1, 201):
         text += stream.push([*stuck])
         assert text == "\ufffd" * (i - 3)
-    assert max(counts) <= 2 * CONTEXT + 1
+    assert max(counts) <= 2 * NUM_CONTEXT_TOKENS + 1
     assert [stream.push([token]) for token in ids("a", "EN", "D")] == ["\ufffd" * 3 + "a", "", ""]
-    assert stream.stopped_after == 1
+    assert stream.num_tokens_to_stop == 1
 
 
 def test_characters_that_every_token_cuts_are_whole(tokenizer: Tokenizer) -> None:
@@ -172,7 +172,7 @@ def test_tokens_in_bunches_give_the_text_of_decoding_them_whole(
 def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert stream.push(ids("a", "E", "N", "D", "b")) == "a"
-    assert stream.stopped_after == 4
+    assert stream.num_tokens_to_stop == 4
 
 
 # Stop strings
@@ -181,18 +181,18 @@ def test_a_stop_string_in_a_bunch_says_where(tokenizer: Tokenizer) -> None:
 def test_text_ends_before_a_stop_string(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("Hello", "END", " wor")) == ["Hello", "Hello"]
-    assert stream.stopped_by is not None
+    assert stream.stop_string is not None
 
 
 def test_the_token_that_completes_a_stop_string_is_the_one_that_says_so(
     tokenizer: Tokenizer,
 ) -> None:
     stream = TextStream(tokenizer, ["END"])
-    stopped_after = []
+    num_tokens_to_stop = []
     for token_id in ids("a", "E", "N", "D"):
         stream.push([token_id])
-        stopped_after.append(stream.stopped_after)
-    assert stopped_after == [None, None, None, 1]
+        num_tokens_to_stop.append(stream.num_tokens_to_stop)
+    assert num_tokens_to_stop == [None, None, None, 1]
 
 
 @pytest.mark.parametrize(
@@ -203,13 +203,13 @@ def test_a_stop_string_is_found_however_tokens_cut_it(
 ) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids(*pieces))[-1] == "".join(pieces).partition("END")[0]
-    assert stream.stopped_by is not None
+    assert stream.stop_string is not None
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("a", "E", "N", "b", "E")) == ["a", "a", "a", "aENb", "aENb", "aENbE"]
-    assert stream.stopped_by is None
+    assert stream.stop_string is None
 
 
 def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> None:
@@ -220,13 +220,13 @@ def test_no_more_is_held_than_may_begin_a_stop_string(tokenizer: Tokenizer) -> N
 def test_a_stop_string_that_overlaps_its_own_beginning_is_found(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["abab!"])
     assert texts(stream, ids("a", "b", "a", "b", "a", "b", "!"))[-1] == "ab"
-    assert stream.stopped_by is not None
+    assert stream.stop_string is not None
 
 
 def test_held_text_comes_at_the_end(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["END"])
     assert texts(stream, ids("a", "EN")) == ["a", "a", "aEN"]
-    assert stream.stopped_by is None
+    assert stream.stop_string is None
 
 
 def test_as_many_and_as_long_stop_strings_as_possible_take_little_time(
@@ -239,7 +239,7 @@ def test_as_many_and_as_long_stop_strings_as_possible_take_little_time(
     began_s = time.process_time()
     text = stream.push(tokens)
     assert (time.process_time() - began_s) / len(tokens) < 1e-3
-    assert stream.stopped_by is None and len(text) == 1000
+    assert stream.stop_string is None and len(text) == 1000
 
 
 def test_of_several_stop_strings_in_one_token_the_earliest_wins(tokenizer: Tokenizer) -> None:
@@ -260,7 +260,7 @@ def test_a_stop_string_inside_one_token_ends_the_text_inside_it(tokenizer: Token
 def test_a_stop_string_of_many_bytes_a_character_is_found_over_tokens(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["ü🦅"])
     assert texts(stream, [*ids("a"), *"ü🦅".encode()])[-1] == "a"
-    assert stream.stopped_by is not None
+    assert stream.stop_string is not None
 
 
 def test_a_stop_string_among_the_first_tokens_leaves_no_text(tokenizer: Tokenizer) -> None:
@@ -326,7 +326,7 @@ def test_stop_strings_end_and_hold_text_as_searching_the_whole_would(
     for count, token_id in enumerate(token_ids, 1):
         text += stream.push([token_id])
         seen.append(text)
-        if stream.stopped_after:
+        if stream.num_tokens_to_stop:
             stopped_at = count
             break
     assert (stopped_at, seen) == by_search(tokenizer, token_ids, stop)
@@ -384,4 +384,4 @@ def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
 def test_stop_strings_do_not_end_the_first_min_tokens(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["b"], min_tokens=3)
     assert texts(stream, ids("a", "b", "a", "a", "b", "c"))[-1] == "abaa"
-    assert stream.stopped_by == "b"
+    assert stream.stop_string == "b"

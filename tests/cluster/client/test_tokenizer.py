@@ -14,7 +14,7 @@ import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
-from cluster.client.detokenizing import detokenizer
+from cluster.client.detokenizing import make_detokenizer
 from cluster.client.prompts import Conversation
 from cluster.client.tokenizer import Tokenizer
 from configs.paths import DEFAULT_MODEL_DIR
@@ -264,7 +264,7 @@ def test_a_last_message_is_continued(tmp_path: Path, begun: str) -> None:
     tokenizer = Tokenizer(default_model(tmp_path / "tokenizer"))
     question = {"role": "user", "content": f"What is 47 + 38? {begun}"}
     messages = [question, {"role": "assistant", "content": begun}]
-    text = tokenizer.render_chat(Conversation(messages=messages, continues_last=True))
+    text = tokenizer.render_chat(Conversation(messages=messages, continues_last_message=True))
     assert text.startswith(tokenizer.render_chat(Conversation(messages=[question])))
     assert text.endswith((begun.strip(), begun.lstrip()))
     assert "<|im_end|>" not in text.rpartition("<|im_start|>")[2]
@@ -276,7 +276,7 @@ def test_a_message_that_the_template_changes_is_not_continued(tmp_path: Path) ->
     (folder / "chat_template.jinja").write_text(template)
     messages = [{"role": "assistant", "content": "lower"}]
     with pytest.raises(RequestError, match="changes the last message"):
-        Tokenizer(folder).render_chat(Conversation(messages=messages, continues_last=True))
+        Tokenizer(folder).render_chat(Conversation(messages=messages, continues_last_message=True))
 
 
 def test_the_default_template_shows_tools_and_calls_verbatim(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_text_that_comes_token_by_token_is_that_of_transformers(pair: Any) -> No
     num_ids = len(theirs)
     for _ in range(200):
         token_ids = [rng.randrange(num_ids + 2) for _ in range(rng.randrange(40))]
-        pieces = detokenizer(ours)
+        pieces = make_detokenizer(ours)
         text = "".join(pieces.push([token_id]) for token_id in token_ids) + pieces.finish()
         known_ids = [token_id for token_id in token_ids if token_id < num_ids]
         assert text == theirs.decode(known_ids, skip_special_tokens=True) == ours.decode(token_ids)

@@ -17,7 +17,7 @@ from cluster.client.requests import RequestBuilder
 from cluster.commands.batch import BatchRequest, output_line, read_requests, run_batch
 from cluster.llm import LLM
 from scheduler.errors import ConfigError, RequestError
-from scheduler.messages import PromptLogprobs, TokenLogprobs, ints
+from scheduler.messages import PromptLogprobs, TokenLogprobs, int32_array
 from scheduler.params import SamplingParams
 
 GOOD = '{"prompt": "Hi"}'
@@ -286,11 +286,11 @@ def test_logprobs_have_an_entry_a_token_with_alternatives_by_token_id() -> None:
 
 def test_prompt_logprobs_belong_to_the_line() -> None:
     of_prompt = PromptLogprobs(
-        first=1,
+        first_position=1,
         num_top=1,
         logprobs=array("f", [-0.5]),
-        ranks=ints([2]),
-        top_token_ids=ints([7]),
+        token_ranks=int32_array([2]),
+        top_token_ids=int32_array([7]),
         top_logprobs=array("f", [-0.25]),
     )
     output = RequestOutput(

@@ -23,7 +23,7 @@ from cluster.commands import bench
 from cluster.commands.bench import synthetic_requests
 from cluster.commands.timing import Timeline, arrival_times_s, percentiles
 from cluster.resources.session import SESSION
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.params import SamplingParams
 from workers.models.random_checkpoint import write_random_checkpoint
 
@@ -104,11 +104,11 @@ def test_a_chunk_of_k_tokens_is_one_gap_and_zeros() -> None:
         (10.5, chunk(0, 1)), (11.0, chunk(0, 3)), (13.0, chunk(0, 1)), (13.5, chunk(0, 0, "length"))
     )
     assert line.time_to_first_token_s == 0.5
-    assert line.gaps_s() == [0.5, 0.0, 0.0, 2.0]
+    assert line.inter_token_gaps_s() == [0.5, 0.0, 0.0, 2.0]
 
 
 def test_tokens_of_a_first_chunk_have_no_gap_to_anything_before() -> None:
-    assert timeline((10.5, chunk(0, 2))).gaps_s() == [0.0]
+    assert timeline((10.5, chunk(0, 2))).inter_token_gaps_s() == [0.0]
 
 
 def test_gaps_are_between_tokens_of_one_output() -> None:
@@ -116,17 +116,17 @@ def test_gaps_are_between_tokens_of_one_output() -> None:
         (12.0, chunk(1, 1)), (13.0, chunk(0, 1)), (16.0, chunk(0, 1)), (18.0, chunk(1, 1))
     )
     assert line.time_to_first_token_s == 2.0
-    assert sorted(line.gaps_s()) == [3.0, 6.0]
+    assert sorted(line.inter_token_gaps_s()) == [3.0, 6.0]
 
 
 def test_gaps_within_a_window_are_those_that_end_in_it() -> None:
     line = timeline(*((moment, chunk(0, 1)) for moment in (11.0, 12.0, 14.0, 17.0)))
-    assert line.gaps_s(11.0, 14.0) == [1.0, 2.0]
+    assert line.inter_token_gaps_s(11.0, 14.0) == [1.0, 2.0]
 
 
 def test_a_request_without_tokens_has_no_times() -> None:
     line = timeline((11.0, chunk(0, 0, "abort")))
-    assert (line.time_to_first_token_s, line.gaps_s()) == (None, [])
+    assert (line.time_to_first_token_s, line.inter_token_gaps_s()) == (None, [])
 
 
 def test_percentiles_are_linear_between_neighbors() -> None:
@@ -250,7 +250,7 @@ def test_bad_shapes_are_one_message_and_exit_code_2(
 def run_bench(*arguments: object) -> dict[str, Any]:
     """The output line of a run in its own process, as a user starts it."""
     command = [sys.executable, "launch.py", "bench", "--device", "cpu", *map(str, arguments)]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "start: " in done.stderr
     line: dict[str, Any] = json.loads(done.stdout)

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from cluster.commands.chat import show
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import family, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
@@ -35,7 +35,7 @@ class Terminal:
         command = ["setsid", "--ctty", sys.executable, "launch.py", *args]
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "200"}
         self.process = subprocess.Popen(
-            command, cwd=CHECKOUT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
+            command, cwd=SOURCE_ROOT, stdin=theirs, stdout=theirs, stderr=theirs, env=environment
         )
         os.close(theirs)
         self.text = ""  # what has been shown since `wait_for` last returned
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_an_answer_and_then_the_program(terminal: Terminal) -> None:
 def test_every_line_of_a_pipe_is_answered_and_a_refused_one_counts() -> None:
     done = subprocess.run(
         [sys.executable, "launch.py", "chat"],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         input=QUESTION.encode() + b"\n\n/nons\xe9nse\nWhat is 82 - 35?",
         capture_output=True,
         timeout=LIMIT_S,

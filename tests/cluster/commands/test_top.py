@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from cluster.commands import top
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.errors import ConfigError
 from tests.cluster.api.scripted import echo_number, serve
 
@@ -20,22 +20,22 @@ from tests.cluster.api.scripted import echo_number, serve
 def text_of(last: top.MetricsReading | None, now: top.MetricsReading) -> str:
     console = Console(width=120)
     with console.capture() as captured:
-        console.print(top.table("URL", last, now))
+        console.print(top.metrics_table("URL", last, now))
     return captured.get()
 
 
 def test_the_numbers_of_a_server_are_shown() -> None:
     with serve(echo_number) as server:
-        first = top.read(server.url)
+        first = top.read_metrics(server.url)
         for _ in range(3):
             httpx.post(
                 f"{server.url}/v1/completions",
                 json={"prompt": "a", "stream": True, "max_tokens": 5, "logprobs": 0},
             )
-        second = top.read(server.url)
+        second = top.read_metrics(server.url)
         command = [sys.executable, "launch.py", "top", "--once", "--url", server.url]
         done = subprocess.run(
-            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=True
+            command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=True
         )
     second.time_s = first.time_s + 3.0
     shown = text_of(first, second)
@@ -58,9 +58,9 @@ def test_an_event_that_is_rare_is_shown_with_its_total() -> None:
 
 def test_an_address_without_a_server_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no server answers at 'http://127.0.0.1:1'"):
-        top.read("http://127.0.0.1:1")
+        top.read_metrics("http://127.0.0.1:1")
     with pytest.raises(ConfigError, match="no server answers at 'nonsense'"):
-        top.read("nonsense")
+        top.read_metrics("nonsense")
 
 
 def test_a_trace_has_the_steps_their_parts_and_who_waited(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_trace_has_the_steps_their_parts_and_who_waited(tmp_path: Path) -> Non
         command = [sys.executable, "launch.py", "trace", "--url", server.url]
         done = subprocess.run(
             [*command, "--seconds", "5", "--output", str(output)],
-            cwd=CHECKOUT,
+            cwd=SOURCE_ROOT,
             capture_output=True,
             text=True,
             timeout=60,

@@ -31,8 +31,8 @@ from scheduler.errors import (
     EngineLostError,
     RequestError,
 )
-from scheduler.messages import Deltas, Request, StepPlan, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Deltas, Request, StepPlan, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from tests.cluster.conftest import SHAPE
 from tests.workers.conftest import config_of
 
@@ -62,9 +62,11 @@ class CountingGroup(FakeGroup):
     """Every row of step k samples token k."""
 
     def result(self, step_id: int) -> StepResult:
-        rows = sum(self.plans[step_id].samples)
+        rows = sum(self.plans[step_id].sampling_flags)
         return StepResult(
-            step_id=step_id, epoch=self.plans[step_id].epoch, token_ids=ints([step_id]) * rows
+            step_id=step_id,
+            epoch=self.plans[step_id].epoch,
+            token_ids=int32_array([step_id]) * rows,
         )
 
 
@@ -109,7 +111,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     supervisor = FakeSupervisor()
     monkeypatch.setattr(Driver, "make_supervisor", lambda *_, **__: supervisor)
-    monkeypatch.setattr(driver_module, "mark", lambda _: None)
+    monkeypatch.setattr(driver_module, "mark_this_process", lambda _: None)
     placement: Any = SimpleNamespace(missing_resources="")
     driver = Driver(config_of(model_dir, frontend_timeout_s=1.0), placement, "test")
     driver._supervisor = supervisor  # type: ignore[assignment]
@@ -117,7 +119,7 @@ def driver(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def request(name: str) -> Request:
-    sampling = Sampling(seed=0, max_tokens=5)
+    sampling = ResolvedSampling(seed=0, max_tokens=5)
     return Request(
         request_id=name, token_ids=array("i", [1, 2, 3]), num_prompt_tokens=3, sampling=sampling
     )
@@ -129,7 +131,7 @@ async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
     acknowledged = 0
     for _ in range(20):
         deltas = pickle.loads(await driver.poll("frontend", acknowledged, 0.2))
-        acknowledged = deltas.up_to
+        acknowledged = deltas.reply_number
         errors |= deltas.errors
         if len(errors) >= count:
             break
@@ -223,7 +225,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
 
     deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
-    assert group.plans[0].admitted is not None and len(group.plans[0].admitted.slots) == 1
+    assert group.plans[0].admitted_rows is not None and len(group.plans[0].admitted_rows.slots) == 1
 
 
 def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
@@ -235,7 +237,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         both = [request("a"), replace(request("b"), news_interval=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
-        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._unsent)) < 2:
+        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._unsent_news)) < 2:
             await asyncio.sleep(0.01)
         await driver.submit("frontend", both)  # after they have ended, but before that is known
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -243,7 +245,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         return deltas
 
     deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert sum(len(p.admitted.slots) for p in group.plans if p.admitted is not None) == 2
+    assert sum(len(p.admitted_rows.slots) for p in group.plans if p.admitted_rows is not None) == 2
     assert deltas.num_tokens.tolist() == [5, 5]
 
 
@@ -284,17 +286,17 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frontends = driver._frontends
-    frontends.admit("frontend", [request("a")], limits_of(driver._config, 64))
+    frontends.record_requests("frontend", [request("a")], limits_of(driver._config, 64))
     now_s = time.monotonic()
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
-        assert list(frontends.fail_silent()) == dropped
+        assert list(frontends.fail_silent_frontends()) == dropped
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
     async def main() -> dict[str, str]:
         await driver.start()
-        sampling = Sampling(seed=0, max_tokens=2)
+        sampling = ResolvedSampling(seed=0, max_tokens=2)
         tokens = array("i", [1, 2, 3, 8, 9])
         done = Request(request_id="done", token_ids=tokens, num_prompt_tokens=3, sampling=sampling)
         await driver.submit("frontend", [done])

@@ -20,7 +20,7 @@ from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, EngineDeadError, WorkerError
 
 DEAD = DriverDiedError("the driver has died")
-DEFAULTS = EngineConfig()
+DEFAULT_SAMPLING_PARAMS = EngineConfig()
 
 
 class World:
@@ -38,12 +38,12 @@ class World:
         self.while_asleep()
         self.now_s += seconds
 
-    def end_marked(self, *_: Any) -> None:
+    def end_marked_processes(self, *_: Any) -> None:
         if self.end_failures:
             raise self.end_failures.popleft()
         self.done.append("end")
 
-    def check_again(self, config: Any) -> None:
+    def recheck_checkpoint(self, config: Any) -> None:
         assert isinstance(config.engine, EngineConfig)
         if self.checkpoint_fault is not None:
             raise self.checkpoint_fault
@@ -59,20 +59,20 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     world = World()
     monkeypatch.setattr(ray, "kill", lambda driver: None)
-    monkeypatch.setattr(start_module, "end_marked", world.end_marked)
+    monkeypatch.setattr(start_module, "end_marked_processes", world.end_marked_processes)
     monkeypatch.setattr(start_module, "start_driver", world.start_driver)
-    monkeypatch.setattr(start_module, "check_again", world.check_again)
+    monkeypatch.setattr(start_module, "recheck_checkpoint", world.recheck_checkpoint)
     clock = SimpleNamespace(monotonic=lambda: world.now_s, sleep=world.sleep)
     monkeypatch.setattr(start_module, "time", clock)
     return world
 
 
-def owner_in(world: World, engine: EngineConfig = DEFAULTS) -> DriverOwner:
+def owner_in(world: World, engine: EngineConfig = DEFAULT_SAMPLING_PARAMS) -> DriverOwner:
     """An owner whose first driver has served."""
     config: Any = SimpleNamespace(engine=engine)
     placement: Any = SimpleNamespace(
         node_ids=set,
-        disown_copies=lambda: None,
+        fence_stale_copies=lambda: None,
         restore=lambda *_: None,
         places=list,
         missing_resources="",

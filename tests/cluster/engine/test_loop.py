@@ -83,12 +83,12 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     requests = [make_request(name, [1, 2, 3]) for name in ("good", "bad")]
     requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
     loop.post(Submit(frontend_id="f", requests=requests))
-    loop.turn()
+    loop.run_once()
     errors = {name: n.error for news in told for name, n in news["f"].items() if n.error}
     assert [*errors] == ["bad"] and "its grammar failed" in str(errors["bad"])
     assert bool(lost) == step_is_lost
     assert num_unfinished(engine) == 1, "the other request goes on"
-    assert engine.take_failed() == [] and not died
+    assert engine.take_failures() == [] and not died
 
 
 class WithLogprobs(Executor):
@@ -113,7 +113,7 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
         Submit(frontend_id="f", requests=[dataclasses.replace(request, news_interval=interval)])
     )
     for _ in range(20):
-        loop.turn()
+        loop.run_once()
     news = [each["f"]["a"] for each in told if each]
     assert [len(each.token_ids) for each in news] == counts and not died
     assert [token for each in news for token in each.token_ids] == expected[3:]
@@ -138,7 +138,7 @@ def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it
     loop.post(Submit(frontend_id="f", requests=[whole]))
     for _ in range(60):
         now_s += 0.125
-        loop.turn()
+        loop.run_once()
     times_s = [when for when, news in told if news]
     counts = [len(news["f"]["a"].token_ids) for _, news in told if news]
     assert sum(counts) == 40 and len(counts) > 2
@@ -159,7 +159,7 @@ class Slow(Executor):
         self.events: list[str] = []
 
     def launch(self, plan: StepPlan) -> None:
-        rows = len(plan.admitted.slots) if plan.admitted else 0
+        rows = len(plan.admitted_rows.slots) if plan.admitted_rows else 0
         self.events.append(f"launch {plan.step_id} admits {rows}")
         super().launch(plan)
 
@@ -182,8 +182,8 @@ def slow_loop(num_rows: int) -> tuple[StepLoop, Slow]:
     loop = StepLoop(engine, lambda news: None, lambda error: None)
     requests = [make_request(f"r{row}", [1, 2, row + 3], max_tokens=9) for row in range(num_rows)]
     loop.post(Submit(frontend_id="f", requests=requests))
-    loop.turn()
-    loop.turn()
+    loop.run_once()
+    loop.run_once()
     executor.events.clear()
     return loop, executor
 
@@ -192,7 +192,7 @@ def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
     loop, executor = slow_loop(2)
     late = Submit(frontend_id="f", requests=[make_request("late", [5, 6, 7])])
     executor.meanwhile.append(lambda: loop.post(late))
-    loop.turn()
+    loop.run_once()
     assert executor.events == ["wait 2", "launch 3 admits 1", "result 2"]
     [limit_s] = executor.waits_s
     assert 0 < STEP_S - limit_s - max(PLAN_LEAD_S, PLAN_LEAD_SHARE * STEP_S) < 0.2
@@ -200,18 +200,18 @@ def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
 
 def test_a_plan_is_late_by_nothing_where_steps_take_little() -> None:
     loop, executor = slow_loop(2)
-    for decode_s in loop.engine.scheduler.pace._decode_s.values():
+    for decode_s in loop.engine.scheduler.pace._decode_s_by_rows.values():
         decode_s.extend([PLAN_LEAD_S])
-    loop.turn()
+    loop.run_once()
     assert executor.events == ["launch 3 admits 0", "result 2"]
 
 
 def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
     loop, executor = slow_loop(2)
     executor.meanwhile.append(lambda: loop.post(RanksLost()))
-    loop.turn()
+    loop.run_once()
     assert executor.events == ["wait 2", "launch 3 admits 0", "result 2"]
-    loop.turn()
+    loop.run_once()
     assert executor.events[3:] == [] and not loop._has_ranks
 
 
@@ -240,11 +240,11 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
     requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
     loop.post(Submit(frontend_id="f", requests=requests))
-    loop.turn()
-    loop.turn()
+    loop.run_once()
+    loop.run_once()
     told.clear()
     executor.meanwhile = [partial(loop.post, command) for command in reversed(meanwhile)]
-    loop.turn()
+    loop.run_once()
     assert not executor.meanwhile, "the loop did not wait"
     return loop, told
 
@@ -256,7 +256,7 @@ def errors_in(told: list[NewsByFrontend], request_id: str) -> list[EaglerayError
 
 def test_a_request_that_fails_may_be_ended_by_its_frontend_in_the_same_step() -> None:
     loop, told = loop_whose_grammar_fails(Finish(request_ids=["bad"], reason="abort"))
-    loop.turn()
+    loop.run_once()
     assert num_unfinished(loop.engine) == 1, "the other request goes on"
     assert not errors_in(told, "good")
 
@@ -267,7 +267,7 @@ def test_the_failure_of_a_request_is_not_taken_for_one_of_its_successor_with_the
         Finish(request_ids=["bad"], reason="abort"), Submit(frontend_id="g", requests=[again])
     )
     for _ in range(5):
-        loop.turn()
+        loop.run_once()
     of_successor = [each["g"]["bad"] for each in told if "g" in each]
     assert [item.error for item in of_successor] == [None] * 3
     assert of_successor[-1].finish_reason == "length"
@@ -279,7 +279,7 @@ def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
     loop._deliver = told.append
     twice = Submit(frontend_id="g", requests=[make_request("r0", [5, 6]), make_request("b", [7])])
     loop.post(twice)
-    loop.turn()
+    loop.run_once()
     [error] = errors_in(told, "r0")
     assert isinstance(error, RequestError) and "'r0' is in use" in str(error)
     assert loop._open_requests["r0"].frontend_id == "f"
@@ -323,7 +323,7 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
         on_failed_step=lambda epoch, why: lost.append(why),
     )
     loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
-    loop.turn()
+    loop.run_once()
     assert lost == [f"{type(error).__name__}: {error}"]
     assert num_unfinished(loop.engine) == 1 and not loop._has_ranks
 
@@ -339,7 +339,7 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
     )
     constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
     loop.post(Submit(frontend_id="f", requests=[constrained]))
-    loop.turn()
+    loop.run_once()
     assert "Resource temporarily unavailable" in lost[0] and num_unfinished(engine) == 1
 
 
@@ -352,4 +352,4 @@ def test_a_bug_in_a_step_ends_the_engine() -> None:
     )
     loop.post(Submit(frontend_id="f", requests=[make_request("a", [1, 2, 3])]))
     with pytest.raises(KeyError):
-        loop.turn()
+        loop.run_once()

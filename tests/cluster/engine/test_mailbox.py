@@ -83,7 +83,7 @@ def test_an_empty_mailbox_gives_an_empty_reply_with_a_new_number() -> None:
     mailbox = Mailbox()
     first, second = mailbox.collect(0), mailbox.collect(1)
     assert (first.request_ids, second.request_ids) == ((), ())
-    assert second.up_to > first.up_to > 0
+    assert second.reply_number > first.reply_number > 0
 
 
 def test_has_news_speaks_of_what_was_never_sent() -> None:
@@ -125,7 +125,7 @@ def test_tokens_without_logprobs_leave_a_gap_after_earlier_ones() -> None:
 def test_what_was_acknowledged_is_not_sent_again() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
-    received = mailbox.collect(0).up_to
+    received = mailbox.collect(0).reply_number
     mailbox.put("a", tokens(1, 12))
     assert only(mailbox.collect(received)) == tokens(1, 12)
 
@@ -141,7 +141,7 @@ def test_what_was_not_acknowledged_is_sent_again_with_what_is_new() -> None:
 
 def test_replies_lost_in_a_row_lose_nothing() -> None:
     mailbox = Mailbox()
-    received = mailbox.collect(0).up_to
+    received = mailbox.collect(0).reply_number
     for index in range(4):
         mailbox.put("a", tokens(index, 11 + index))
         mailbox.collect(received)  # lost
@@ -158,7 +158,7 @@ def test_the_end_of_a_request_in_a_lost_reply_is_sent_again() -> None:
 def test_a_repeated_token_is_known_by_its_index() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
-    received = mailbox.collect(0).up_to
+    received = mailbox.collect(0).reply_number
     mailbox.put("a", tokens(1, 12))
     mailbox.collect(received)  # lost
     mailbox.put("a", tokens(2, 13))
@@ -167,7 +167,7 @@ def test_a_repeated_token_is_known_by_its_index() -> None:
 
 def test_an_acknowledgment_of_an_older_reply_clears_nothing() -> None:
     mailbox = Mailbox()
-    old = mailbox.collect(0).up_to
+    old = mailbox.collect(0).reply_number
     mailbox.put("a", tokens(0, 11))
     mailbox.collect(old)  # lost
     assert only(mailbox.collect(old)) == tokens(0, 11)
@@ -178,7 +178,7 @@ def test_a_new_mailbox_goes_on_after_the_number_its_frontend_had() -> None:
     mailbox = Mailbox()
     mailbox.put("a", tokens(0, 11))
     reply = mailbox.collect(57)
-    assert reply.up_to > 57 and only(reply) == tokens(0, 11)
+    assert reply.reply_number > 57 and only(reply) == tokens(0, 11)
     mailbox.put("a", tokens(1, 12))
     assert only(mailbox.collect(57)) == tokens(0, 11, 12)
 
@@ -196,7 +196,7 @@ class Receiver:
     finish_reasons: dict[str, str] = field(default_factory=dict)
 
     def take(self, reply: Deltas) -> None:
-        self.acknowledged = reply.up_to
+        self.acknowledged = reply.reply_number
         for request_id, news in unpack(reply):
             have = self.token_ids.setdefault(request_id, [])
             known = len(have) - news.first_index

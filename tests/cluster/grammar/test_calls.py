@@ -12,7 +12,7 @@ import xgrammar
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar import process
-from cluster.grammar.calls import CallableTool, CallStructure, candidates
+from cluster.grammar.calls import CallableTool, CallStructure, candidate_formats
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import MAX_SOURCE_BYTES, source_of
 from cluster.grammar.schemas import ANY_OBJECT
@@ -59,8 +59,11 @@ def test_all_tools_of_an_agent_follow_their_schemas(builder: RequestBuilder) -> 
     strict = structure(TOOLS, tuple(TOOLS))
     for calls in (structure(TOOLS), strict):
         generation = builder.build("x", SamplingParams(structured_outputs=calls), None)
-        assert generation.loosened == ()
-        assert generation.requests[0].grammar == source_of(next(candidates(calls)).format).encode()
+        assert generation.loosened_tools == ()
+        assert (
+            generation.requests[0].grammar
+            == source_of(next(candidate_formats(calls)).format).encode()
+        )
 
 
 def test_they_take_little_of_what_a_grammar_of_a_large_vocabulary_may_take() -> None:
@@ -74,36 +77,40 @@ def test_they_take_little_of_what_a_grammar_of_a_large_vocabulary_may_take() -> 
         tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=[len(tokens) - 1]
     )
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-    compiled = compiler.compile_structural_tag(source_of(next(candidates(structure(TOOLS))).format))
+    compiled = compiler.compile_structural_tag(
+        source_of(next(candidate_formats(structure(TOOLS))).format)
+    )
     print(f"{compiled.memory_size_bytes} bytes")
     assert compiled.memory_size_bytes < process.MAX_COMPILED_BYTES
 
 
 def test_only_a_tool_whose_schema_cannot_be_honored_is_named() -> None:
-    choice = next(candidates(structure({"fits": wide(2), "odd": ODD})))
-    assert choice.loosened == ("odd",)
+    choice = next(candidate_formats(structure({"fits": wide(2), "odd": ODD})))
+    assert choice.loosened_tools == ("odd",)
     left = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
     assert schemas_of(choice)[1] == left
     with pytest.raises(RequestError, match=r"the parameters of odd.properties.a.not: this keyword"):
-        next(candidates(structure({"odd": ODD}, ("odd",))))
+        next(candidate_formats(structure({"odd": ODD}, ("odd",))))
 
 
 def test_arguments_are_an_object_where_the_schema_says_nothing() -> None:
     tools = {"nothing": {}, "text": {"description": "x"}, "strict": {}}
-    choice = next(candidates(structure(tools, ("strict",))))
-    assert schemas_of(choice) == [ANY_OBJECT] * 3 and choice.loosened == ()
+    choice = next(candidate_formats(structure(tools, ("strict",))))
+    assert schemas_of(choice) == [ANY_OBJECT] * 3 and choice.loosened_tools == ()
 
 
 def test_the_largest_schemas_give_way_until_the_source_is_small_enough() -> None:
     tools = {f"tool_{i}": wide(i) for i in range(256)}
-    choice = next(candidates(structure(tools)))
+    choice = next(candidate_formats(structure(tools)))
     assert len(source_of(choice.format)) <= MAX_SOURCE_BYTES
-    first = int(choice.loosened[0].removeprefix("tool_"))
-    assert choice.loosened == tuple(f"tool_{i}" for i in range(first, 256)) and 0 < first < 255
+    first = int(choice.loosened_tools[0].removeprefix("tool_"))
+    assert (
+        choice.loosened_tools == tuple(f"tool_{i}" for i in range(first, 256)) and 0 < first < 255
+    )
     kept = schemas_of(choice)[first - 1]
     assert kept != ANY_OBJECT and schemas_of(choice)[first] == ANY_OBJECT
-    assert choice == next(candidates(structure(tools))), "the same each time"
-    larger = [*choice.loosened[1:]]
+    assert choice == next(candidate_formats(structure(tools))), "the same each time"
+    larger = [*choice.loosened_tools[1:]]
     tight = (
         len(source_of(choice.format)) + len(json.dumps(wide(first))) - len(json.dumps(ANY_OBJECT))
     )
@@ -112,17 +119,17 @@ def test_the_largest_schemas_give_way_until_the_source_is_small_enough() -> None
 
 def test_strict_tools_that_are_too_large_are_refused() -> None:
     tools = {f"tool_{i}": wide(110) for i in range(256)}
-    assert len(next(candidates(structure(tools, ("tool_3",)))).loosened) < 256
+    assert len(next(candidate_formats(structure(tools, ("tool_3",)))).loosened_tools) < 256
     with pytest.raises(
         RequestError, match="bytes larger than the 65536 that are possible"
     ) as error:
-        next(candidates(structure(tools, tuple(tools))))
+        next(candidate_formats(structure(tools, tuple(tools))))
     assert error.value.parameter == "tools"
 
 
 def test_each_step_frees_half_of_the_tools_that_are_left() -> None:
     tools = {f"tool_{i}": wide(i + 1) for i in range(8)}
-    steps = [choice.loosened for choice in candidates(structure(tools, ("tool_7",)))]
+    steps = [choice.loosened_tools for choice in candidate_formats(structure(tools, ("tool_7",)))]
     assert [len(names) for names in steps] == [0, 4, 6, 7]
     assert steps[1] == ("tool_3", "tool_4", "tool_5", "tool_6")
     assert all("tool_7" not in names for names in steps)
@@ -146,13 +153,13 @@ def test_a_grammar_that_takes_too_much_gives_way_to_the_next_one(
 ) -> None:
     too_large = RequestError("it takes too many bytes", "structured_outputs")
     params = SamplingParams(structured_outputs=structure(TOOLS))
-    real = builder._grammars
+    real = builder._grammar_compiler
     assert isinstance(real, GrammarCompiler)
-    monkeypatch.setattr(builder, "_grammars", FullCompiler(too_large, 2))
-    assert len(builder.build("x", params, None).loosened) == 18
-    monkeypatch.setattr(builder, "_grammars", FullCompiler(too_large, 99))
+    monkeypatch.setattr(builder, "_grammar_compiler", FullCompiler(too_large, 2))
+    assert len(builder.build("x", params, None).loosened_tools) == 18
+    monkeypatch.setattr(builder, "_grammar_compiler", FullCompiler(too_large, 99))
     with pytest.raises(RequestError, match="it takes too many bytes"):
         builder.build("x", params, None)
-    monkeypatch.setattr(builder, "_grammars", FullCompiler(OverloadedError("busy"), 1))
+    monkeypatch.setattr(builder, "_grammar_compiler", FullCompiler(OverloadedError("busy"), 1))
     with pytest.raises(OverloadedError):
         builder.build("x", params, None)

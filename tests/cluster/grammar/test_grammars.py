@@ -17,26 +17,26 @@ import pytest
 
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.compiler import GrammarCompiler
-from cluster.grammar.follower import MEMORY_BYTES
+from cluster.grammar.follower import CHILD_MEMORY_BYTES
 from cluster.grammar.formats import (
     CallFormat,
-    after_thinking,
-    calls_possible,
-    calls_required,
+    format_after_thinking,
     format_of,
+    possible_calls_format,
+    required_calls_format,
     source_of,
 )
 from cluster.grammar.helper import HelperLostError
-from cluster.grammar.keywords import FORMATS
-from cluster.grammar.markers import State
+from cluster.grammar.keywords import FORMAT_NAMES
+from cluster.grammar.markers import AnswerState
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.schemas import ANY_OBJECT
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.engine import MaskAnswer
 from scheduler.errors import RequestError, RequestFailedError
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling, StructuredOutputs
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling, StructuredOutputs
 from scheduler.sequence import Sequence
 
 MODEL = ModelConfig.from_dir(Path(DEFAULT_MODEL_DIR))
@@ -82,12 +82,12 @@ def matching(tokenizer: Tokenizer) -> Iterator[GrammarMatching]:
 def sequence(grammar: bytes, name: str = "a") -> Sequence:
     request = Request(
         request_id=name,
-        token_ids=ints([1, 2]),
+        token_ids=int32_array([1, 2]),
         num_prompt_tokens=2,
-        sampling=Sampling(seed=0, max_tokens=1000),
+        sampling=ResolvedSampling(seed=0, max_tokens=1000),
         grammar=grammar,
     )
-    return Sequence(request, arrival=0, max_total=1002)
+    return Sequence(request, arrival_index=0, max_total=1002)
 
 
 def allowed_by(mask: MaskAnswer) -> list[int]:
@@ -131,7 +131,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> Any:
             limits,
             {},
             {"pattern": r"^[a-c]{1,4}$"},
-            {"format": rng.choice(FORMATS)},
+            {"format": rng.choice(FORMAT_NAMES)},
         ]
         return {"type": "string"} | rng.choice(of)
     if kind in ("integer", "number"):
@@ -268,18 +268,23 @@ def check_calls(text: str) -> int:
     return len(calls)
 
 
-@pytest.mark.parametrize("only_one", [True, False])
+@pytest.mark.parametrize("ends_after_one_call", [True, False])
 def test_required_calls(
-    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, only_one: bool
+    compiler: GrammarCompiler,
+    matching: GrammarMatching,
+    tokenizer: Tokenizer,
+    ends_after_one_call: bool,
 ) -> None:
-    grammar = compiler.check(source_of(calls_required(TOOLS, only_one=only_one)))
+    grammar = compiler.check(
+        source_of(required_calls_format(TOOLS, ends_after_one_call=ends_after_one_call))
+    )
     rng, ended = random.Random(5), 0
     for _ in range(10):
         text, has_ended = walk(grammar, matching, tokenizer, rng, 300)
         if has_ended:
             ended += 1
             count = check_calls(text)
-            assert count == 1 if only_one else count >= 1
+            assert count == 1 if ends_after_one_call else count >= 1
             assert not CALLS.sub("", text).strip("\n"), text
     assert ended
 
@@ -287,7 +292,7 @@ def test_required_calls(
 def test_possible_calls(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
 ) -> None:
-    grammar = compiler.check(source_of(calls_possible(TOOLS)))
+    grammar = compiler.check(source_of(possible_calls_format(TOOLS)))
     start = tokenizer.encode('Well. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n')
     seq = sequence(grammar)
     seq.token_ids += start
@@ -301,18 +306,20 @@ def test_possible_calls(
     assert isinstance(answer, RequestFailedError) and "does not allow token" in str(answer)
 
 
-@pytest.mark.parametrize("state", [State.REASONING, State.UNDECIDED, State.CONTENT])
+@pytest.mark.parametrize(
+    "state", [AnswerState.REASONING, AnswerState.UNDECIDED, AnswerState.CONTENT]
+)
 def test_the_answer_comes_after_the_reasoning(
-    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, state: State
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, state: AnswerState
 ) -> None:
-    answer = after_thinking(format_of(StructuredOutputs(choice=["yes"])), state)
+    answer = format_after_thinking(format_of(StructuredOutputs(choice=["yes"])), state)
     grammar = compiler.check(source_of(answer))
     thoughts = {
-        State.REASONING: "Is 1 = 1? yes, I think.</think>\n\n",
-        State.UNDECIDED: "<think>Is 1 = 1?</think>\n\n",
-        State.CONTENT: "",
+        AnswerState.REASONING: "Is 1 = 1? yes, I think.</think>\n\n",
+        AnswerState.UNDECIDED: "<think>Is 1 = 1?</think>\n\n",
+        AnswerState.CONTENT: "",
     }[state]
-    for before in {thoughts, "" if state is State.UNDECIDED else thoughts}:
+    for before in {thoughts, "" if state is AnswerState.UNDECIDED else thoughts}:
         seq = sequence(grammar)
         seq.token_ids += tokenizer.encode(before)
         [mask] = matching.masks([seq], WAIT_S)
@@ -320,7 +327,7 @@ def test_the_answer_comes_after_the_reasoning(
         texts = {tokenizer.decode([token]) for token in allowed_by(mask)}
         assert any(text and "yes".startswith(text) for text in texts), texts
         assert "n" not in texts and not EOS & {*allowed_by(mask)}
-    if state is State.REASONING:
+    if state is AnswerState.REASONING:
         seq = sequence(grammar)
         seq.token_ids += tokenizer.encode("hm")
         [mask] = matching.masks([seq], WAIT_S)
@@ -464,8 +471,8 @@ def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tok
     assert tokenizer.file is not None
     other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
     other.start()
-    process, commands = other._helper._process, other._helper._commands
-    child = other._helper.fork(MEMORY_BYTES)
+    process, commands = other._helper._process, other._helper._command_socket
+    child = other._helper.fork(CHILD_MEMORY_BYTES)
     assert process is not None and commands is not None
     commands.close()  # as when the parent is killed
     assert process.wait(5) == 0

@@ -22,14 +22,14 @@ import pytest
 from cluster.grammar import compiler as compiler_module
 from cluster.grammar import follower as follower_module
 from cluster.grammar import helper as helper_module
-from cluster.grammar.compiler import MAX_SLOW, GrammarCompiler
+from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler
 from cluster.grammar.formats import format_of, source_of
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLateError, HelperLostError
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.pipes import Pipe, PipeError
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
-from scheduler.engine import LATE, Engine
+from scheduler.engine import MASK_LATE, Engine
 from scheduler.errors import OverloadedError, RequestError, RequestFailedError
 from scheduler.messages import Request
 from scheduler.params import StructuredOutputs
@@ -68,9 +68,9 @@ class StubChild:
         wanted: list[tuple[int, list[int]]],
         ended: list[int],
         *,
-        yields: bool,
+        yields_cores: bool,
     ) -> Iterator[tuple[None, float]]:
-        assert name == "masks" and len(wanted) == count and yields
+        assert name == "masks" and len(wanted) == count and yields_cores
         for _ in wanted:
             seconds = float(self.grammar)
             time.sleep(min(seconds, limit_s))
@@ -145,7 +145,7 @@ def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
     while turning.num_output_tokens < 20:
         timed_step(engine)
     free = engine.add(request("free", b"", 50))
-    child: Any = stubbed._followed["turning"].follower._child
+    child: Any = stubbed._followed_by_request["turning"].follower._child
     child.grammar = b"1.0"
     blocked_s = []
     while not free.finish_reason:
@@ -177,12 +177,12 @@ def test_a_slow_grammar_that_is_aborted_is_forgotten(stubbed: GrammarMatching) -
     engine.finish("slow", "abort")
     while engine.has_work:
         timed_step(engine)
-    assert not stubbed._followed and not stubbed._followers
+    assert not stubbed._followed_by_request and not stubbed._followers
 
 
 @pytest.mark.parametrize(
     ("limit", "value", "grammar"),
-    [("MASK_LIMIT_S", 0.1, b"8"), ("MASKS_LIMIT_S", 0.1, b"0.09")],
+    [("MASK_LIMIT_S", 0.1, b"8"), ("ALL_MASKS_LIMIT_S", 0.1, b"0.09")],
 )
 def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
     stubbed: GrammarMatching,
@@ -199,7 +199,7 @@ def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
     )
     while engine.has_work:
         assert timed_step(engine) < MAX_BLOCKED_S + NOISE_S
-    [(failed, error)] = engine.take_failed()
+    [(failed, error)] = engine.take_failures()
     assert failed is slow and isinstance(error, RequestError)
     assert "the grammar is too slow" in str(error) and error.parameter == "structured_outputs"
     assert quick.finish_reason == "length"
@@ -263,7 +263,7 @@ ANSWER = framed((True, None)) + framed((True, (b"mask", 0.0)))
 def first_mask(helper: Any) -> Any:
     matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     matching._helper = helper
-    seq = EngineSequence(request("a", b"grammar"), arrival=0, max_total=100)
+    seq = EngineSequence(request("a", b"grammar"), arrival_index=0, max_total=100)
     [answer] = matching.masks([seq], WAIT_S)
     with matching._lock:
         for follower in matching._followers.values():
@@ -313,7 +313,7 @@ while True:
 def fake_helper(start: str, answer: str) -> Helper:
     """A helper whose process runs another program."""
     helper = Helper(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    helper._command = [sys.executable, "-c", FAKE_HELPER.format(start=start, answer=answer)]
+    helper._argv = [sys.executable, "-c", FAKE_HELPER.format(start=start, answer=answer)]
     return helper
 
 
@@ -344,7 +344,7 @@ def test_without_a_child_only_the_requests_with_a_grammar_fail(
     free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"grammar"))
     while engine.has_work:
         assert timed_step(engine) < MAX_BLOCKED_S + NOISE_S
-    [(failed, error)] = engine.take_failed()
+    [(failed, error)] = engine.take_failures()
     assert failed is bad and isinstance(error, RequestFailedError) and message in str(error)
     assert free.finish_reason == "length"
     matching.close()
@@ -352,7 +352,7 @@ def test_without_a_child_only_the_requests_with_a_grammar_fail(
 
 def test_a_program_that_cannot_be_started_is_an_error_of_the_request() -> None:
     helper = Helper(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    helper._command = ["/does/not/exist"]
+    helper._argv = ["/does/not/exist"]
     with pytest.raises(HelperError, match=r"cannot be started: .*No such file"):
         helper.fork(2**30)
 
@@ -368,7 +368,7 @@ def test_without_room_for_a_thread_only_the_request_with_a_grammar_fails(
     free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"0.0001"))
     while engine.has_work:
         engine.step()
-    [(failed, error)] = engine.take_failed()
+    [(failed, error)] = engine.take_failures()
     assert failed is bad and "can't start new thread" in str(error)
     assert free.finish_reason == "length"
 
@@ -387,7 +387,7 @@ def test_a_bug_in_a_follower_costs_the_requests_of_its_grammar(
     bad = engine.add(request("bad", b"0.0002", 30))
     while engine.has_work:
         timed_step(engine)
-    [(failed, error)] = engine.take_failed()
+    [(failed, error)] = engine.take_failures()
     assert failed is bad and "ZeroDivisionError: a bug" in str(error)
     assert good.finish_reason == "length"
 
@@ -425,7 +425,7 @@ def matching() -> Iterator[GrammarMatching]:
 
 
 def followed(grammar: bytes, name: str) -> EngineSequence:
-    return EngineSequence(request(name, grammar), arrival=0, max_total=100)
+    return EngineSequence(request(name, grammar), arrival_index=0, max_total=100)
 
 
 def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
@@ -434,13 +434,13 @@ def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
     grammars = [compiler.check(source(choice=[text, "no"])) for text in ("yes", "ja")]
     sequences = [followed(grammar, f"r{i}") for i, grammar in enumerate(grammars)]
     before = matching.masks(sequences, WAIT_S)
-    child = matching._followed["r0"].follower._child
+    child = matching._followed_by_request["r0"].follower._child
     assert child is not None and all(isinstance(mask, bytes) for mask in before)
     os.kill(child.pid, signal.SIGSTOP)
     for seq in sequences:
         matching.forget(seq.request_id)
     again = [followed(grammar, f"again {i}") for i, grammar in enumerate(grammars)]
-    assert matching.masks(again, 0.5) == [LATE, before[1]], "only one is late"
+    assert matching.masks(again, 0.5) == [MASK_LATE, before[1]], "only one is late"
     os.kill(child.pid, signal.SIGKILL)
     assert matching.masks(again, WAIT_S) == before
     for seq in again:
@@ -450,7 +450,7 @@ def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
 def test_the_time_of_real_masks_is_limited(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "MASKS_LIMIT_S", -1.0)
+    monkeypatch.setattr(follower_module, "ALL_MASKS_LIMIT_S", -1.0)
     grammar = compiler.check(source(regex="[a-z]{1,30}"))
     [answer] = matching.masks([followed(grammar, "slow")], WAIT_S)
     matching.forget("slow")
@@ -479,7 +479,7 @@ def wide(count: int) -> str:
 def test_memory_is_limited_and_the_error_says_so(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, memory_bytes: int
 ) -> None:
-    monkeypatch.setattr(compiler_module, "MEMORY_BYTES", memory_bytes)
+    monkeypatch.setattr(compiler_module, "CHILD_MEMORY_BYTES", memory_bytes)
     with pytest.raises(
         RequestError, match=f"needs more than {memory_bytes // 2**20} MiB of memory"
     ):
@@ -491,7 +491,7 @@ def test_memory_is_limited_and_the_error_says_so(
 def test_masks_that_need_too_much_memory_fail_alone(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follower_module, "MEMORY_BYTES", 2**20)
+    monkeypatch.setattr(follower_module, "CHILD_MEMORY_BYTES", 2**20)
     grammar = compiler.check(wide(1450))
     [answer] = matching.masks([followed(grammar, "large")], WAIT_S)
     matching.forget("large")
@@ -533,7 +533,7 @@ def test_refusals_are_remembered_for_a_while(
     with pytest.raises(RequestError) as second:
         compiler.check(bad)
     assert str(first.value) == str(second.value) and not forks
-    monkeypatch.setattr(compiler_module, "REFUSED_FOR_S", 0.0)
+    monkeypatch.setattr(compiler_module, "REFUSAL_TTL_S", 0.0)
     with pytest.raises(RequestError):
         compiler.check(bad)
     assert forks
@@ -542,7 +542,7 @@ def test_refusals_are_remembered_for_a_while(
 def test_refusals_take_a_limited_place(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler_module, "_MAX_REMEMBERED", 2)
+    monkeypatch.setattr(compiler_module, "_MAX_CACHED_VERDICTS", 2)
     for number in range(4):
         with pytest.raises(RequestError):
             compiler.check(source(regex="a" * number + "b{3,1}"))
@@ -590,7 +590,7 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
     monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 1.5)
     compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     monkeypatch.setattr(compiler._helper, "fork", lambda memory_bytes: StubCompiling())
-    slow = [f"slow {number}" for number in range(MAX_SLOW + 2)]
+    slow = [f"slow {number}" for number in range(MAX_SLOW_COMPILES + 2)]
     threads, results = in_threads(compiler, slow)
     began_s = time.monotonic()
     for number in range(10):
@@ -600,7 +600,7 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
         thread.join(60)
     overloaded = [str(each) for each in results if isinstance(each, OverloadedError)]
     too_slow = [str(each) for each in results if isinstance(each, RequestError)]
-    assert (len(overloaded), len(too_slow)) == (2, MAX_SLOW)
+    assert (len(overloaded), len(too_slow)) == (2, MAX_SLOW_COMPILES)
     assert all("takes longer than 1.5 s; simplify it" in each for each in too_slow)
     assert all("try again later" in each for each in overloaded)
     began_s = time.monotonic()

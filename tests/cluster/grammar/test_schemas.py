@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import xgrammar
 
-from cluster.grammar.keywords import FORMATS
-from cluster.grammar.schemas import ANY_OBJECT, honored, loosened
+from cluster.grammar.keywords import FORMAT_NAMES
+from cluster.grammar.schemas import ANY_OBJECT, honored_schema, loosened_schema
 from scheduler.errors import RequestError
 
 END = 256
@@ -156,19 +156,19 @@ HONORED: list[Any] = [
 
 @pytest.mark.parametrize("schema", HONORED, ids=str)
 def test_what_is_honored_lets_only_valid_values_through(schema: Any) -> None:
-    assert check_walks(schema, honored(schema, "json"), 1)
+    assert check_walks(schema, honored_schema(schema, "json"), 1)
 
 
 @pytest.mark.parametrize("impossible", [False, {"allOf": [INT, STR]}], ids=str)
 def test_without_possible_properties_there_are_none(impossible: Any) -> None:
     schema = {"type": "object", "properties": {"a": impossible}}
-    assert honored(schema, "json") == {"type": "object", "additionalProperties": False}
+    assert honored_schema(schema, "json") == {"type": "object", "additionalProperties": False}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", FORMAT_NAMES)
 def test_formats_of_strings_are_honored(name: str) -> None:
     schema = {"type": "string", "format": name}
-    assert check_walks(schema, honored(schema, "json"), 1, 40)
+    assert check_walks(schema, honored_schema(schema, "json"), 1, 40)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_formats_of_strings_are_honored(name: str) -> None:
 )
 def test_patterns_are_honored(pattern: str) -> None:
     schema = {"type": "string", "pattern": pattern}
-    assert check_walks(schema, honored(schema, "json"), 1, 40)
+    assert check_walks(schema, honored_schema(schema, "json"), 1, 40)
 
 
 def random_pattern(rng: random.Random, depth: int) -> str:
@@ -204,7 +204,7 @@ def test_random_patterns_are_honored() -> None:
     for seed in range(150):
         parts = [random_pattern(rng, 2), random_pattern(rng, 3)]
         schema = {"type": "string", "pattern": f"^({'|'.join(parts)})$"}
-        num_ended += check_walks(schema, honored(schema, "json"), seed, 15)
+        num_ended += check_walks(schema, honored_schema(schema, "json"), seed, 15)
     assert num_ended > 1500
 
 
@@ -219,7 +219,7 @@ def test_random_patterns_are_honored() -> None:
 def test_an_alternative_ends_where_it_ends(
     pattern: str, lets_through: list[str], keeps_out: list[str]
 ) -> None:
-    grammar = compiled(honored({"type": "string", "pattern": pattern}, "json"))
+    grammar = compiled(honored_schema({"type": "string", "pattern": pattern}, "json"))
     for text in (*lets_through, *keeps_out):
         matcher = xgrammar.GrammarMatcher(grammar)
         is_let_through = matcher.accept_string(f'"{text}"') and matcher.accept_token(END)
@@ -324,7 +324,7 @@ def test_an_alternative_ends_where_it_ends(
 )
 def test_what_cannot_be_honored_is_refused_by_name(schema: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        honored(schema, "json")
+        honored_schema(schema, "json")
 
 
 def test_what_would_be_merged_without_end_is_refused() -> None:
@@ -338,8 +338,8 @@ def test_what_would_be_merged_without_end_is_refused() -> None:
         "$defs": {"a": both, "b": {"properties": {"w": both}}},
     }
     with pytest.raises(RequestError, match=r"more than 5000 keywords|deeper than 64 levels"):
-        honored(schema, "json")
-    assert loosened(schema, "json")[1]
+        honored_schema(schema, "json")
+    assert loosened_schema(schema, "json")[1]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_a_property_whose_name_cannot_match_a_pattern_stays_apart_from_it(
     pattern: str, name: str
 ) -> None:
     schema = {"type": "object", "properties": {name: STR}, "patternProperties": {pattern: INT}}
-    assert check_walks(schema, honored(schema, "json"), 1)
+    assert check_walks(schema, honored_schema(schema, "json"), 1)
 
 
 @pytest.mark.parametrize(
@@ -358,7 +358,7 @@ def test_a_property_whose_name_cannot_match_a_pattern_stays_apart_from_it(
 )
 def test_a_property_whose_name_may_match_a_pattern_is_refused(pattern: str, name: str) -> None:
     with pytest.raises(RequestError, match="may match a pattern"):
-        honored({"properties": {name: STR}, "patternProperties": {pattern: INT}}, "json")
+        honored_schema({"properties": {name: STR}, "patternProperties": {pattern: INT}}, "json")
 
 
 # What would take long
@@ -396,8 +396,8 @@ def compared_many_times(count: int, depth: int) -> Any:
 def test_small_schemas_that_would_take_long_take_little(schema: Any, message: str) -> None:
     began_s = time.process_time()
     with pytest.raises(RequestError, match=message):
-        honored(schema, "json")
-    assert loosened(schema, "json")[1]
+        honored_schema(schema, "json")
+    assert loosened_schema(schema, "json")[1]
     assert time.process_time() - began_s < 1.5
 
 
@@ -435,7 +435,7 @@ TARGETS = {
 
 @pytest.mark.parametrize("schema", [*TARGETS.values()][:-1], ids=[*TARGETS][:-1])
 def test_references_are_followed_inside_the_schema(schema: Any) -> None:
-    assert check_walks(schema, honored(schema, "json"), 1)
+    assert check_walks(schema, honored_schema(schema, "json"), 1)
 
 
 def test_a_reference_to_itself_alone_is_refused() -> None:
@@ -445,14 +445,14 @@ def test_a_reference_to_itself_alone_is_refused() -> None:
         {"properties": {"a": {"$ref": "#/properties/a"}}},
     ):
         with pytest.raises(RequestError, match="no finite value fits"):
-            honored(schema, "json")
-        assert loosened(schema, "json") == (ANY_OBJECT, True)
+            honored_schema(schema, "json")
+        assert loosened_schema(schema, "json") == (ANY_OBJECT, True)
 
 
 def test_definitions_that_nothing_leads_to_do_not_matter() -> None:
     unused = {"endless": {"$ref": "#/$defs/endless"}, "odd": {"not": {}}, "wrong": 7}
     schema = {"type": "object", "properties": {"a": INT}, "required": ["a"], "$defs": unused}
-    assert "$defs" not in honored(schema, "json")
+    assert "$defs" not in honored_schema(schema, "json")
 
 
 # What is left out for tools that are not strict
@@ -470,7 +470,7 @@ def test_only_what_cannot_be_honored_is_left_out() -> None:
         "propertyNames": {"pattern": "^[a-z]$"},
         "additionalProperties": False,
     }
-    assert loosened(schema, "json") == (
+    assert loosened_schema(schema, "json") == (
         {
             "type": "object",
             "properties": {
@@ -487,9 +487,9 @@ def test_only_what_cannot_be_honored_is_left_out() -> None:
 
 def test_nothing_is_left_out_of_what_is_honored() -> None:
     for schema in HONORED:
-        rewritten, has_dropped = loosened(schema, "json")
-        assert not has_dropped or isinstance(honored(schema, "json"), bool)
-        assert rewritten == honored(schema, "json")
+        rewritten, has_dropped_keywords = loosened_schema(schema, "json")
+        assert not has_dropped_keywords or isinstance(honored_schema(schema, "json"), bool)
+        assert rewritten == honored_schema(schema, "json")
 
 
 # Random schemas of all keywords
@@ -538,7 +538,7 @@ KEYWORDS: Mapping[str, Any] = {
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), bound),
     "multipleOf": lambda rng, depth: rng.choice([1, 2, 3, 0.5, 1000]),
     "pattern": lambda rng, depth: rng.choice(["^a", "b$", r"^[a-c]{1,2}$", '"', r"^\n"]),
-    "format": lambda rng, depth: rng.choice([*FORMATS, "int32", "odd"]),
+    "format": lambda rng, depth: rng.choice([*FORMAT_NAMES, "int32", "odd"]),
     "uniqueItems": lambda rng, depth: rng.random() < 0.5,
     "enum": lambda rng, depth: rng.sample([1, 1.0, True, "a", None, [1], {"a": 1}], 2),
     "const": lambda rng, depth: rng.choice([1, "a", {"a": [1, True]}]),
@@ -553,7 +553,7 @@ def test_no_keyword_is_weakened_in_silence() -> None:
     for seed in range(4 * NUM_SCHEMAS):
         schema = random_schema(rng)
         try:
-            rewritten = honored(schema, "json")
+            rewritten = honored_schema(schema, "json")
         except RequestError:
             continue
         if rewritten is False or rewritten is True:
@@ -573,5 +573,5 @@ def test_what_is_left_out_at_each_level_takes_no_longer_than_the_levels(depth: i
     for _ in range(depth):
         schema = {"type": "object", "minProperties": 2, "additionalProperties": schema}
     began_s = time.process_time()
-    assert loosened(schema, "json")[1]
+    assert loosened_schema(schema, "json")[1]
     assert time.process_time() - began_s < 0.5

@@ -57,7 +57,7 @@ def main() -> None:
         raise AssertionError("it began without the resources")
     began = time.monotonic()
     with LLM(**options, wait_for_nodes_s=120) as llm:
-        assert [place.local_rank for place in llm._engine.places()] == [0, 1, 0, 1]
+        assert [place.local_rank for place in llm._engine_processes.places()] == [0, 1, 0, 1]
         [output] = llm.generate([QUESTION], SamplingParams(temperature=0))
         assert output.text == "85", output
         print(f"nodes were made and it answered after {time.monotonic() - began:.1f} s", flush=True)

@@ -32,7 +32,7 @@ def main() -> None:
         "log_level": "error",
     }
     with LLM(tensor_parallel_size=2, ray_address=f"{head}:6379", **options) as llm:
-        before = [place.host for place in llm._engine.places()]
+        before = [place.host for place in llm._engine_processes.places()]
         assert len(set(before)) == 2, before
         expected = Load(llm, CASES).wait(LIMIT_S)
         away = next(host for host in before if host != head)
@@ -43,7 +43,7 @@ def main() -> None:
         load.wait_for_news(LIMIT_S)
         seconds = time.monotonic() - began
         assert compare(CASES, load.wait(LIMIT_S), expected) == []
-        after = [place.host for place in llm._engine.places()]
+        after = [place.host for place in llm._engine_processes.places()]
         assert away not in after, after
         load = Load(llm, CASES)  # while what is left over there comes back
         ask(f"plug {away}")

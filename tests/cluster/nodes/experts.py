@@ -36,7 +36,7 @@ def main() -> None:
         with LLM(
             directory, tensor_parallel_size=2, device="cpu", dtype="float32", spares="off"
         ) as llm:
-            nodes = {place.node_id for place in llm._engine.places()}
+            nodes = {place.node_id for place in llm._engine_processes.places()}
             chats = [[{"role": "user", "content": sum_question(*sum_)}] for sum_ in SUMS]
             outputs = llm.chat(chats, GREEDY)
             check_against_transformers(model, outputs, [out.prompt_token_ids for out in outputs])

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import descendants, wait_until
 
 _PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -38,7 +38,7 @@ def why_not() -> str | None:
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} is not installed (Debian: iproute2, util-linux)"
-    for place in (CHECKOUT, Path(sys.prefix)):
+    for place in (SOURCE_ROOT, Path(sys.prefix)):
         if place.is_relative_to("/tmp"):
             return f"hosts do not see {place}: each has a /tmp of its own"
     made = subprocess.run(

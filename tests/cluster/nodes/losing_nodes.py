@@ -95,17 +95,17 @@ def check_places(places: list[Place]) -> None:
 def main() -> None:
     os.environ.update(SOON_DEAD)
     world = World()
-    check_places(world.llm._engine.places())
+    check_places(world.llm._engine_processes.places())
     check_tokens(world.llm)
 
     def remove_the_driver() -> None:
-        world.remove(world.llm._engine.places()[0].node_id)
+        world.remove(world.llm._engine_processes.places()[0].node_id)
 
     world.under_load("the driver's node", remove_the_driver)
-    check_places(world.llm._engine.places())
+    check_places(world.llm._engine_processes.places())
 
     def remove_what_cannot_be_spared() -> None:
-        world.remove(world.llm._engine.places()[3].node_id)
+        world.remove(world.llm._engine_processes.places()[3].node_id)
         told = r"no room yet for .* needed 4 CPU; nodes have \[.*: 2 CPU \("
         wait_until(
             lambda: re.search(told, world.llm.stats().recovery_waits_for) is not None,
@@ -115,7 +115,7 @@ def main() -> None:
         world.add()
 
     world.under_load("a node with ranks, with too little left", remove_what_cannot_be_spared)
-    check_places(world.llm._engine.places())
+    check_places(world.llm._engine_processes.places())
     world.llm.shutdown()
     ray.shutdown()
     world.cluster.shutdown()

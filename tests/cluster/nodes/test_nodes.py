@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.paths import CHECKOUT, DEFAULT_MODEL_DIR
+from configs.paths import DEFAULT_MODEL_DIR, SOURCE_ROOT
 from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes import autoscaling
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.nodes.losing_nodes import SOON_DEAD
 from tests.cluster.processes import OURS, wait_until
-from tests.conftest import NOT_INSTALLED
 
 pytestmark = [pytest.mark.engine, pytest.mark.nodes]
 NO_HOSTS = why_not()
@@ -27,7 +26,7 @@ NO_HOSTS = why_not()
 def run(program: str, limit_s: float) -> str:
     command = [sys.executable, "-m", f"tests.cluster.nodes.{program}"]
     done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=limit_s, check=False
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=limit_s, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -44,7 +43,7 @@ def test_a_model_with_experts_over_two_nodes_gives_the_tokens_of_transformers() 
 # A host has its own home directory.
 ENVIRONMENT = os.environ | {
     "EAGLERAY_CACHE_DIR": str(cache_dir()),
-    "PYTHONPATH": f"{CHECKOUT}{os.pathsep}{NOT_INSTALLED}",
+    "PYTHONPATH": str(SOURCE_ROOT),
     "RAY_AUTH_MODE": "disabled",
 }
 
@@ -79,7 +78,7 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
     by_address = {host.address: host for host in ray_hosts}
     program = head.start(
         *(sys.executable, "-m", "tests.cluster.nodes.cut_off", head.address),
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -120,7 +119,7 @@ def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None
         where += ["--include-dashboard=false"]
         host.run(RAY, "start", "--head", *where, env=ENVIRONMENT | autoscaling.ENVIRONMENT)
         run_it = [sys.executable, "-m", f"tests.cluster.nodes.{program}", host.address]
-        printed = host.run(*run_it, cwd=CHECKOUT, env=ENVIRONMENT, limit_s=280.0)
+        printed = host.run(*run_it, cwd=SOURCE_ROOT, env=ENVIRONMENT, limit_s=280.0)
         assert said in printed
         print(printed.splitlines()[-1])
 
@@ -133,6 +132,6 @@ def test_a_job_that_is_submitted_uses_the_cluster_it_runs_in() -> None:
         host.run(RAY, "start", "--head", *where, "--disable-usage-stats", env=ENVIRONMENT)
         job = [sys.executable, "launch.py", "generate", "What is 47 + 38?", "--tp", "2"]
         job += ["--model", str(DEFAULT_MODEL_DIR), "--device", "cpu"]
-        submit = [RAY, "job", "submit", "--working-dir", str(CHECKOUT), "--", *job]
+        submit = [RAY, "job", "submit", "--working-dir", str(SOURCE_ROOT), "--", *job]
         said = host.run(*submit, env=ENVIRONMENT, limit_s=250.0)
         assert "> What is 47 + 38?\n85\n" in said, said

@@ -19,7 +19,7 @@ import httpx
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.processes import wait_until
 
@@ -59,7 +59,7 @@ def cluster_file(made: list[Host], home: Path) -> Path:
     installed already.
     """
     config: dict[str, Any] = yaml.safe_load(
-        (CHECKOUT / "configs" / "clusters" / "on_premise.yaml").read_text()
+        (SOURCE_ROOT / "configs" / "clusters" / "on_premise.yaml").read_text()
     )
     config["provider"]["head_ip"] = made[0].address
     config["provider"]["worker_ips"] = [host.address for host in made[1:]]
@@ -87,7 +87,7 @@ def test_hosts_are_brought_up_deployed_to_asked_and_torn_down(home: Path) -> Non
     def ray(*arguments: str) -> str:
         done = subprocess.run(
             [str(Path(sys.executable).with_name("ray")), *arguments],
-            cwd=CHECKOUT,
+            cwd=SOURCE_ROOT,
             env=os.environ | {"HOME": str(home)},
             stdin=subprocess.DEVNULL,
             capture_output=True,

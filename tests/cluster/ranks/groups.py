@@ -11,8 +11,8 @@ from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Placement
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine, Grammars
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.workers.conftest import config_of
@@ -64,12 +64,12 @@ def check_every_token(
     with two_ranks(config) as group:
         scheduler = Scheduler(limits_of(config, group.start().num_blocks))
         engine = Engine(scheduler, group, num_steps_ahead=1, grammars=grammars)
-        sampling = Sampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
+        sampling = ResolvedSampling(seed=0, temperature=0.0, max_tokens=NUM_OUTPUT)
         sequences = [
             engine.add(
                 Request(
                     request_id=str(i),
-                    token_ids=ints(prompt),
+                    token_ids=int32_array(prompt),
                     num_prompt_tokens=len(prompt),
                     sampling=sampling,
                     grammar=b"all" if grammars is not None and i % 2 else b"",

@@ -18,10 +18,10 @@ from cluster.ranks import calls
 from cluster.ranks import group as rank_group
 from cluster.ranks.actor import RankActor
 from cluster.ranks.calls import StepCalls
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from scheduler.engine import MaskAnswer
 from scheduler.errors import WorkerError
-from scheduler.messages import StepMask, StepPlan, ints
+from scheduler.messages import StepMask, StepPlan, int32_array
 from scheduler.sequence import Sequence
 from tests.cluster.conftest import SHAPE, SmallModel
 from tests.cluster.ranks.groups import check_every_token, group_with
@@ -201,10 +201,10 @@ class BareRank(RankActor):
         engine = SimpleNamespace(step_timeout_s=1.0)
         self._config: Any = SimpleNamespace(engine=engine, num_steps_ahead=1)
         self._worker = worker
-        self._is_imported = threading.Event()
-        self._is_imported.set()
-        self._compute_thread = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
-        self._step_order = threading.Condition()
+        self._imported_event = threading.Event()
+        self._imported_event.set()
+        self._compute_executor = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
+        self._order_condition = threading.Condition()
         self._next_step_id = self._next_mask_step_id = 0
         self._replies = {}
 
@@ -240,7 +240,7 @@ def test_a_mask_that_comes_again_is_not_kept() -> None:
     rank = BareRank()
     mask: Any = rank.mask
     for step_id in (0, 0, 2, 2, 0, 3):
-        mask(pickle.dumps(StepMask(step_id=step_id, epoch=0, rows=ints(), masks=())))
+        mask(pickle.dumps(StepMask(step_id=step_id, epoch=0, rows=int32_array(), masks=())))
     assert rank.masks == [0, 2, 3]
 
 
@@ -277,6 +277,10 @@ print(ray.get(step.refs) == [len(step._pickled_mask)], len(step._pickled_mask) >
 
 def test_a_large_message_arrives_although_store_and_disk_are_full() -> None:
     program = subprocess.run(
-        [sys.executable, "-c", FULL_DISK], cwd=CHECKOUT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", FULL_DISK],
+        cwd=SOURCE_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert program.stdout == "full\nTrue True\n", program.stderr

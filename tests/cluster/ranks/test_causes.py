@@ -27,11 +27,11 @@ from cluster.ranks.causes import (
     DeathWatch,
     Ending,
     EndingKind,
-    leave_last_words,
-    may_have_spoiled_memory,
+    enable_crash_report,
+    may_have_corrupted_memory,
 )
-from cluster.ranks.processes import ProcessId, _start_ticks, end_here, mark
-from configs.paths import CHECKOUT
+from cluster.ranks.processes import ProcessId, _start_ticks, end_local_processes, mark_this_process
+from configs.paths import SOURCE_ROOT
 from scheduler.errors import EngineError, StepTimeoutError, WorkerError
 from tests.cluster.processes import wait_until
 
@@ -48,7 +48,7 @@ UNKNOWN_REQUEST = causes.PIDFD_GET_INFO | 0x70
 # arrives.
 PARENT = """
 import ctypes, json, mmap, os, signal, sys, threading, time
-from cluster.ranks.causes import leave_last_words
+from cluster.ranks.causes import enable_crash_report
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 libc = ctypes.CDLL(None)
 def overflow_stack():
@@ -63,7 +63,7 @@ for line in sys.stdin:
         signal.alarm(30)  # the parent must not wait for ever for a child that a test left behind
         mark_fd = os.memfd_create("eagleray-test")
         if order["speaks"]:
-            leave_last_words(mark_fd)
+            enable_crash_report(mark_fd)
         print(os.getpid(), mark_fd, flush=True)
         signal.sigwait([signal.SIGUSR1])
         exec(order["deed"])
@@ -135,7 +135,7 @@ class Children:
 def children() -> Iterator[Children]:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -167,7 +167,7 @@ def test_a_process_says_that_it_crashes(children: Children, name: str) -> None:
     ending = children.ending(deed)
     assert (ending.kind, ending.text) == (CRASHED, words)
     assert ending.may_have_written_anywhere
-    assert "Current thread" in ending.last_words and "<string>" in ending.last_words
+    assert "Current thread" in ending.crash_report and "<string>" in ending.crash_report
 
 
 @TELLING_KERNEL
@@ -180,7 +180,7 @@ def test_the_kernel_tells_the_silent_crash_of_a_thread_whose_stack_overflows(
     children: Children,
 ) -> None:
     ending = children.ending("threading.Thread(target=overflow_stack).start(); time.sleep(60)")
-    assert (ending.kind, ending.text, ending.last_words) == (CRASHED, "SIGSEGV", "")
+    assert (ending.kind, ending.text, ending.crash_report) == (CRASHED, "SIGSEGV", "")
 
 
 @TELLING_KERNEL
@@ -238,10 +238,10 @@ def test_silence_without_a_promise_is_not_trusted(children: Children) -> None:
 
 
 def test_a_crash_that_hangs_and_is_killed_is_a_crash(children: Children) -> None:
-    hangs = "signal.signal(signal.SIGSEGV, lambda *_: None); leave_last_words(mark_fd); " + NULL
+    hangs = "signal.signal(signal.SIGSEGV, lambda *_: None); enable_crash_report(mark_fd); " + NULL
     process, watch = children.start(hangs, speaks=False)
     os.kill(process.pid, signal.SIGUSR1)
-    wait_until(lambda: bool(watch._last_words()), "its words")
+    wait_until(lambda: bool(watch._crash_report()), "its words")
     assert watch.ending(0.1).text == "it did not end within 0.1 s"
     os.kill(process.pid, signal.SIGKILL)
     ending = watch.ending(LIMIT_S)
@@ -252,7 +252,7 @@ def test_a_crash_that_hangs_and_is_killed_is_a_crash(children: Children) -> None
 def test_stacks_that_were_asked_for_are_no_last_words(children: Children) -> None:
     asked = "faulthandler.register(signal.SIGUSR2, file=mark_fd); os.kill(os.getpid(), 12)"
     ending = children.ending(f"import faulthandler; {asked}; os.kill(os.getpid(), 9)")
-    assert ending.kind is KILLED and ending.last_words == ""
+    assert ending.kind is KILLED and ending.crash_report == ""
 
 
 def test_what_still_lives_is_not_trusted(children: Children) -> None:
@@ -299,8 +299,8 @@ class Rank:
     """Does what a rank does at its start, and then what it is told."""
 
     def __init__(self) -> None:
-        self._process = mark("of-a-test-of-causes")
-        leave_last_words(self._process.mark_fd)
+        self._process = mark_this_process("of-a-test-of-causes")
+        enable_crash_report(self._process.mark_fd)
 
     def process(self) -> ProcessId:
         return self._process
@@ -343,7 +343,7 @@ def test_the_ending_of_an_actor(
     monkeypatch.setattr(causes, "PIDFD_GET_INFO", UNKNOWN_REQUEST)
     ending_by_words = watch.ending(LIMIT_S)
     watch.close()
-    end_here([(process.pid, process.start_ticks)])  # in case it hangs
+    end_local_processes([(process.pid, process.start_ticks)])  # in case it hangs
     assert ending.kind is (kind if KERNEL >= (6, 15) else ending_by_words.kind), ending
     assert ending_by_words.kind is (CRASHED if kind is CRASHED else KILLED), ending_by_words
 
@@ -369,7 +369,7 @@ def test_the_ending_of_an_actor(
 def test_an_error_of_the_device_or_of_the_interpreter_spoils_the_memory(
     error: Exception | str,
 ) -> None:
-    assert may_have_spoiled_memory(error)
+    assert may_have_corrupted_memory(error)
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_an_error_of_the_device_or_of_the_interpreter_spoils_the_memory(
     ids=str,
 )
 def test_other_errors_leave_the_memory_as_it_was(error: Exception | str) -> None:
-    assert not may_have_spoiled_memory(error)
+    assert not may_have_corrupted_memory(error)
 
 
 def test_what_led_to_an_error_counts() -> None:
@@ -395,10 +395,10 @@ def test_what_led_to_an_error_counts() -> None:
             raise torch.AcceleratorError("CUDA error: misaligned address")
         except RuntimeError as error:
             raise EngineError("step 7 failed") from error
-    assert may_have_spoiled_memory(raised.value)
+    assert may_have_corrupted_memory(raised.value)
 
 
 def test_errors_that_name_each_other_as_their_cause_are_read_once() -> None:
     outer, inner = ValueError("outer"), ValueError("inner")
     outer.__cause__, inner.__context__ = inner, outer
-    assert not may_have_spoiled_memory(outer)
+    assert not may_have_corrupted_memory(outer)

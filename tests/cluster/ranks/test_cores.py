@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import cores_of_computing_threads, wait_until
 
 CORES = tuple(range(8))
@@ -85,7 +85,7 @@ def test_a_rank_that_is_killed_leaves_its_cores(announce: Announce, tmp_path: Pa
         " Path(sys.argv[1])); print('there', flush=True); time.sleep(60)"
     )
     other = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)], cwd=CHECKOUT, stdout=subprocess.PIPE
+        [sys.executable, "-c", program, str(tmp_path)], cwd=SOURCE_ROOT, stdout=subprocess.PIPE
     )
     assert other.stdout is not None and other.stdout.readline() == b"there\n"
     mine = announce("a")

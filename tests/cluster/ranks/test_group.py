@@ -21,15 +21,15 @@ from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
-from cluster.ranks.causes import may_have_spoiled_memory
+from cluster.ranks.causes import may_have_corrupted_memory
 from cluster.ranks.group import RankGroup, RankMaker
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
-from configs.experts import Experts
+from configs.experts import ExpertsConfig
 from scheduler.engine import Engine
 from scheduler.errors import ConfigError, StepTimeoutError, WorkerError
-from scheduler.messages import Request, StepResult, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, StepResult, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import wait_until
@@ -47,7 +47,9 @@ from workers.report import WorkerReport
 pytestmark = pytest.mark.engine
 
 
-EXPERTS = Experts(num_experts=8, num_per_token=2, intermediate_size=32, normalizes=True)
+EXPERTS = ExpertsConfig(
+    num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
+)
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
@@ -68,20 +70,25 @@ def test_waiting_for_a_step_ends_with_the_step_or_the_limit(
     with two_ranks(config) as group:
         limits = limits_of(config, group.start().num_blocks)
         engine = Engine(Scheduler(limits), group, num_steps_ahead=0)
-        sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
+        sampling = ResolvedSampling(seed=0, max_tokens=NUM_OUTPUT)
         engine.add(
-            Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling)
+            Request(
+                request_id="a",
+                token_ids=int32_array([1, 2]),
+                num_prompt_tokens=2,
+                sampling=sampling,
+            )
         )
         began = time.monotonic()
         group.wait(0, 10.0)  # of no step
-        engine.ensure_submitted()
+        engine.ensure_step_submitted()
         engine.wait(10.0)
         assert time.monotonic() - began < 5, "it waited for the limit"
         engine.step()
         stopped = [rank.process.pid for rank in group.ranks if rank.process]
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        engine.ensure_submitted()
+        engine.ensure_step_submitted()
         began = time.monotonic()
         engine.wait(0.5)
         assert 0.4 < time.monotonic() - began < 5
@@ -100,9 +107,14 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
         engine = Engine(
             Scheduler(limits_of(config, group.start().num_blocks)), group, num_steps_ahead=1
         )
-        sampling = Sampling(seed=0, max_tokens=NUM_OUTPUT)
+        sampling = ResolvedSampling(seed=0, max_tokens=NUM_OUTPUT)
         engine.add(
-            Request(request_id="a", token_ids=ints([1, 2]), num_prompt_tokens=2, sampling=sampling)
+            Request(
+                request_id="a",
+                token_ids=int32_array([1, 2]),
+                num_prompt_tokens=2,
+                sampling=sampling,
+            )
         )
         engine.step()
         stuck = group.ranks[1].process
@@ -147,7 +159,7 @@ def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
     users_ray: None, small_model: SmallModel
 ) -> None:
     results = [
-        StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=ints([rank]))
+        StepResult(step_id=7, epoch=0, rank=rank, digest=rank, token_ids=int32_array([rank]))
         for rank in range(2)
     ]
     group = group_with(small_model, [ray.put(pickle.dumps(result)) for result in results])
@@ -155,13 +167,13 @@ def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(
         WorkerError, match=r"different tokens in step 7: digests by rank \[0, 1\]"
     ) as raised:
         group.result(7)
-    assert may_have_spoiled_memory(raised.value)
+    assert may_have_corrupted_memory(raised.value)
 
 
 def test_a_rank_that_does_not_answer_is_an_error_that_names_rank_and_step(
     users_ray: None, small_model: SmallModel
 ) -> None:
-    done = ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints())))
+    done = ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=int32_array())))
     never = ray.remote(num_cpus=0)(lambda: time.sleep(20)).remote()
     with pytest.raises(StepTimeoutError, match=r"step 7 did not finish within 2.5 s on rank \[1\]"):
         group_with(small_model, [done, never], step_timeout_s=0.5).result(7)
@@ -181,7 +193,8 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
         return get(*args, **options)
 
     done = [
-        ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=ints([3])))) for _ in range(2)
+        ray.put(pickle.dumps(StepResult(step_id=7, epoch=0, token_ids=int32_array([3]))))
+        for _ in range(2)
     ]
     monkeypatch.setattr(ray, "get", get_too_late)
     assert group_with(small_model, done).result(7).token_ids.tolist() == [3]
@@ -191,7 +204,7 @@ def test_an_answer_that_comes_with_the_end_of_the_limit_is_taken(
 def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_for_fewer(
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(faults.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(faults.FAULTS_VARIABLE, str(tmp_path))
     config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
     placement = reserved(2, "cpu")
     maker = RankMaker(config, placement, "test", ForgetfulRank)
@@ -223,12 +236,12 @@ class SeeingRankActor(RankActor):
         gpus: list[str],
         num_kv_blocks: int | None = None,
         *,
-        stands_by: bool = False,
+        is_standby: bool = False,
     ) -> WorkerReport:
         self._met_at = rendezvous_address
         self._wait_for_worker().start = self._look  # type: ignore[assignment, method-assign]
         return super().start(
-            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, is_standby=is_standby
         )
 
     def allocate_cache(self, num_blocks: int) -> RankMemory:
@@ -306,7 +319,7 @@ class UnlikeRankActor(SeeingRankActor):
 @pytest.mark.parametrize("actor", [SeeingRankActor, UnlikeRankActor])
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
 def test_only_ranks_of_a_model_with_experts_need_processors_of_one_kind(
-    users_ray: None, small_model: SmallModel, experts: Experts | None, actor: type[RankActor]
+    users_ray: None, small_model: SmallModel, experts: ExpertsConfig | None, actor: type[RankActor]
 ) -> None:
     config = config_of(small_model.path, tensor_parallel_size=2)
     config = dataclasses.replace(

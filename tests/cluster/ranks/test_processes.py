@@ -22,12 +22,12 @@ from cluster.ranks.processes import (
     ProcessId,
     _start_ticks,
     describe_local_process,
-    end_here,
-    end_marked_here,
-    is_stopped_here,
+    end_local_processes,
+    end_marked_local_processes,
+    is_local_process_stopped,
     marked_local_pids,
-    on_this_node,
-    watch_here,
+    processes_on_this_node,
+    watch_local_processes,
 )
 from scheduler.errors import EngineError
 from tests.cluster.processes import command_of, wait_until
@@ -82,15 +82,15 @@ def test_the_end_of_a_process_on_this_node_is_told_at_once(
     living = ProcessId(node_id="here", pid=sleeper.pid, start_ticks=_start_ticks(sleeper.pid))
     reused = dataclasses.replace(living, start_ticks=living.start_ticks - 1)
     elsewhere = dataclasses.replace(reused, node_id="another")
-    found = on_this_node([None, elsewhere, living, reused])
+    found = processes_on_this_node([None, elsewhere, living, reused])
     assert list(found) == [2, 3]
-    watch_here(found, lambda index: told.put((index, time.monotonic())))
+    watch_local_processes(found, lambda index: told.put((index, time.monotonic())))
     assert told.get_nowait()[0] == 3, "its number belongs to another"
     time.sleep(0.1)
     assert told.empty()
-    assert not is_stopped_here(living)
+    assert not is_local_process_stopped(living)
     os.kill(sleeper.pid, signal.SIGSTOP)
-    wait_until(lambda: is_stopped_here(living), "it is seen stopped", 2)
+    wait_until(lambda: is_local_process_stopped(living), "it is seen stopped", 2)
     killed_s = time.monotonic()
     sleeper.kill()
     index, ended_s = told.get(timeout=5)
@@ -107,7 +107,7 @@ def test_a_process_is_dead_when_the_call_returns(
     if stopped:
         os.kill(sleeper.pid, signal.SIGSTOP)
     began = time.monotonic()
-    end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
+    end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid))])
     assert command_of(sleeper.pid) is None
     assert time.monotonic() - began < 2.0
 
@@ -130,7 +130,7 @@ def test_a_process_that_runs_only_when_nothing_else_does_ends_at_the_usual_prior
         send(pidfd, number)
 
     monkeypatch.setattr(signal, "pidfd_send_signal", note)
-    end_here([(sleeper.pid, _start_ticks(sleeper.pid))], 0.0)
+    end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid))], 0.0)
     assert policies == [os.SCHED_OTHER]
 
 
@@ -139,20 +139,20 @@ def test_without_descriptors_of_processes_they_are_killed_all_the_same(
 ) -> None:
     monkeypatch.setattr(processes, "has_pidfds", lambda: False)
     threading.Thread(target=sleeper.wait, daemon=True).start()  # a zombie still has its number
-    end_here([(sleeper.pid, _start_ticks(sleeper.pid)), (2**30, 0)])
+    end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid)), (2**30, 0)])
     assert sleeper.wait() == -signal.SIGKILL
 
 
 def test_a_process_that_goes_by_itself_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.terminate()
-    end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
+    end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid))])
     assert sleeper.wait() == -signal.SIGTERM
 
 
 def test_a_number_that_belongs_to_another_process_by_now_is_left_alone(
     sleeper: subprocess.Popen[bytes],
 ) -> None:
-    end_here([(sleeper.pid, _start_ticks(sleeper.pid) - 1), (2**22 - 1, 5)])
+    end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid) - 1), (2**22 - 1, 5)])
     assert sleeper.poll() is None
 
 
@@ -162,7 +162,7 @@ def test_a_process_that_does_not_die_is_named(
     monkeypatch.setattr(processes, "END_TIMEOUT_S", 0.1)
     monkeypatch.setattr(signal, "pidfd_send_signal", lambda *_: None)  # as in the state "D"
     with pytest.raises(EngineError, match=rf"processes \[{sleeper.pid}\] did not end within 0.1 s"):
-        end_here([(sleeper.pid, _start_ticks(sleeper.pid))])
+        end_local_processes([(sleeper.pid, _start_ticks(sleeper.pid))])
 
 
 def test_a_mark_finds_the_processes_of_one_engine(
@@ -171,7 +171,7 @@ def test_a_mark_finds_the_processes_of_one_engine(
     process, _ = marked
     assert marked_local_pids(MARK) == [process.pid]
     assert marked_local_pids("of-another") == []
-    end_marked_here(MARK)
+    end_marked_local_processes(MARK)
     assert command_of(process.pid) is None
 
 
@@ -195,4 +195,4 @@ def test_a_process_that_ends_while_it_is_looked_for_is_no_error(
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     monkeypatch.setattr(processes, "marked_local_pids", lambda engine_id: [gone.pid])
-    end_marked_here(MARK)
+    end_marked_local_processes(MARK)

@@ -26,9 +26,9 @@ class ForgetfulRank(PoisonedRank):
         gpus: list[str],
         num_kv_blocks: int | None = None,
         *,
-        stands_by: bool = False,
+        is_standby: bool = False,
     ) -> WorkerReport:
-        folder, worker = Path(os.environ[faults.VARIABLE]), self._wait_for_worker()
+        folder, worker = Path(os.environ[faults.FAULTS_VARIABLE]), self._wait_for_worker()
         num_starts = len(list(folder.glob(f"started.{self._rank}.*")))
         (folder / f"started.{self._rank}.{num_starts}").touch()
         options = worker.config.engine
@@ -36,12 +36,12 @@ class ForgetfulRank(PoisonedRank):
         options = dataclasses.replace(options, num_kv_blocks=options.num_kv_blocks - num_starts)
         worker.config = dataclasses.replace(worker.config, engine=options)
         return super().start(
-            rendezvous_address, place, epoch, gpus, num_kv_blocks, stands_by=stands_by
+            rendezvous_address, place, epoch, gpus, num_kv_blocks, is_standby=is_standby
         )
 
     def allocate_cache(self, num_blocks: int) -> RankMemory:
         """Once for each file `no_memory.RANK`, there is no memory for the cache."""
-        asked = Path(os.environ[faults.VARIABLE]) / f"no_memory.{self._rank}"
+        asked = Path(os.environ[faults.FAULTS_VARIABLE]) / f"no_memory.{self._rank}"
         if asked.exists():
             asked.unlink()
             num_blocks = 10**11  # more than any machine has
@@ -51,4 +51,4 @@ class ForgetfulRank(PoisonedRank):
 class ForgetfulDriver(PoisonedDriver):
     """A driver of such ranks."""
 
-    rank_actor = ForgetfulRank
+    rank_actor_class = ForgetfulRank

@@ -138,7 +138,7 @@ class ForgetsWhatWasSent(Mailbox):
     """The tokens of a reply that is lost are lost too."""
 
     def collect(self, acknowledged: int) -> Deltas:
-        self._unacknowledged = {}
+        self._unacknowledged_news = {}
         return super().collect(acknowledged)
 
 
@@ -153,10 +153,10 @@ class NewReplacesSent(Mailbox):
     """News that was not acknowledged is replaced by later news."""
 
     def collect(self, acknowledged: int) -> Deltas:
-        if self._unsent:
-            self._unacknowledged, self._unsent = self._unsent, {}
+        if self._unsent_news:
+            self._unacknowledged_news, self._unsent_news = self._unsent_news, {}
         self._last_reply_number = max(self._last_reply_number, acknowledged) + 1
-        return pack(self._last_reply_number, self._unacknowledged)
+        return pack(self._last_reply_number, self._unacknowledged_news)
 
 
 class DeliversOnlyTheLast(Frontends):
@@ -167,17 +167,17 @@ class DeliversOnlyTheLast(Frontends):
             frontend = self._frontends.get(frontend_id)
             if frontend is not None:
                 for request_id in frontend_news:
-                    frontend.mailbox._unsent.pop(request_id, None)
+                    frontend.mailbox._unsent_news.pop(request_id, None)
         super().deliver(news)
 
 
 class SendsTwice(Frontends):
     """A request that is sent again is queued again."""
 
-    def admit(
+    def record_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> list[Request]:
-        super().admit(frontend_id, requests, limits)
+        super().record_requests(frontend_id, requests, limits)
         return requests
 
 
@@ -186,22 +186,22 @@ class AcceptedByTheDead(Frontend):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        accepted = self._outstanding.accepted
+        accepted = self._outstanding_requests.accepted_requests
 
         def with_tokens() -> list[Request]:
             return [r for r in accepted() if len(r.token_ids) > r.num_prompt_tokens]
 
-        setattr(self._outstanding, "accepted", with_tokens)  # noqa: B010
+        setattr(self._outstanding_requests, "accepted_requests", with_tokens)  # noqa: B010
 
 
 class LostPollsFail(Frontend):
     """A poll whose answer was lost makes all outstanding requests fail."""
 
     def poll(self) -> None:
-        actor, before = self.driver.actor, self._acknowledged
+        actor, before = self.driver.actor, self._last_reply
         super().poll()
-        is_lost = actor is self.driver.actor and self._acknowledged == before
-        if is_lost and self._outstanding.has_accepted:
+        is_lost = actor is self.driver.actor and self._last_reply == before
+        if is_lost and self._outstanding_requests.has_accepted:
             self._fail_all(EaglerayError("a poll was lost"))
 
 

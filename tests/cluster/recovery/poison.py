@@ -26,7 +26,7 @@ class ScribblingRank(RankActor):
 
     @ray.method(concurrency_group="steps")
     def step(self, *pieces: bytes) -> bytes:
-        armed = Path(os.environ[faults.VARIABLE]) / f"scribble.{self._rank}"
+        armed = Path(os.environ[faults.FAULTS_VARIABLE]) / f"scribble.{self._rank}"
         if armed.exists():
             armed.unlink()
             runner = self._wait_for_worker()._runner
@@ -41,7 +41,7 @@ class ScribblingRank(RankActor):
 class ScribblingDriver(Driver):
     """A driver of such ranks."""
 
-    rank_actor = ScribblingRank
+    rank_actor_class = ScribblingRank
 
 
 class PoisonedRank(ScribblingRank):
@@ -54,13 +54,15 @@ class PoisonedRank(ScribblingRank):
     @ray.method(concurrency_group="steps")
     def step(self, *pieces: bytes) -> bytes:
         plan: StepPlan = pickle.loads(b"".join(pieces))
-        for slot in plan.released:
+        for slot in plan.released_slots:
             self._poisoned.pop(slot, None)
         is_last = self._rank == self._config.engine.tensor_parallel_size - 1
-        if plan.admitted is not None:
+        if plan.admitted_rows is not None:
             start = 0
-            for slot, num_tokens in zip(plan.admitted.slots, plan.admitted.num_tokens, strict=True):
-                tokens = plan.admitted.token_ids[start : start + num_tokens]
+            for slot, num_tokens in zip(
+                plan.admitted_rows.slots, plan.admitted_rows.num_tokens, strict=True
+            ):
+                tokens = plan.admitted_rows.token_ids[start : start + num_tokens]
                 start += num_tokens
                 for action, token_id in POISON.items():
                     if token_id in tokens and is_last:
@@ -79,4 +81,4 @@ class PoisonedRank(ScribblingRank):
 class PoisonedDriver(Driver):
     """A driver of such ranks."""
 
-    rank_actor = PoisonedRank
+    rank_actor_class = PoisonedRank

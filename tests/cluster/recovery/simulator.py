@@ -47,7 +47,7 @@ from scheduler.engine import Engine
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.messages import Request, StepMask, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
-from scheduler.suspects import CONVICTED_STRIKES, CONVICTED_WITH_TOKENS
+from scheduler.suspects import FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN
 from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
 from tests.scheduler.scenario import draw_scenario
 
@@ -185,7 +185,7 @@ class Watch:
         self.group = group
         self._looks = 0
 
-    all_answer = True
+    all_ranks_answer = True
 
     def find_fault(self, busy_since_s: float | None) -> str | None:
         group = self.group
@@ -202,7 +202,7 @@ class Standby:
         self._maker = maker
         self._present: Group | None = None  # whose memory the group that stands by holds
 
-    def begin(self) -> None:
+    def note_serving(self) -> None:
         pass
 
     def prepare(self, present: Group, first: GroupReport) -> None:
@@ -252,7 +252,7 @@ class Driver:
         self.supervisor._assembly_executor = Now(world)
         with world.calm():
             group, _ = self.supervisor.start()
-        self.supervisor._watch = self.supervisor._watch_of(group)
+        self.supervisor._watch = self.supervisor._make_watch(group)
         ahead, grammars = world.scenario.num_steps_ahead, FakeGrammars()
         engine = Engine(self.scheduler, group, num_steps_ahead=ahead, grammars=grammars)
         self.loop = world.parts.loop(
@@ -260,7 +260,7 @@ class Driver:
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
             self.fail,
             on_failed_step=self.supervisor.note_failed_step,
-            on_applied=self.supervisor.note_applied,
+            on_result_applied=self.supervisor.note_applied,
         )
 
     def fail(self, error: Exception) -> None:
@@ -269,7 +269,7 @@ class Driver:
     def turn(self) -> None:
         group = self.supervisor._group
         if not (group.hangs and not group.is_closed and self.loop._has_ranks):
-            self.loop.turn()
+            self.loop.run_once()
 
     # Methods of the actor, as `call` runs them.
 
@@ -284,7 +284,7 @@ class Driver:
         return SimpleNamespace(remote=lambda *arguments: (self, lambda: method(*arguments)))
 
     def _submit(self, frontend_id: str, requests: list[Request]) -> None:
-        fresh = self.frontends.admit(frontend_id, requests, self.world.scenario.limits)
+        fresh = self.frontends.record_requests(frontend_id, requests, self.world.scenario.limits)
         if fresh:
             self.loop.post(Submit(frontend_id=frontend_id, requests=fresh))
 
@@ -354,7 +354,7 @@ class World:
         self.driver = Driver(self)
         kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
-        self.frontend.driver._sender = Now(self)
+        self.frontend.driver._send_executor = Now(self)
 
     def happens(self, name: str) -> bool:
         probability = 0.0 if self.is_calm else self.probabilities[name]
@@ -391,7 +391,7 @@ class World:
 
     def run(self) -> None:
         bound, last_change, before = None, 0, None
-        while self.arriving or not all(c.generation.done.done() for c in self.clients):
+        while self.arriving or not all(c.generation.done_future.done() for c in self.clients):
             self.num_turns += 1
             self.now_s += self.rng.uniform(0.0, 0.3)
             self.is_calm = self.num_turns > FAULTY_TURNS
@@ -408,7 +408,7 @@ class World:
     def _progress(self) -> tuple[int, int, int]:
         """Numbers that grow as long as there is progress: tokens, ended requests, groups."""
         tokens = sum(len(each.generation.completions[0].token_ids) for each in self.clients)
-        ended = sum(each.generation.done.done() for each in self.clients)
+        ended = sum(each.generation.done_future.done() for each in self.clients)
         return tokens + len(self.clients), ended, len(self.groups)
 
     def _move(self) -> None:
@@ -416,7 +416,7 @@ class World:
             self._arrive(self.arriving.popleft())
         if self.happens("abort") and self.clients:
             client = self.rng.choice(self.clients)
-            client.is_aborted = client.is_aborted or not client.generation.done.done()
+            client.is_aborted = client.is_aborted or not client.generation.done_future.done()
             self.frontend.abort([client.generation])
         driver = self.driver
         self._harm(driver)
@@ -427,7 +427,7 @@ class World:
                 driver.supervisor.check_group()
             while self.later and self.rng.random() < 0.6:
                 self.later.popleft()()
-        if self.rng.random() < 0.3 and self.frontend._outstanding.has_accepted:
+        if self.rng.random() < 0.3 and self.frontend._outstanding_requests.has_accepted:
             self.frontend.poll()
 
     def _harm(self, driver: Driver) -> None:
@@ -480,7 +480,7 @@ class World:
             )
             expected = expected[request.num_prompt_tokens :]
             assert done.token_ids == expected[: len(done.token_ids)], f"wrong: {request}"
-            error = client.generation.done.exception()
+            error = client.generation.done_future.exception()
             if error is not None:
                 guilty = request.request_id in self.poison
                 innocent_may = self.num_losses >= 2 and isinstance(error, RequestFailedError)
@@ -492,9 +492,9 @@ class World:
                 assert (done.token_ids, done.finish_reason) == (expected, reason), "incomplete"
         num_drivers = 1 + sum(group.epoch == 0 for group in self.groups[1:])
         for request_id, count in self.crashes.items():
-            most = CONVICTED_STRIKES
+            most = FAIL_STRIKES_WITHOUT_TOKEN
             if request_id in self.scenario.decode_poison:
-                most = CONVICTED_WITH_TOKENS
+                most = FAIL_STRIKES
             assert count <= most * num_drivers, f"{request_id} crashed {count} times"
 
 
@@ -506,7 +506,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     checkpoint_s = loop_module.MAX_HOLD_BACK_S
     try:
         world = World(seed, parts or Parts())
-        with patch.multiple(driver_handle, call=world.call, LOST_CALL_PAUSE_S=0.0):
+        with patch.multiple(driver_handle, result_of=world.call, LOST_CALL_PAUSE_S=0.0):
             world.run()
             world.frontend.close()
     except Exception as error:

@@ -85,7 +85,7 @@ class Health:
     def epoch(self) -> tuple[Any, int]:
         """The driver, and the number of recoveries of its ranks."""
         while True:
-            driver = self.llm._engine.driver
+            driver = self.llm._engine_processes.driver
             with contextlib.suppress(ray.exceptions.RayError):
                 return driver, ray.get(driver.stats.remote(), timeout=2).num_recoveries
             time.sleep(0.05)
@@ -100,7 +100,7 @@ class Health:
 
     def _sample(self) -> None:
         while not self._stopping.wait(SAMPLE_S):
-            driver = self.llm._engine.driver
+            driver = self.llm._engine_processes.driver
             asked_s = time.monotonic()
             try:
                 stats = ray.get(driver.stats.remote(), timeout=2)
@@ -152,7 +152,7 @@ class Soak:
         while True:  # the driver may be another one by now
             with contextlib.suppress(ray.exceptions.RayError):
                 found: dict[str, ProcessId] = ray.get(
-                    self.llm._engine.driver.processes.remote(), timeout=5
+                    self.llm._engine_processes.driver.processes.remote(), timeout=5
                 )
                 return found
             time.sleep(0.1)
@@ -279,7 +279,7 @@ def holdings(llm: LLM) -> dict[str, int]:
     """What must be the same after any number of recoveries."""
     stats = llm.stats()
     return {
-        "processes": len(marked_local_pids(llm._engine._owner._engine_id)),
+        "processes": len(marked_local_pids(llm._engine_processes._owner._engine_id)),
         "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
@@ -308,7 +308,7 @@ def main() -> None:
         methods = {"CoreWorkerService.grpc_client.PushTask": {"num_failures": -1, **lost}}
         os.environ["RAY_testing_rpc_failure"] = json.dumps(methods)  # noqa: SIM112 (Ray's name)
     folder = Path(tempfile.mkdtemp())
-    os.environ[faults.VARIABLE] = str(folder)
+    os.environ[faults.FAULTS_VARIABLE] = str(folder)
     of = cases(32, tokens=160, have_grammar=True)
     patch.object(start, "Driver", PoisonedDriver).start()
     with LLM(

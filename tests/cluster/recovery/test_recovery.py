@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(users_ray: None, folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(folder))
+        patch.setenv(faults.FAULTS_VARIABLE, str(folder))
         patch.setattr("cluster.engine.start.Driver", ForgetfulDriver)
         with LLM(**OPTIONS) as llm:
             yield llm
@@ -58,7 +58,9 @@ def expected(engine: LLM) -> list[History]:
 
 
 def processes_of(llm: LLM) -> dict[str, ProcessId]:
-    found: dict[str, ProcessId] = ray.get(llm._engine.driver.processes.remote(), timeout=10)
+    found: dict[str, ProcessId] = ray.get(
+        llm._engine_processes.driver.processes.remote(), timeout=10
+    )
     return found
 
 
@@ -132,9 +134,9 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
     """The next engine has as many blocks, though its ranks find memory for fewer."""
     load = Load(engine, CASES)
     load.wait_for_news(10.0)
-    old, dead_driver = processes_of(engine), engine._engine.driver
+    old, dead_driver = processes_of(engine), engine._engine_processes.driver
     kill(engine, "driver")
-    wait_until(lambda: engine._engine.driver is not dead_driver, "the next driver", 30.0)
+    wait_until(lambda: engine._engine_processes.driver is not dead_driver, "the next driver", 30.0)
     assert all(command_of(process.pid) is None for process in old.values())
     assert compare(CASES, load.wait(LIMIT_S), expected) == []
     assert engine.stats().num_blocks == OPTIONS["num_kv_blocks"]

@@ -23,8 +23,10 @@ class World:
         self.made_s: list[float] = []
         self.placement = SimpleNamespace(places=lambda: [0, 1])
 
-    def create(self, place: int, spare_among: list[int], inherits: RankMemory | None) -> Any:
-        assert place in spare_among and inherits is MEMORIES[place]
+    def create(
+        self, place: int, places_if_spare: list[int], inherited_memory: RankMemory | None
+    ) -> Any:
+        assert place in places_if_spare and inherited_memory is MEMORIES[place]
         self.made_s.append(self.now_s - 100.0)
         warm = SimpleNamespace(remote=object)
         return SimpleNamespace(actor=SimpleNamespace(wait_until_warm=warm), process=None)

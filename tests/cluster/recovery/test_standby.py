@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(users_ray: None, folder: Path) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(faults.VARIABLE, str(folder))
+        patch.setenv(faults.FAULTS_VARIABLE, str(folder))
         patch.setattr("cluster.engine.start.Driver", ScribblingDriver)
         with LLM(**OPTIONS) as llm:
             yield llm

@@ -14,7 +14,7 @@ from cluster.recovery.standby import FIRST_DELAY_S, Standby
 from scheduler.errors import WorkerError
 from tests.cluster.recovery.simulator import Now
 from workers.memory.inheritance import RankMemory
-from workers.memory.lasting import MemoryCard
+from workers.memory.lasting import MemoryHandle
 
 REPORT = GroupReport(num_blocks=1, seconds={}, log_lines=())
 
@@ -31,7 +31,7 @@ class Group:
         if self.failures:
             raise self.failures.popleft()
 
-    def answers(self, limit_s: float) -> bool:
+    def all_ranks_answer(self, limit_s: float) -> bool:
         return self.can_answer
 
     def close(self) -> None:
@@ -64,7 +64,7 @@ class WarmSpares:
 @pytest.fixture
 def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
     monkeypatch.setattr(standby_module, "Spares", WarmSpares)
-    monkeypatch.setattr(standby_module, "on_this_node", lambda processes: {})
+    monkeypatch.setattr(standby_module, "processes_on_this_node", lambda processes: {})
     Group.failures = deque()
     maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
     made: Any = Group
@@ -147,7 +147,7 @@ def group_with(*inodes: int | None) -> RankGroup:
             memory=RankMemory(
                 cache=None
                 if inode is None
-                else MemoryCard(host="h", name="n", path="p", num_bytes=1, inode=inode)
+                else MemoryHandle(host="h", name="n", path="p", num_bytes=1, inode=inode)
             ),
         )
         for inode in inodes

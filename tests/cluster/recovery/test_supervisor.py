@@ -61,7 +61,7 @@ class Group:
 
 
 class Watch:
-    all_answer = True
+    all_ranks_answer = True
 
     def __init__(self, group: Group, wake: Any, stuck_after_s: float) -> None:
         self.group = group
@@ -76,7 +76,7 @@ class NoStandby:
     def __init__(self, maker: World, kind: str, make_group: type[Group]) -> None:
         self.world = maker
 
-    def begin(self) -> None:
+    def note_serving(self) -> None:
         pass
 
     def prepare(self, present: Group, first: GroupReport) -> None:
@@ -149,7 +149,7 @@ def state_of(supervisor: Supervisor) -> str:
 
 PASSING = [
     OSError(errno.EMFILE, "too many open files"),
-    NoAnswerError("could not run end_here on node 7: no answer within 150 s"),
+    NoAnswerError("could not run end_local_processes on node 7: no answer within 150 s"),
     RaySystemError("the connection to the head was lost"),
 ]
 

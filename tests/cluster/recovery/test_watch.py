@@ -72,13 +72,13 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    monkeypatch.setattr(watch_module, "describe", lambda process: "state S (sleeping)")
+    monkeypatch.setattr(watch_module, "describe_process", lambda process: "state S (sleeping)")
     return World()
 
 
 def test_a_death_wakes_the_supervisor_and_names_the_rank(world: World) -> None:
     world.ranks[1].ended.set_exception(RuntimeError("worker exited\nwith details"))
-    assert world.woken == 1 and not world.watch.all_answer
+    assert world.woken == 1 and not world.watch.all_ranks_answer
     assert world.watch.find_fault(None) == "rank 1 died: worker exited"
 
 
@@ -87,7 +87,7 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
 ) -> None:
     caplog.set_level("INFO", logger="eagleray.driver")
     world.watch._note_exit(1)
-    assert world.woken == 1 and not world.watch.all_answer
+    assert world.woken == 1 and not world.watch.all_ranks_answer
     assert world.watch.find_fault(None) == "rank 1 died: its process has ended"
     world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
     assert "Ray says of rank 1: too little memory" in caplog.text
@@ -96,26 +96,28 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
 def test_a_lost_call_that_waits_for_the_end_is_made_again_and_not_a_death(world: World) -> None:
     for num_lost in range(1, 4):
         world.ranks[1].ended.set_exception(ActorUnavailableError("lost", None))
-        assert world.woken == num_lost and world.watch.all_answer
+        assert world.woken == num_lost and world.watch.all_ranks_answer
         assert world.watch.find_fault(None) is None
         assert [len(rank.ends) for rank in world.ranks] == [1, 1 + num_lost]
     world.ranks[1].ended.set_exception(ActorDiedError())
-    assert not world.watch.all_answer
+    assert not world.watch.all_ranks_answer
     why = world.watch.find_fault(None)
     assert why is not None and why.startswith("rank 1 died: The actor died")
 
 
 def test_an_idle_group_that_answers_is_fine_for_ever(world: World) -> None:
-    assert world.run(20 * STUCK_AFTER_S) is None and world.watch.all_answer
+    assert world.run(20 * STUCK_AFTER_S) is None and world.watch.all_ranks_answer
 
 
 def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stopped: set[int] = set()
-    monkeypatch.setattr(watch_module, "on_this_node", lambda processes: {0: 40, 1: 41})
-    monkeypatch.setattr(watch_module, "watch_here", lambda processes, ended: None)
-    monkeypatch.setattr(watch_module, "is_stopped_here", lambda process: process in stopped)
+    monkeypatch.setattr(watch_module, "processes_on_this_node", lambda processes: {0: 40, 1: 41})
+    monkeypatch.setattr(watch_module, "watch_local_processes", lambda processes, ended: None)
+    monkeypatch.setattr(
+        watch_module, "is_local_process_stopped", lambda process: process in stopped
+    )
     world = World()
     world.watch = Watch(world.watch.group, world.wake, 1.0, clock=lambda: world.now_s)
     assert world.run(10 * IDLE_HEARTBEAT_S) is None
@@ -125,7 +127,9 @@ def test_a_rank_on_this_node_without_work_is_asked_seldom_unless_it_is_stopped(
     stopped.add(41)
     world.ranks[1].answers = False
     began_s = world.now_s
-    assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None and not world.watch.all_answer
+    assert (
+        world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None and not world.watch.all_ranks_answer
+    )
     why = world.run(10.0)
     assert why is not None and why.startswith("rank 1 has not answered for 1 s")
     assert world.now_s - began_s <= 1.0 + 3 * HEARTBEAT_S
@@ -167,7 +171,7 @@ def test_a_rank_that_does_not_answer_is_soon_not_ready_and_later_stuck(world: Wo
     assert world.run(1.0) is None
     world.ranks[0].answers = False
     assert world.run(HEARTBEAT_S + RANK_ANSWER_TIMEOUT_S) is None
-    assert not world.watch.all_answer
+    assert not world.watch.all_ranks_answer
     why = world.run(3 * STUCK_AFTER_S)
     assert why is not None and why.startswith("rank 0 has not answered for 5 s (at step -1, ")
 
@@ -177,7 +181,7 @@ def test_a_rank_that_answers_again_is_fine(world: World) -> None:
     assert world.run(0.8 * STUCK_AFTER_S) is None
     world.ranks[0].answers = True
     world.ranks[0].asked[-1].set_result(Progress())
-    assert world.watch.all_answer and world.run(3 * STUCK_AFTER_S) is None
+    assert world.watch.all_ranks_answer and world.run(3 * STUCK_AFTER_S) is None
 
 
 def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
@@ -186,7 +190,7 @@ def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
     [lost] = world.ranks[0].asked
     lost.set_exception(ConnectionError("the call was lost"))
     world.ranks[0].answers = True
-    assert world.run(3 * STUCK_AFTER_S) is None and world.watch.all_answer
+    assert world.run(3 * STUCK_AFTER_S) is None and world.watch.all_ranks_answer
 
 
 def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:

@@ -27,7 +27,7 @@ def measure(
     llm: LLM, name: str, number: int, spares_ready: bool, limit_s: float
 ) -> dict[str, float]:
     """The seconds of one recovery."""
-    driver = llm._engine.driver
+    driver = llm._engine_processes.driver
     while True:
         found = ray.get(driver.processes.remote(), timeout=10)
         if llm.stats().is_ready and (not spares_ready or "spare 0" in found):
@@ -59,7 +59,7 @@ def measure(
             stats = ray.get(driver.stats.remote(), timeout=5)
         except ray.exceptions.RayError:
             noticed = noticed or now_s
-            driver = llm._engine.driver
+            driver = llm._engine_processes.driver
             before = -1
             time.sleep(0.01)
             continue

@@ -11,7 +11,7 @@ from cluster.resources.addresses import (
     check_port,
     host_and_port,
     is_host_and_port,
-    same_address,
+    is_same_address,
 )
 from scheduler.errors import ConfigError
 
@@ -55,8 +55,8 @@ def test_loopback_addresses_of_both_protocols_name_this_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.7")
-    assert same_address("[::1]:6379", "10.0.0.7:6379")
-    assert same_address("127.0.0.1:6379", "[::1]:6379")
-    assert same_address("[2001:db8::1]:6379", "[2001:db8:0::1]:6379")
-    assert not same_address("[2001:db8::2]:6379", "10.0.0.7:6379")
-    assert not same_address("[::1]:6379", "10.0.0.7:6380")
+    assert is_same_address("[::1]:6379", "10.0.0.7:6379")
+    assert is_same_address("127.0.0.1:6379", "[::1]:6379")
+    assert is_same_address("[2001:db8::1]:6379", "[2001:db8:0::1]:6379")
+    assert not is_same_address("[2001:db8::2]:6379", "10.0.0.7:6379")
+    assert not is_same_address("[::1]:6379", "10.0.0.7:6380")

@@ -16,8 +16,8 @@ import pytest
 from ray._private.node import Node
 
 from cluster.resources import local_ray
-from cluster.resources.local_ray import IDLE_PROCESSES, LOCAL_RAY, only_what_engines_use
-from configs.paths import CHECKOUT
+from cluster.resources.local_ray import IDLE_PROCESS_STARTERS, LOCAL_RAY_SETTINGS, minimal_local_ray
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import wait_until
 
 PROGRAM = """
@@ -37,7 +37,7 @@ SESSION.release(lease)
 def test_a_local_ray_starts_no_process_that_engines_do_not_use() -> None:
     program = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         capture_output=True,
         text=True,
         timeout=120,
@@ -95,18 +95,18 @@ def test_the_environment_and_the_class_of_ray_are_left_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "7")
-    methods = {name: getattr(Node, name) for name in IDLE_PROCESSES}
+    methods = {name: getattr(Node, name) for name in IDLE_PROCESS_STARTERS}
     before = dict(os.environ)
-    with pytest.raises(KeyError), only_what_engines_use():
+    with pytest.raises(KeyError), minimal_local_ray():
         assert dict(os.environ)["RAY_worker_niceness"] == "7"
-        assert LOCAL_RAY.keys() <= os.environ.keys()
+        assert LOCAL_RAY_SETTINGS.keys() <= os.environ.keys()
         assert not any(getattr(Node, name) is method for name, method in methods.items())
         raise KeyError
     assert dict(os.environ) == before
-    assert {name: getattr(Node, name) for name in IDLE_PROCESSES} == methods
+    assert {name: getattr(Node, name) for name in IDLE_PROCESS_STARTERS} == methods
 
 
 def test_a_ray_without_such_a_method_is_not_given_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_ray, "IDLE_PROCESSES", ("start_something_else",))
-    with only_what_engines_use():
+    monkeypatch.setattr(local_ray, "IDLE_PROCESS_STARTERS", ("start_something_else",))
+    with minimal_local_ray():
         assert not hasattr(Node, "start_something_else")

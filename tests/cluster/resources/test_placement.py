@@ -128,7 +128,7 @@ def test_a_driver_that_was_given_up_does_not_touch_the_groups_of_its_successor(
     owner, driver = Placement(2, "cpu", "engine"), Placement(2, "cpu", "engine")
     owner.reserve()
     assert driver.is_whole()
-    owner.disown_copies()
+    owner.fence_stale_copies()
     del ray.cpus["a"]
     owner.restore(1.0, lambda: True)
     assert owner.is_whole() and not driver.is_whole() and driver.node_ids() == set()

@@ -7,8 +7,8 @@ import socket
 import pytest
 import ray
 
-from cluster.resources.addresses import listens
-from cluster.resources.session import RaySession, _running
+from cluster.resources.addresses import is_listening
+from cluster.resources.session import RaySession, _running_ray_id
 from scheduler.errors import ConfigError
 
 pytestmark = pytest.mark.engine
@@ -20,7 +20,7 @@ def test_the_ray_of_the_program_is_used_where_no_other_is_named(
 ) -> None:
     session = RaySession()
     lease = session.connect(address, 1)
-    assert lease == _running()
+    assert lease == _running_ray_id()
     session.release(lease)
     assert ray.is_initialized()
 
@@ -46,8 +46,8 @@ def test_another_cluster_than_the_one_this_process_is_part_of_is_refused(
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:
     session = RaySession()
-    session._ours, session._address = _running(), "ray://head:10001"
-    assert session.connect("ray://head:10001", 1) == _running()
+    session._own_ray_id, session._address = _running_ray_id(), "ray://head:10001"
+    assert session.connect("ray://head:10001", 1) == _running_ray_id()
     with pytest.raises(
         ConfigError, match="ray_address is 'local'"
     ):  # it has joined a cluster, which is not its own
@@ -61,10 +61,10 @@ def test_an_ipv6_address_is_looked_at_without_its_brackets() -> None:
         pytest.skip("this machine has no IPv6")
     port = server.getsockname()[1]
     with server:
-        assert listens(f"[::1]:{port}")
-    assert not listens(f"[::1]:{port}")
+        assert is_listening(f"[::1]:{port}")
+    assert not is_listening(f"[::1]:{port}")
 
 
 @pytest.mark.parametrize("address", ["a..b:1", "127.0.0.1:99999"])
 def test_nothing_listens_where_nothing_can(address: str) -> None:
-    assert not listens(address)
+    assert not is_listening(address)

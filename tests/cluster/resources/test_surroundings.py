@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.resources.surroundings import fill_in_for_the_system
+from cluster.resources.surroundings import set_missing_variables
 
 SET = ("HOME", "LOGNAME", "EAGLERAY_CACHE_DIR", "TRITON_CACHE_DIR", "NUMBA_CACHE_DIR")
 
@@ -46,12 +46,12 @@ def test_a_known_user_with_a_home_directory_is_left_alone(
     temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    fill_in_for_the_system()
+    set_missing_variables()
     assert given() == {"HOME": str(tmp_path)} and not any(temporary.iterdir())
 
 
 def test_an_unknown_user_gets_a_name_and_a_private_home(nobody: None, temporary: Path) -> None:
-    fill_in_for_the_system()
+    set_missing_variables()
     home = temporary / f"eagleray-home-{os.getuid()}"
     assert given() == {"HOME": str(home), "LOGNAME": f"user{os.getuid()}"}
     assert home.stat().st_mode & 0o777 == 0o700
@@ -61,7 +61,7 @@ def test_caches_move_where_the_home_directory_cannot_be_written(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
-    fill_in_for_the_system()
+    set_missing_variables()
     cache = temporary / f"eagleray-cache-{os.getuid()}"
     assert given()["EAGLERAY_CACHE_DIR"] == str(cache / ".cache/eagleray")
     assert given()["TRITON_CACHE_DIR"] == str(cache / ".triton/cache")
@@ -81,7 +81,7 @@ def test_caches_move_where_the_home_directory_is_another_user_s(
 
     monkeypatch.setenv("HOME", "/root")
     monkeypatch.setattr(Path, "stat", may_not_look)
-    fill_in_for_the_system()
+    set_missing_variables()
     cache = temporary / f"eagleray-cache-{os.getuid()}"
     assert given()["EAGLERAY_CACHE_DIR"] == str(cache / ".cache/eagleray")
 
@@ -90,7 +90,7 @@ def test_caches_move_where_the_home_directory_is_another_user_s(
 def test_a_chosen_cache_stays(name: str, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/dev/null")
     monkeypatch.setenv(name, "/chosen")
-    fill_in_for_the_system()
+    set_missing_variables()
     assert given()[name] == "/chosen"
     assert name == "EAGLERAY_CACHE_DIR" or "EAGLERAY_CACHE_DIR" not in given()
 
@@ -105,5 +105,5 @@ def test_a_folder_that_others_may_have_made_is_not_used(
     else:
         path.mkdir()
         path.chmod(0o777)
-    fill_in_for_the_system()
+    set_missing_variables()
     assert given()["HOME"] == "/"

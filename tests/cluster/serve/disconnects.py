@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.http_load import SPARES_S
-from cluster.commands.top import read
-from configs.paths import CHECKOUT
+from cluster.commands.top import read_metrics
+from configs.paths import SOURCE_ROOT
 
 LIMIT_S = 5.0
 KINDS = ("queued", "prefill", "decode")
@@ -42,7 +42,7 @@ class Leaver:
 
 def held(url: str) -> tuple[float, ...]:
     """What the engine and the API hold: open outputs, sequences that run or wait, free blocks."""
-    numbers = read(url).totals
+    numbers = read_metrics(url).totals
     return (
         numbers["eagleray_http_outputs_open"],
         numbers["eagleray_num_requests_running"] + numbers["eagleray_num_requests_waiting"],
@@ -123,7 +123,7 @@ def main() -> None:
     command = [sys.executable, "launch.py", "serve", "--tp", "2", "--port", str(args.port)]
     command += ["--max-num-seqs", str(NUM_SEQS)]
     server = subprocess.Popen(
-        command, cwd=CHECKOUT, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=SOURCE_ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     url = f"http://127.0.0.1:{args.port}"
     try:
@@ -131,14 +131,17 @@ def main() -> None:
         assert any(line.startswith("ready on") for line in server.stderr), "it did not start"
         run_kind(url, args.port, "decode", 5, stream=True)
         time.sleep(SPARES_S)
-        blocks, before = read(url).totals["eagleray_kv_blocks_free"], descriptors(server.pid)
+        blocks, before = (
+            read_metrics(url).totals["eagleray_kv_blocks_free"],
+            descriptors(server.pid),
+        )
         for kind in KINDS:
             for stream in (True, False):
                 print(json.dumps(run_kind(url, args.port, kind, args.each, stream=stream)))
         time.sleep(2)
         after = descriptors(server.pid)
         grown = {n: after[n] - before.get(n, 0) for n in after if after[n] > before.get(n, 0)}
-        free = read(url).totals["eagleray_kv_blocks_free"]
+        free = read_metrics(url).totals["eagleray_kv_blocks_free"]
         print(json.dumps({"blocks_left_over": blocks - free, "descriptors_grown": grown}))
     finally:
         server.send_signal(signal.SIGTERM)

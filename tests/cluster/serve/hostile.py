@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.http_load import SPARES_S, Timings, free_port, quantile, run_streams, running
-from cluster.commands.top import read
+from cluster.commands.top import read_metrics
 
 MOST_SLOWER = 1.5
 MOST_MIB = 150
@@ -237,7 +237,7 @@ def main() -> None:
         attack.start()
         beside = good_streams(port, args.streams, args.seconds)
         attack.stop()
-        recoveries = read(f"http://127.0.0.1:{port}").totals["eagleray_recoveries_total"]
+        recoveries = read_metrics(f"http://127.0.0.1:{port}").totals["eagleray_recoveries_total"]
         p99_ms = [1e3 * quantile(each.between_s, 0.99) for each in (alone, beside)]
         row = {
             "p99_ms_alone": round(p99_ms[0], 1),

@@ -16,10 +16,11 @@ NUM_TOKENS = 40  # of each answer
 STEP_S = 0.05
 
 
-async def _serve(path: str, max_open: int) -> None:
+async def _serve(path: str, max_open_outputs: int) -> None:
     engine = ScriptedEngine(lambda _: "word " * NUM_TOKENS, STEP_S)
     listener = HttpListener(
-        make_api(engine, ApiLimits(max_open=max_open)), ServeConfig(shared_port=path)
+        make_api(engine, ApiLimits(max_open_outputs=max_open_outputs)),
+        ServeConfig(shared_port=path),
     )
     print("it listens", flush=True)
     while True:

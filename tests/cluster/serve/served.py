@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import httpx
 
 from cluster.commands import top
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import command_of, family
 
 # Logprobs make every token an event, whether or not it has text.
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 def stats_of(url: str) -> dict[str, float]:
     """The numbers of all engines and of the API, added up."""
-    return top.read(url).totals
+    return top.read_metrics(url).totals
 
 
 def num_leases() -> list[int]:
@@ -108,7 +108,7 @@ class Program:
         command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(
             command,
-            cwd=CHECKOUT,
+            cwd=SOURCE_ROOT,
             env=os.environ | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -16,13 +16,13 @@ from typing import Any
 import httpx
 import pytest
 
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from tests.cluster.api.browser import browser
 from tests.cluster.serve.served import free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
-DASHBOARD = json.loads((CHECKOUT / "configs" / "grafana.json").read_text())
+DASHBOARD = json.loads((SOURCE_ROOT / "configs" / "grafana.json").read_text())
 PAGE = Path(__file__).with_name("dashboard.html")
 RATE_INTERVAL = "5s"
 

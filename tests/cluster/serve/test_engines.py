@@ -49,12 +49,16 @@ def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
             one = Generation(None, [OutputFollower(request, 0, None, None)])
             threading.Timer(rng.random() * 0.03, pool.abort, ([one],)).start()
             pool.submit([one])
-            one.done.result(10)
+            one.done_future.result(10)
 
         list(threads.map(submit_and_abort, range(300)))
         table = pool._leases._table
         assert len(table._engines) == 2
-        assert not pool._routed and not table._engine_by_request and not +table._num_open
+        assert (
+            not pool._routed_requests
+            and not table._engine_by_request
+            and not +table._num_open_requests
+        )
         wait_until_idle(url, 3.0)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cluster.api.metrics import Family, merge
-from cluster.serve.gathered import MAX_REMEMBERED, GatheredCounters
+from cluster.serve.gathered import MAX_REMEMBERED_PROCESSES, GatheredCounters
 
 
 class Process:
@@ -22,8 +22,8 @@ class Process:
 
     def report(self, *others: Process) -> tuple[float, float]:
         """What it says of all, if these others and itself answer: (answered, open)."""
-        known = [process.counters.known() for process in (self, *others)]
-        values = {f.name: f.samples[0][2] for f in merge(self.counters.of_all(known))}
+        known = [process.counters.known_counters() for process in (self, *others)]
+        values = {f.name: f.samples[0][2] for f in merge(self.counters.families_of_all(known))}
         return values["answered"], values["open"]
 
 
@@ -57,6 +57,6 @@ def test_a_process_that_takes_the_place_of_another_adds_to_what_that_one_had() -
 
 def test_only_so_many_processes_are_remembered() -> None:
     first = Process("a")
-    for number in range(3 * MAX_REMEMBERED):
+    for number in range(3 * MAX_REMEMBERED_PROCESSES):
         first.report(Process(f"lost {number}", 1))
-    assert len(first.counters.known().others) <= MAX_REMEMBERED + 1
+    assert len(first.counters.known_counters().other_families) <= MAX_REMEMBERED_PROCESSES + 1

@@ -18,7 +18,7 @@ from ray.serve.schema import (
 )
 
 from cluster.serve import lifetime
-from cluster.serve.lifetime import Application
+from cluster.serve.lifetime import RunningApplication
 from cluster.timeouts import END_TIMEOUT_S
 from scheduler.errors import ConfigError, EngineError, UnreadableError
 
@@ -54,7 +54,7 @@ def watch(
     monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
     stopping, left = threading.Event(), list(answers)
 
-    def next_answer(_: Application) -> ApplicationStatusOverview | None:
+    def next_answer(_: RunningApplication) -> ApplicationStatusOverview | None:
         answer = left.pop(0)
         if not left:
             stopping.set()
@@ -63,8 +63,8 @@ def watch(
         assert answer is None or isinstance(answer, ApplicationStatusOverview)
         return answer
 
-    monkeypatch.setattr(Application, "_overview", next_answer)
-    Application("eagleray", check_can_start).watch(stopping)
+    monkeypatch.setattr(RunningApplication, "_overview", next_answer)
+    RunningApplication("eagleray", check_can_start).watch(stopping)
     assert not left
 
 
@@ -133,7 +133,7 @@ def test_a_ray_that_has_lost_a_process_ends_the_program(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(lifetime, "WATCH_PERIOD_S", 0.0)
     with pytest.raises(EngineError, match="gcs_server"):
-        Application("eagleray", check_ray=is_lost).watch(threading.Event())
+        RunningApplication("eagleray", check_ray=is_lost).watch(threading.Event())
 
 
 def test_one_of_several_engines_that_is_lost_does_not_end_the_others(
@@ -192,16 +192,16 @@ def test_who_ends_an_application_waits_as_long_as_its_requests_may_take(
     details = SimpleNamespace(applications={"eagleray": found})
     remote = SimpleNamespace(delete_apps=SimpleNamespace(remote=deleted.append))
 
-    def has_ended(_: Application, limit_s: float) -> bool:
+    def has_ended(_: RunningApplication, limit_s: float) -> bool:
         limits.append(limit_s)
         return ends
 
     monkeypatch.setattr(lifetime, "_serve_details", lambda limit_s: details)
     monkeypatch.setattr(lifetime, "_controller", lambda: remote)
-    monkeypatch.setattr(Application, "_has_ended", has_ended)
+    monkeypatch.setattr(RunningApplication, "_wait_until_ended", has_ended)
     if ends:
-        Application("eagleray").finish()
+        RunningApplication("eagleray").finish()
     else:
         with pytest.raises(EngineError, match="has not ended within 305 s"):
-            Application("eagleray").finish()
+            RunningApplication("eagleray").finish()
     assert deleted == [["eagleray"]] and limits == [300 + END_TIMEOUT_S]

@@ -54,7 +54,7 @@ class FakeDriver:
         self.hangs = False
         self.goes_on = threading.Event()
 
-    def follow(self) -> None:
+    def watch_end(self) -> None:
         pass
 
     def die(self) -> None:
@@ -77,7 +77,7 @@ class FakeFrontend:
         if self.driver.error is not None:
             raise self.driver.error
         requests = [request for each in generations for request in each.requests]
-        self.driver.admitted.admit(self.name, requests, LIMITS)
+        self.driver.admitted.record_requests(self.name, requests, LIMITS)
         self.driver.has += generations
 
     def abort(self, generations: list[Generation]) -> None:
@@ -88,7 +88,7 @@ class FakeFrontend:
     def finish(self, generations: list[Generation]) -> None:
         self.driver.not_needed += generations
 
-    def after_news(self, callback: Any) -> None:
+    def add_news_callback(self, callback: Any) -> None:
         pass
 
     def close(self) -> None:
@@ -174,10 +174,14 @@ def test_an_engine_that_is_dead_or_recovers_is_passed_over(
     one = generation("one")
     pool.submit([one])
     assert leases.drivers["c"].has == [one]
-    assert [lease_request.avoided_ids for lease_request in leases.asked] == [(), ("a",), ("a", "b")]
+    assert [lease_request.avoided_replica_ids for lease_request in leases.asked] == [
+        (),
+        ("a",),
+        ("a", "b"),
+    ]
     one.end()
     wait_until(lambda: leases.num_open == 0, "the lease to end")
-    assert not pool._routed and not pool._leases._table._engine_by_request
+    assert not pool._routed_requests and not pool._leases._table._engine_by_request
 
 
 def test_a_request_that_has_ended_is_free_without_the_collector(
@@ -219,7 +223,7 @@ def test_requests_of_an_engine_that_dies_move_with_their_tokens_and_fail_alone(
     leases.drivers["c"].error = RequestError("too long for this engine")
     del leases.drivers["a"]
     second.die()
-    wait_until(lambda: all(each.done.done() for each in both), "their end")
+    wait_until(lambda: all(each.done_future.done() for each in both), "their end")
     with pytest.raises(RequestError, match="too long"):
         both[0].result()
 
@@ -236,7 +240,7 @@ def test_a_request_that_ends_one_engine_after_another_fails(
         wait_until(lambda name=name: leases.drivers[name].has == [poison], name)  # type: ignore[misc]
         leases.drivers[name].die()
     with pytest.raises(EngineDeadError, match=r"at 6 engines .* e5 has died"):
-        poison.done.result(5)
+        poison.done_future.result(5)
     assert all(not leases.drivers[name].has for name in names[MAX_MOVES + 1 :])
 
 
@@ -250,7 +254,7 @@ def test_what_is_submitted_together_is_taken_together_or_not_at_all(
     with pytest.raises(RequestError, match="no"):
         pool.submit(both)
     assert leases.drivers["a"].not_needed == both
-    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed_requests, "everything to end")
 
 
 def test_a_request_that_is_aborted_while_it_moves_goes_nowhere(
@@ -264,7 +268,7 @@ def test_a_request_that_is_aborted_while_it_moves_goes_nowhere(
     leases.drivers["a"].die()
     wait_until(lambda: len(leases.asked) > 3, "new leases to be asked for")
     pool.abort([one])
-    assert one.completions[0].finish_reason == "abort" and one.done.done()
+    assert one.completions[0].finish_reason == "abort" and one.done_future.done()
     leases.recovering.clear()
     wait_until(lambda: leases.num_open == 0, "the leases to end")
     assert not leases.drivers["b"].has
@@ -286,7 +290,9 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
     loop.call_soon_threadsafe(leases.may_choose.set)
     wait_until(lambda: leases.num_open == 0, "the lease to end")
     assert pool._leases._table._engines == {"a", "b"}, "the choice came after the end"
-    assert not pool._leases._table._engine_by_request and not +pool._leases._table._num_open
+    assert (
+        not pool._leases._table._engine_by_request and not +pool._leases._table._num_open_requests
+    )
 
 
 def test_what_a_lease_is_for_travels_without_the_choice() -> None:
@@ -316,7 +322,7 @@ def test_requests_that_wait_for_an_engine_hold_no_thread(
     has = [each for driver in leases.drivers.values() for each in driver.has]
     assert {id(each) for each in has} == {id(each) for each in many[10:]}
     pool.abort(many)
-    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed_requests, "everything to end")
     assert not pool._leases._table._engine_by_request
 
 
@@ -331,7 +337,7 @@ def test_a_wait_for_an_engine_has_an_end(
     with pytest.raises(OverloadedError, match="no engine"):
         sending = pool.send([generation("two")])
         asyncio.run_coroutine_threadsafe(sending, loop).result(5)
-    wait_until(lambda: leases.num_open == 0 and not pool._routed, "everything to end")
+    wait_until(lambda: leases.num_open == 0 and not pool._routed_requests, "everything to end")
 
 
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(
@@ -346,7 +352,7 @@ def test_a_request_comes_back_to_an_engine_that_still_runs_it(
     driver.die()  # so its frontend says; the driver itself goes on
     driver.error = None
     wait_until(lambda: driver.has == [one], "the return")
-    assert not one.done.done()
+    assert not one.done_future.done()
     pool.submit([other])
     assert driver.has == [one, other]
 
@@ -436,4 +442,4 @@ def test_a_fault_of_the_pool_ends_the_requests_it_moves(
     monkeypatch.setattr(pool._leases, "lease", broken)
     leases.drivers["a"].die()
     with pytest.raises(EngineError, match="could not move: AttributeError"):
-        one.done.result(5)
+        one.done_future.result(5)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import httpx
 import pytest
 
-from cluster.serve.port import PortShare, SharedPort
-from configs.paths import CHECKOUT
+from cluster.serve.port import SharedPortMember, SharedPortOwner
+from configs.paths import SOURCE_ROOT
 from scheduler.errors import ConfigError, EngineError
 from tests.cluster.processes import connections, wait_until
 from tests.cluster.serve.port_process import NUM_TOKENS
@@ -62,13 +62,13 @@ def start() -> Iterator[Start]:
     with contextlib.ExitStack() as stack:
 
         def start(num_processes: int) -> Processes:
-            shared_port = SharedPort("127.0.0.1", port := free_port(), num_processes)
+            shared_port = SharedPortOwner("127.0.0.1", port := free_port(), num_processes)
             stack.callback(shared_port.close)
             command = [sys.executable, "-m", "tests.cluster.serve.port_process", shared_port.path]
             running = []
             for _ in range(num_processes):
                 process = subprocess.Popen(
-                    [*command, str(MAX_OPEN)], cwd=CHECKOUT, stdout=subprocess.PIPE, text=True
+                    [*command, str(MAX_OPEN)], cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True
                 )
                 stack.enter_context(process)
                 stack.callback(process.kill)
@@ -186,11 +186,11 @@ def _is_taken(processes: Processes) -> bool:
 
 
 def test_nothing_is_taken_before_the_first_process_has_joined() -> None:
-    shared_port = SharedPort("127.0.0.1", port := free_port(), 2)
+    shared_port = SharedPortOwner("127.0.0.1", port := free_port(), 2)
     try:
         with pytest.raises(ConnectionRefusedError):
             connect(port)
-        share = PortShare(shared_port.path)
+        share = SharedPortMember(shared_port.path)
         connect(port).close()
         assert len(share.listeners) == 1
     finally:
@@ -201,11 +201,11 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            SharedPort("127.0.0.1", port, 2)
+            SharedPortOwner("127.0.0.1", port, 2)
 
 
 def test_a_process_without_the_command_says_so() -> None:
-    shared_port = SharedPort("127.0.0.1", free_port(), 2)
+    shared_port = SharedPortOwner("127.0.0.1", free_port(), 2)
     shared_port.close()
     with pytest.raises(EngineError, match="the port could not be shared"):
-        PortShare(shared_port.path)
+        SharedPortMember(shared_port.path)

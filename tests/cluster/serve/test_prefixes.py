@@ -128,7 +128,7 @@ def test_engines_to_avoid_come_last_and_are_not_forgotten() -> None:
     assert table.choose("two", "ab", hashes, None, avoided_engines="ab") == "a", "there is no other"
     for request in ("one", "two"):
         table.end(request)
-    assert not +table._num_open and not table._engine_by_request
+    assert not +table._num_open_requests and not table._engine_by_request
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
@@ -146,7 +146,7 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
 
 
 def test_processes_that_know_nothing_of_each_other_agree_on_the_engine_of_a_session() -> None:
-    tables = [PrefixTable(is_only_one=False) for _ in range(3)]
+    tables = [PrefixTable(is_only_chooser=False) for _ in range(3)]
     homes = dict[str, str]()
     for number in range(60):
         session, tokens = f"session {number}", [number] * 40
@@ -156,7 +156,7 @@ def test_processes_that_know_nothing_of_each_other_agree_on_the_engine_of_a_sess
             table.end(request_id)
     counts = [[*homes.values()].count(engine) for engine in "abc"]
     assert min(counts) > 10, "all engines have some"
-    fewer = PrefixTable(is_only_one=False)
+    fewer = PrefixTable(is_only_chooser=False)
     for session, home in homes.items():
         request_id, engine = put(fewer, [1], "ab", session)
         fewer.end(request_id)

@@ -19,7 +19,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from cluster.ranks.cores import usable_cores
-from configs.paths import CHECKOUT
+from configs.paths import SOURCE_ROOT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from tests.cluster.conftest import SmallModel
@@ -118,7 +118,7 @@ def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_se
 def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str) -> None:
     command = [sys.executable, "launch.py", "serve", *arguments]
     done = subprocess.run(
-        command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr and len(done.stderr.splitlines()) == 1
@@ -140,7 +140,7 @@ def test_a_cluster_that_is_joined_is_looked_at_first(
     command = [sys.executable, "launch.py", "serve", "--port", str(free_port())]
     done = subprocess.run(
         [*command, "--ray-address", address, "--device", "cpu", *arguments],
-        cwd=CHECKOUT,
+        cwd=SOURCE_ROOT,
         capture_output=True,
         text=True,
         timeout=60,
@@ -161,7 +161,7 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
     def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "launch.py", *arguments, "--ray-address", address]
         return subprocess.run(
-            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
         )
 
     taken = launch("serve", *other, "--port", url.rpartition(":")[2], "--detach")
@@ -191,13 +191,13 @@ def test_a_port_in_use_is_named() -> None:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "launch.py", "serve", "--port", port]
         done = subprocess.run(
-            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
         )
     assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def test_the_file_for_serve_deploy_builds_the_application_it_says() -> None:
-    file = yaml.safe_load((CHECKOUT / "configs" / "serve.yaml").read_text())
+    file = yaml.safe_load((SOURCE_ROOT / "configs" / "serve.yaml").read_text())
     [application] = file["applications"]
     assert application["import_path"] == "cluster.serve.application:build"
     config = ServeConfig.from_dict(application["args"])

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from ray import serve
 
-from cluster.serve.application import END_PERIOD_S, application
+from cluster.serve.application import SHUTDOWN_WAIT_PERIOD_S, application
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.serve import ServeConfig
@@ -139,7 +139,7 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     served: tuple[str, Any],
 ) -> None:
     """As when another program ends the application, of which this one knows nothing. Ray Serve
-    itself sees no request, and would end the replica after `END_PERIOD_S`.
+    itself sees no request, and would end the replica after `SHUTDOWN_WAIT_PERIOD_S`.
     """
     port = free_port()
     engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
@@ -153,7 +153,7 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
         os.kill(rank, signal.SIGSTOP)
     ending = threading.Thread(target=serve.delete, args=("direct",))
     ending.start()
-    time.sleep(30 * END_PERIOD_S)
+    time.sleep(30 * SHUTDOWN_WAIT_PERIOD_S)
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
     streams.wait(60)

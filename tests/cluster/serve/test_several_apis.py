@@ -109,7 +109,7 @@ class Streams:
 
 
 def totals_of(client: httpx.Client) -> dict[str, float]:
-    return top.read(str(client.base_url).rstrip("/")).totals
+    return top.read_metrics(str(client.base_url).rstrip("/")).totals
 
 
 def counters_by(client: httpx.Client) -> dict[str, float]:

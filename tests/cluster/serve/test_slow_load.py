@@ -90,11 +90,11 @@ def slow_loads(
     """Applications that have lost a driver, and whose model has been loaded since, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeouts, "MIN_HEALTH_TIMEOUT_S", 1.0)
-        load_s = Timeouts.of(ENGINE).replica_silent_s + 2 * HEALTH_PERIOD_S
+        load_s = Timeouts.from_options(ENGINE).replica_silent_s + 2 * HEALTH_PERIOD_S
 
         def folder(name: str) -> Path:
             path = tmp_path_factory.mktemp(name)
-            patch.setenv(faults.VARIABLE, str(path))
+            patch.setenv(faults.FAULTS_VARIABLE, str(path))
             return path
 
         several = SlowLoad("several", folder("several"), served[0], num_engines=2)

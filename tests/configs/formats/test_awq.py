@@ -15,7 +15,7 @@ def test_what_autoawq_writes_is_read() -> None:
     stored_format = read_format({"quantization_config": awq(64)}, "x")
     assert stored_format is not None
     assert (stored_format.bits, stored_format.group_size) == (4, 64)
-    assert stored_format.tensors("a.weight", (16, 128)) == {
+    assert stored_format.tensor_shapes("a.weight", (16, 128)) == {
         "a.qweight": (128, 2),
         "a.scales": (2, 16),
         "a.qzeros": (2, 2),

@@ -31,7 +31,7 @@ def test_8_bit_codes_are_kept() -> None:
     assert stored_format.is_int8
     dense = {"sparsity_config": {"format": "dense"}, "transform_config": {}}
     assert read(COMPRESSED_TENSORS, lambda c, g: c.update(dense)) == stored_format
-    assert stored_format.tensors("a.weight", (8, 16)) == {
+    assert stored_format.tensor_shapes("a.weight", (8, 16)) == {
         "a.weight": (8, 16),
         "a.weight_scale": (8, 1),
     }
@@ -39,11 +39,11 @@ def test_8_bit_codes_are_kept() -> None:
 
 def test_packed_codes() -> None:
     symmetric, channel = read(pack_quantized(32, True)), read(pack_quantized(-1, False, 8))
-    assert symmetric.tensors("a.weight", (9, 64)) == {
+    assert symmetric.tensor_shapes("a.weight", (9, 64)) == {
         "a.weight_packed": (9, 8),
         "a.weight_scale": (9, 2),
     }
-    assert channel.tensors("a.weight", (9, 64)) == {
+    assert channel.tensor_shapes("a.weight", (9, 64)) == {
         "a.weight_packed": (9, 16),
         "a.weight_scale": (9, 1),
         "a.weight_zero_point": (3, 1),
@@ -56,14 +56,14 @@ def test_packed_codes() -> None:
     ):
         config = pack_quantized(32, True)
         config["config_groups"]["group_0"]["weights"]["actorder"] = order
-        assert read(config).index == index
+        assert read(config).group_index_part == index
 
 
 @pytest.mark.parametrize(
     ("strategy", "shape"), [("tensor", (1,)), ("channel", (130, 1)), ("block", (2, 2))]
 )
 def test_floating_point_numbers(strategy: str, shape: tuple[int, ...]) -> None:
-    tensors = read(float_quantized(strategy)).tensors("a.weight", (130, 256))
+    tensors = read(float_quantized(strategy)).tensor_shapes("a.weight", (130, 256))
     assert tensors == {"a.weight": (130, 256), "a.weight_scale": shape}
 
 

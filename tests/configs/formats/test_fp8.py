@@ -14,7 +14,7 @@ from tests.stored_checkpoints import fp8_blocks
 def test_what_qwen_writes_is_read() -> None:
     stored_format = read_format({"quantization_config": fp8_blocks()}, "x")
     assert stored_format is not None
-    assert stored_format.tensors("a.weight", (130, 256)) == {
+    assert stored_format.tensor_shapes("a.weight", (130, 256)) == {
         "a.weight": (130, 256),
         "a.weight_scale_inv": (2, 2),
     }

@@ -20,10 +20,20 @@ def read(**changes: Any) -> StoredFormat:
 
 def test_what_gptqmodel_writes_is_read() -> None:
     usual = read()
-    assert (usual.bits, usual.group_size, usual.index, usual.zero_offset) == (8, 128, None, 1)
-    assert usual.order == (0, 1, 2, 3)
+    assert (usual.bits, usual.group_size, usual.group_index_part, usual.zero_offset) == (
+        8,
+        128,
+        None,
+        1,
+    )
+    assert usual.code_order == (0, 1, 2, 3)
     other = read(bits=4, group_size=-1, desc_act=True, checkpoint_format="gptq_v2")
-    assert (other.bits, other.group_size, other.index, other.zero_offset) == (4, -1, "g_idx", 0)
+    assert (other.bits, other.group_size, other.group_index_part, other.zero_offset) == (
+        4,
+        -1,
+        "g_idx",
+        0,
+    )
     fewest = {"quant_method": "gptq", "bits": 8, "group_size": 128}
     assert read_format({"quantization_config": fewest}, "x") == usual
 
@@ -54,7 +64,7 @@ def test_what_is_not_supported_is_named(changes: dict[str, Any], named: str) -> 
 
 
 def test_a_matrix_may_end_within_a_group_and_a_word() -> None:
-    assert read(bits=4).tensors("a.weight", (9, 129)) == {
+    assert read(bits=4).tensor_shapes("a.weight", (9, 129)) == {
         "a.qweight": (17, 9),
         "a.scales": (2, 9),
         "a.qzeros": (2, 2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from configs.formats.table import POSSIBLE, READERS, read_format
+from configs.formats.table import READERS, SUPPORTED_VARIANTS, read_format
 from scheduler.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def test_another_method_is_refused_with_those_that_are_possible(method: object) 
     with pytest.raises(ConfigError) as caught:
         read_format({"quantization_config": {"quant_method": method}}, "config.json")
     assert f"quant_method {method!r}; possible are" in str(caught.value)
-    assert all(possible in str(caught.value) for possible in POSSIBLE)
+    assert all(possible in str(caught.value) for possible in SUPPORTED_VARIANTS)
 
 
 def test_every_format_is_among_those_that_messages_name() -> None:
-    assert len(POSSIBLE) == len(READERS)
+    assert len(SUPPORTED_VARIANTS) == len(READERS)

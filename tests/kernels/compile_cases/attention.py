@@ -10,29 +10,29 @@ import torch
 
 from kernels.decode_parts import MAX_PARTS_PER_ROW
 from kernels.gpu.attention import decode_kernel, prefill_kernel
-from kernels.gpu.attention_launch import Launch, decode_launch, padded_dim, prefill_launch
-from kernels.gpu.fp8 import Fp8Read
+from kernels.gpu.attention_launch import LaunchConfig, decode_launch, padded_dim, prefill_launch
+from kernels.gpu.fp8 import Fp8Widening
 from tests.kernels.compile_cases import CHIPS, CompileCase
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Chips whose caches of 8-bit numbers may be read in each way.
-_FP8_CHIPS: dict[Fp8Read, tuple[int, ...]] = {"instructions": (90, 100), "pairs": CHIPS}
+_FP8_CHIPS: dict[Fp8Widening, tuple[int, ...]] = {"instructions": (90, 100), "pairs": CHIPS}
 _KV_HEADS = 8
 _POINTERS = {
     "query_start_B1": "*i32",
-    "start_B1": "*i32",
+    "part_start_B1": "*i32",
     "seq_lens_B": "*i32",
     "block_table_BW": "*i32",
 }
 _DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS_PER_ROW, "HEADS_ADJACENT": True}
-_SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "arrived_BK": "*i32"}
+_SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "num_arrived_BK": "*i32"}
 
 
 def _case(
     name: str,
     kernel: Any,
     dtype: str,
-    launch: Launch,
+    launch: LaunchConfig,
     constexprs: dict[str, Any],
     cache: str | None = None,
     chips: tuple[int, ...] = CHIPS,
@@ -57,16 +57,16 @@ def _case(
     )
 
 
-def _shape(head_dim: int, group: int, block_size: int, launch: Launch) -> dict[str, Any]:
+def _shape(head_dim: int, group: int, block_size: int, launch: LaunchConfig) -> dict[str, Any]:
     return {
-        "GROUP": group,
+        "GROUP_SIZE": group,
         "KV_HEADS": _KV_HEADS,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "TILE_M": launch.tile_m,
         "TILE_C": launch.tile_c,
         "TILE_D": padded_dim(head_dim),
-        "READ_FP8": "pairs",
+        "FP8_WIDENING": "pairs",
     }
 
 
@@ -77,7 +77,7 @@ def _prefill(
     block_size: int,
     *,
     large: bool,
-    read: Fp8Read | None = None,
+    read: Fp8Widening | None = None,
 ) -> list[CompileCase]:
     """The launch on Hopper and that on other chips; with `read` over a cache of 8-bit numbers."""
     name = f"prefill {f'fp8 for {dtype}' if read else dtype} D={head_dim} G={group} P={block_size}"
@@ -88,8 +88,8 @@ def _prefill(
     # float32 has no matrix products, and one launch for all chips.
     launches = ((" on Hopper", (90,)), ("", others)) if dtype != "fp32" else (("", others[:1]),)
     for sort, chips in launches:
-        launch = prefill_launch(_DTYPES[dtype], head_dim, large, on_hopper=90 in chips)
-        constexprs = _shape(head_dim, group, block_size, launch) | {"READ_FP8": read or "pairs"}
+        launch = prefill_launch(_DTYPES[dtype], head_dim, large, is_hopper=90 in chips)
+        constexprs = _shape(head_dim, group, block_size, launch) | {"FP8_WIDENING": read or "pairs"}
         cache = "u8" if read else None
         cases.append(_case(name + sort, prefill_kernel, dtype, launch, constexprs, cache, chips))
     return cases
@@ -103,10 +103,10 @@ def _decode(dtype: str, head_dim: int, group: int, block_size: int) -> CompileCa
     return _case(name, decode_kernel, dtype, launch, constexprs, chips=chips)
 
 
-def _decode_fp8(dtype: str, head_dim: int, group: int, read: Fp8Read) -> CompileCase:
+def _decode_fp8(dtype: str, head_dim: int, group: int, read: Fp8Widening) -> CompileCase:
     launch = decode_launch(_DTYPES[dtype], torch.uint8, head_dim, group)
     name = f"decode fp8 for {dtype} D={head_dim} G={group} {read}"
-    constexprs = _shape(head_dim, group, 16, launch) | _DECODE | {"READ_FP8": read}
+    constexprs = _shape(head_dim, group, 16, launch) | _DECODE | {"FP8_WIDENING": read}
     return _case(name, decode_kernel, dtype, launch, constexprs, "u8", _FP8_CHIPS[read])
 
 

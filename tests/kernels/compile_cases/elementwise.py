@@ -59,7 +59,7 @@ def _heads(head_dim: int, **counts: int) -> tuple[dict[str, str], dict[str, Any]
     """(signature, values) of the constants of a kernel over heads."""
     values = counts | {
         "D": head_dim,
-        "HALF": next_power_of_2(head_dim // 2),
+        "HALF_DIM": next_power_of_2(head_dim // 2),
         "HEADS": elementwise._HEADS_PER_PROGRAM,
     }
     return dict.fromkeys(values, "constexpr"), values

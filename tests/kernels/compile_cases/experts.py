@@ -11,24 +11,24 @@ from tests.kernels.compile_cases import CHIPS, CompileCase
 
 
 def _route(
-    num_experts: int, num_chosen: int, dtype: str = "bf16", padded: bool = False
+    num_experts: int, num_experts_per_token: int, dtype: str = "bf16", padded: bool = False
 ) -> CompileCase:
     """padded: in a graph."""
-    num_live: dict[str, Any] = {} if padded else {"num_live_1": None}
+    num_live: dict[str, Any] = {} if padded else {"num_live_tokens_1": None}
     constants: dict[str, Any] = num_live | {
         "X": num_experts,
-        "K": num_chosen,
+        "K": num_experts_per_token,
         "NORMALIZES": True,
-        "WIDTH": num_experts,
-        "CHOSEN": num_chosen,
+        "PADDED_EXPERTS": num_experts,
+        "PADDED_CHOSEN": num_experts_per_token,
     }
     return CompileCase(
-        name=f"route-{num_experts}-{num_chosen}-{dtype}{'-padded' * padded}",
+        name=f"route-{num_experts}-{num_experts_per_token}-{dtype}{'-padded' * padded}",
         kernel=experts._route,
         num_warps=1,
         signature={
             "logits_TX": f"*{dtype}",
-            "num_live_1": "*i32",
+            "num_live_tokens_1": "*i32",
             "weights_TK": "*fp32",
             "ids_TK": "*i32",
         }
@@ -54,7 +54,7 @@ def _products(
     rows_per_expert: int, size: int, features: int, dtype: str = "bf16"
 ) -> list[CompileCase]:
     """Gate and up, then down."""
-    tiles = experts.tiles_of(rows_per_expert, 4 if dtype == "fp32" else 2)
+    tiles = experts.choose_tile_config(rows_per_expert, 4 if dtype == "fp32" else 2)
     types = {"order_P": "*i32", "tiles_M3": "*i32"}
     operands = ("x", "weight", "order_P", "tiles_M3", "out")
     cases = []
@@ -85,11 +85,11 @@ def _products(
     return cases
 
 
-def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
-    constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_SUM}
+def _combine_products(size: int, dtype: str = "bf16") -> CompileCase:
+    constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_PROGRAM}
     return CompileCase(
         name=f"add_up-{size}-{dtype}",
-        kernel=experts._add_up,
+        kernel=experts._combine_products,
         signature={"product_PE": f"*{dtype}", "weights_TK": "*fp32", "out_TE": f"*{dtype}"}
         | dict.fromkeys(constants, "constexpr"),
         constexprs=constants,
@@ -99,10 +99,10 @@ def _add_up(size: int, dtype: str = "bf16") -> CompileCase:
 CASES = [
     _route(128, 8, padded=True),
     _route(1024, 16, "fp32"),
-    _sort_pairs(128, experts._CHUNKS[0]),
-    _sort_pairs(1024, experts._CHUNKS[1]),
+    _sort_pairs(128, experts._CHUNK_PAIRS[0]),
+    _sort_pairs(1024, experts._CHUNK_PAIRS[1]),
     *_products(1, 2048, 768),
     *_products(512, 2048, 768),
     *_products(1, 2048, 768, "fp32"),
-    _add_up(4096, "fp32"),
+    _combine_products(4096, "fp32"),
 ]

@@ -16,11 +16,11 @@ _WORDS = {"int4": "*i16", "fp8": "*i32"}
 def _multiply(
     num_rows: int, group_size: int, dtype: str = "bf16", is_part: bool = False, form: str = "int4"
 ) -> CompileCase:
-    tiles = grouped.tiles_of(num_rows, _ITEMSIZES[dtype])
+    tiles = grouped.choose_tile_config(num_rows, _ITEMSIZES[dtype])
     constants: dict[str, Any] = {
         "bias_Y": None,
-        "GROUPS": 128 // group_size,
-        "WHOLE": True,
+        "GROUPS_PER_BLOCK": 128 // group_size,
+        "HAS_WHOLE_BLOCKS": True,
         "ROWS": tiles.rows,
         "FEATURES": tiles.features,
         "WIDENING": "singly" if dtype == "fp32" else "pairs",
@@ -41,7 +41,7 @@ def _multiply(
 
 
 def _add_parts(dtype: str) -> CompileCase:
-    constants = {"bias_Y": None, "FEATURES": grouped._FEATURES_PER_SUM}
+    constants = {"bias_Y": None, "FEATURES": grouped._FEATURES_PER_PROGRAM}
     return CompileCase(
         name=f"grouped-add_parts-{dtype}",
         kernel=grouped._add_parts,
@@ -54,11 +54,16 @@ def _add_parts(dtype: str) -> CompileCase:
 
 def _widen(group_size: int, dtype: str = "bf16", form: str = "int4") -> CompileCase:
     constants = {
-        "GROUP": min(group_size, 128),
-        "BLOCKS": max(1, group_size // 128),
-        "FEATURES": grouped._WIDENED_FEATURES,
+        "GROUP_SIZE": min(group_size, 128),
+        "BLOCKS_PER_GROUP": max(1, group_size // 128),
+        "FEATURES": grouped._FEATURES_PER_WIDENING,
     }
-    sizes = {"first": "i32", "num_features": "i32", "size_in": "i32:16", "size_out": "i32:16"}
+    sizes = {
+        "first_feature": "i32",
+        "num_features": "i32",
+        "size_in": "i32:16",
+        "size_out": "i32:16",
+    }
     return CompileCase(
         name=f"{form}-widen-{group_size}-{dtype}",
         kernel=grouped._widen_codes,

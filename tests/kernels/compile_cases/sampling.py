@@ -13,16 +13,16 @@ from tests.kernels.compile_cases import CHIPS_NOT_RUN_ON, CompileCase
 _TILE = {"TILE": sampling._BLOCKS_PER_TILE}
 _WIDTH = {"WIDTH": sampling._MIN_WIDTH}
 _ROWS = {"ROWS": sampling._ROWS_PER_PROGRAM}
-_LISTED = _WIDTH | {"LISTED": MAX_LISTED_TOP_K}
+_LISTED = _WIDTH | {"PADDED_TOP_K": MAX_LISTED_TOP_K}
 # The Triton type of each parameter of these kernels, by its name.
 _TYPES = {
     "logits_BV": "*bf16",
     "num_columns": "i32:16",
     **dict.fromkeys(("block_max_BX", "max_B", "max_R", "temperature_R", "limit_R"), "*fp32"),
-    **dict.fromkeys(("gaps_RC", "min_p_limit_R", "nearest_RK", "values"), "*fp32"),
-    **dict.fromkeys(("rows_R", "column_B", "column_R", "near_RX", "sums_RX"), "*i64"),
+    **dict.fromkeys(("gaps_RC", "min_p_limit_R", "nearest_gaps_RK", "values"), "*fp32"),
+    **dict.fromkeys(("rows_R", "column_B", "column_R", "near_blocks_RX", "sums_RX"), "*i64"),
     **dict.fromkeys(("target_weight_R", "histogram_RSX", "list_NRK", "list_RC", "list_RK"), "*i64"),
-    **dict.fromkeys(("top_k_R", "top_p_R", "kept_NR", "seeds_R", "positions_R"), "*i64"),
+    **dict.fromkeys(("top_k_R", "top_p_R", "kept_weight_NR", "seeds_R", "positions_R"), "*i64"),
     **dict.fromkeys(("counts_RX", "ids", "packed"), "*i64"),
     "prefix_R": "*i32",
 }
@@ -52,7 +52,7 @@ CASES = [
         for name in ("block_sums", "gap_histogram")
         for by_weight in (False, True)
     ),
-    _case("listed_limits", _WIDTH, num_warps=8),
+    _case("limits_from_lists", _WIDTH, num_warps=8),
     _case("target_weight", _ROWS, num_warps=1),
     _case("pack_value_and_id", _ROWS, num_warps=1),
     _case("unpack_value_and_id", _ROWS, num_warps=1),

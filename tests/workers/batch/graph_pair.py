@@ -10,8 +10,8 @@ import torch
 
 from kernels.interface import Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from scheduler.messages import ints
-from scheduler.params import Sampling
+from scheduler.messages import int32_array
+from scheduler.params import ResolvedSampling
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu, FakeGraph
 from tests.workers.planner import Planner, Row
@@ -80,7 +80,7 @@ class Pair:
         torch.testing.assert_close(
             self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5
         )
-        self.planner.take(plan.step_id, ints(tokens))
+        self.planner.take(plan.step_id, int32_array(tokens))
         ran = [i for i, graph in enumerate(graphs) if graph.num_replays != replays[i]]
         assert len(ran) <= 1
         return captured_sizes(self.with_graphs)[ran[0]] if ran else None
@@ -100,11 +100,11 @@ def sampling_graphs(runner: ModelRunner) -> list[FakeGraph]:
 
 def captured_sizes(runner: ModelRunner) -> list[int]:
     """Of each graph of the model, in the order in which they were captured; one per size."""
-    assert runner.graphs is not None and runner.mixed_graphs is not None
-    return [*reversed(runner.mixed_graphs.sizes), *reversed(runner.graphs.sizes)]
+    assert runner.decode_graphs is not None and runner.mixed_graphs is not None
+    return [*reversed(runner.mixed_graphs.sizes), *reversed(runner.decode_graphs.sizes)]
 
 
-def admitted(pair: Pair, number: int, sampling: Sampling | None = None) -> list[Row]:
+def admitted(pair: Pair, number: int, sampling: ResolvedSampling | None = None) -> list[Row]:
     """Rows in slots 0 to `number` - 1, each with a prompt of 1 to 7 tokens."""
     rng = random.Random(number)
     rows = [Row([rng.randrange(100) for _ in range(rng.randint(1, 7))], 1) for _ in range(number)]

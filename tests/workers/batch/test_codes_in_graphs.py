@@ -15,7 +15,7 @@ from torch import Tensor
 
 from configs.quantization import FP8, INT4
 from kernels.gpu import grouped
-from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, tiles_of
+from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, choose_tile_config
 from kernels.interface import GroupedCodes, Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.checkpoints import Shape, make_checkpoint
@@ -60,7 +60,7 @@ def test_replayed_steps_give_what_eager_ones_give_with_the_reference(
     monkeypatch.setattr(mixed_graphs, "_SIZES", ())  # large, so slow in the interpreter
     monkeypatch.setattr(grouped, "MAX_FUSED_ROWS", 1)
     monkeypatch.setattr(grouped, "_BLOCKS_PER_PART", 1)
-    assert grouped.split_of(1, SIZES["intermediate"] // 128)[1] > 1
+    assert grouped.choose_split(1, SIZES["intermediate"] // 128)[1] > 1
     options = make(tmp_path)
     kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonGrouped(), fp8=TritonGrouped()))
     pair = Pair(MakeRunner(tmp_path), 2, kernels, **options)
@@ -96,9 +96,11 @@ def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path, fo
 
     replaced = Replaced(getattr(REFERENCE, form), linear=linear)
     warmed_up(tmp_path, Replaced(REFERENCE, **{form: replaced}), form)
-    every = {tiles_of(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
+    every = {choose_tile_config(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
     for num_rows in rows_of.values():
-        assert {tiles_of(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS} == every
+        assert {
+            choose_tile_config(count, 2) for count in num_rows if count <= MAX_FUSED_ROWS
+        } == every
     (head,) = (size for size in rows_of if SIZES["vocab"] <= size < SIZES["vocab"] + 64)
     del rows_of[head]  # of no more rows than are sampled
     assert all(max(num_rows) > MAX_FUSED_ROWS for num_rows in rows_of.values())

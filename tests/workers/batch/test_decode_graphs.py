@@ -15,8 +15,8 @@ from kernels import decode_parts
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from kernels.select import select_backend
 from scheduler.errors import StepTimeoutError
-from scheduler.messages import ints
-from scheduler.params import Sampling
+from scheduler.messages import int32_array
+from scheduler.params import ResolvedSampling
 from tests.kernels.replaced import Replaced
 from tests.workers.batch.graph_pair import (
     BLOCK_SIZE,
@@ -64,9 +64,9 @@ def test_graphs_are_captured_from_the_largest_down(make: Any) -> None:
     seen: list[int] = []
     capture = gpu.capture
 
-    def noting(run: Any, beside: Any = None) -> Any:
+    def noting(run: Any, pool_graph: Any = None) -> Any:
         seen.append(run.args[0])
-        return capture(run, beside)
+        return capture(run, pool_graph)
 
     gpu.capture = noting  # type: ignore[method-assign]
     runner = make(gpu, 12)
@@ -75,7 +75,7 @@ def test_graphs_are_captured_from_the_largest_down(make: Any) -> None:
 
 def test_enforce_eager_captures_nothing(make: Any) -> None:
     gpu = FakeGpu()
-    assert make(gpu, 4, enforce_eager=True).graphs is None and not gpu.graphs
+    assert make(gpu, 4, enforce_eager=True).decode_graphs is None and not gpu.graphs
 
 
 # Batches around the edges of every size
@@ -122,7 +122,7 @@ def test_the_next_larger_size_is_chosen_at_every_edge(make: Any, max_num_seqs: i
         replays = [graph.num_replays for graph in model_graphs(runner)]
         tokens, _ = runner.run(plan).finish(1.0, "a step")
         assert len(tokens) == number
-        planner.take(plan.step_id, ints(tokens))
+        planner.take(plan.step_id, int32_array(tokens))
         [size] = [
             size
             for size, graph, before in zip(
@@ -164,7 +164,7 @@ def test_a_fully_cached_prompt_is_replayed_and_writes_nothing(make: Any) -> None
 def test_random_sampling_is_the_same_behind_a_graph(make: Any) -> None:
     pair = Pair(make, 8)
     rows = admitted(
-        pair, 5, Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
+        pair, 5, ResolvedSampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
     )
     pair.step([(row, 10) for row in rows])
     for _ in range(6):
@@ -197,7 +197,7 @@ def test_padding_rows_write_nothing(make: Any) -> None:
 # What a step sends to the device
 
 
-FILTERS = Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, top_p=0.9, logprobs=2)
+FILTERS = ResolvedSampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, top_p=0.9, logprobs=2)
 
 
 def test_a_step_sends_its_numbers_in_one_copy_and_changes_of_tables_in_another(make: Any) -> None:
@@ -210,7 +210,7 @@ def test_a_step_sends_its_numbers_in_one_copy_and_changes_of_tables_in_another(m
     num_appended: list[int] = []
     for step in range(9):
         plan = planner.step(chunks if step == 0 else [(row, 1) for row in rows])
-        changes_tables = plan.admitted is not None or len(plan.appended_slots) > 0
+        changes_tables = plan.admitted_rows is not None or len(plan.appended_slots) > 0
         num_appended.append(len(plan.appended_slots))
         before = len(gpu.uploads)
         tokens, _ = runner.run(plan).finish(1.0, "a step")
@@ -226,8 +226,8 @@ def test_a_replayed_step_uses_the_room_it_has(make: Any) -> None:
     rows = [Row([slot + 1], 1, FILTERS) for slot in range(5)]
     for slot, row in enumerate(rows):
         planner.admit(row, slot)
-    room = runner.uploads.room
-    begin, end = room.data_ptr(), room.data_ptr() + len(room)
+    buffer = runner.uploads.buffer
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + len(buffer)
     places: list[int] = []
     put = runner.uploads.put
 
@@ -247,7 +247,9 @@ def test_a_replayed_step_uses_the_room_it_has(make: Any) -> None:
 def test_more_than_there_is_room_for_is_sent_on_its_own(make: Any) -> None:
     pair = Pair(make, 8)
     bias = tuple((token, 0.5 * token) for token in range(90))
-    rows = admitted(pair, 5, Sampling(seed=3, max_tokens=9, temperature=0.0, logit_bias=bias))
+    rows = admitted(
+        pair, 5, ResolvedSampling(seed=3, max_tokens=9, temperature=0.0, logit_bias=bias)
+    )
     pair.step([(row, 10) for row in rows])
     before = len(pair.gpu.uploads)
     for _ in range(3):
@@ -261,8 +263,8 @@ def test_more_than_there_is_room_for_is_sent_on_its_own(make: Any) -> None:
 def test_triton_behind_graphs_for_short_and_for_long_rows(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode_graphs, "_SHORT", 32)
-    monkeypatch.setattr(decode_parts, "PART_TOKENS", 16)
+    monkeypatch.setattr(decode_graphs, "_MAX_SHORT_ROW_TOKENS", 32)
+    monkeypatch.setattr(decode_parts, "CHUNK_TOKENS", 16)
     gpu, triton = FakeGpu(), select_backend("cpu", "triton")
     with_graphs = make(gpu, 3, triton, 40)
     eager = make(Device(torch.device("cpu")), 3, num_blocks=40)

@@ -18,8 +18,8 @@ from configs.model import ModelConfig
 from kernels import decode_parts
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from kernels.select import select_backend
-from scheduler.messages import ints
-from scheduler.params import Sampling
+from scheduler.messages import int32_array
+from scheduler.params import ResolvedSampling
 from tests.kernels.replaced import Replaced
 from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted, model_graphs
 from tests.workers.fake_gpu import FakeGpu
@@ -36,7 +36,7 @@ def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixed_graphs, "_SIZES", SIZES)
 
 
-def prompt(pair: Pair, slot: int, length: int, sampling: Sampling | None = None) -> Row:
+def prompt(pair: Pair, slot: int, length: int, sampling: ResolvedSampling | None = None) -> Row:
     """A new row of random tokens."""
     rng = random.Random(100 * slot + length)
     row = Row([rng.randrange(100) for _ in range(length)], length)
@@ -64,8 +64,8 @@ def test_the_largest_is_captured_first_and_decode_graphs_share_its_memory(make: 
     gpu, sizes = FakeGpu(), []
     capture = gpu.capture
 
-    def noting(run: Any, beside: Any = None) -> Any:
-        graph = capture(run, beside)
+    def noting(run: Any, pool_graph: Any = None) -> Any:
+        graph = capture(run, pool_graph)
         sizes.append(len(gpu.graphs))
         return graph
 
@@ -132,7 +132,7 @@ def test_a_fully_cached_prompt_writes_nothing_beside_one_that_is_not(make: MakeR
 def test_more_prompts_than_there_is_room_for_run_eagerly(
     make: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mixed_graphs, "_MOST_PROMPTS", 2)
+    monkeypatch.setattr(mixed_graphs, "_MAX_PROMPTS", 2)
     pair = Pair(make, 8)
     rows = [prompt(pair, slot, 3) for slot in range(3)]
     assert pair.step([(row, 3) for row in rows]) is None
@@ -141,7 +141,7 @@ def test_more_prompts_than_there_is_room_for_run_eagerly(
 
 def test_random_sampling_is_the_same_behind_a_graph(make: MakeRunner) -> None:
     pair = Pair(make, 8)
-    drawn = Sampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
+    drawn = ResolvedSampling(seed=3, max_tokens=100, temperature=0.8, top_k=20, logprobs=2)
     rows = admitted(pair, 4, drawn)
     pair.step([(row, 10) for row in rows])
     for slot in (4, 5, 6):
@@ -194,7 +194,7 @@ def test_a_long_row_takes_parts_of_padding_only_where_parts_have_memory(
     """The kernel keeps parts apart from outputs if there are more parts than rows."""
     state, lens_B = make(FakeGpu(), 4).state, np.array([900], np.int32)
     decode = state.stage_decode(lens_B, max_parts, torch.from_numpy, num_rows=3)
-    assert decode is not None and decode.start_B1.tolist() == starts
+    assert decode is not None and decode.part_start_B1.tolist() == starts
 
 
 def test_everything_a_graph_reads_of_a_step_is_sent_to_where_it_looks(make: MakeRunner) -> None:
@@ -202,8 +202,8 @@ def test_everything_a_graph_reads_of_a_step_is_sent_to_where_it_looks(make: Make
     gpu = FakeGpu()
     runner = make(gpu, 8, max_num_batched_tokens=40)
     assert runner.mixed_graphs is not None
-    room: torch.Tensor = runner.uploads.room  # type: ignore[attr-defined]
-    begin, end = room.data_ptr(), room.data_ptr() + len(room)
+    buffer: torch.Tensor = runner.uploads.buffer  # type: ignore[attr-defined]
+    begin, end = buffer.data_ptr(), buffer.data_ptr() + len(buffer)
     put, places = runner.uploads.put, []
 
     def noting(array: Any) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_triton_finds_rows_between_padding(
 ) -> None:
     """Decode rows in several parts and in one, prompts behind them, and neither."""
     monkeypatch.setattr(mixed_graphs, "_SIZES", (20,))
-    monkeypatch.setattr(decode_parts, "PART_TOKENS", part_tokens)
+    monkeypatch.setattr(decode_parts, "CHUNK_TOKENS", part_tokens)
     gpu, triton = FakeGpu(), select_backend("cpu", "triton")
     with_graphs = make(gpu, 3, triton, 40)
     eager = make(Device(torch.device("cpu")), 3, num_blocks=40)
@@ -244,7 +244,7 @@ def test_triton_finds_rows_between_padding(
         torch.testing.assert_close(
             with_graphs.cache.tensor, eager.cache.tensor, rtol=1e-4, atol=1e-4
         )
-        planner.take(plan.step_id, ints(tokens))
+        planner.take(plan.step_id, int32_array(tokens))
     assert gpu.graphs[0].num_replays == len(steps)
 
 
@@ -253,9 +253,9 @@ def test_a_step_with_prompts_to_be_scored_runs_without_a_graph(
 ) -> None:
     """A graph has no hidden states of the tokens within prompts."""
     pair = Pair(make, 4)
-    sampling = Sampling(seed=0, max_tokens=1, temperature=0.0, prompt_logprobs=3)
+    sampling = ResolvedSampling(seed=0, max_tokens=1, temperature=0.0, prompt_logprobs=3)
     rows = [(prompt(pair, 0, 7, sampling), 7), (prompt(pair, 1, 5), 5)]
-    plan = dataclasses.replace(pair.planner.step(rows), scored=bytes([1, 0]))
+    plan = dataclasses.replace(pair.planner.step(rows), scoring_flags=bytes([1, 0]))
     graphs = model_graphs(pair.with_graphs)
     replays = [graph.num_replays for graph in graphs]
     steps = [runner.run(plan) for runner in (pair.with_graphs, pair.eager)]
@@ -263,6 +263,10 @@ def test_a_step_with_prompts_to_be_scored_runs_without_a_graph(
     assert [graph.num_replays for graph in graphs] == replays
     assert tokens == expected
     [scores], [wanted] = (step.prompt_logprobs() for step in steps)
-    assert scores == wanted and (scores.first, scores.end, scores.num_top) == (1, 7, 3)
-    pair.planner.take(plan.step_id, ints(tokens))
+    assert scores == wanted and (scores.first_position, scores.end_position, scores.num_top) == (
+        1,
+        7,
+        3,
+    )
+    pair.planner.take(plan.step_id, int32_array(tokens))
     assert pair.step([(row, 1) for row, _ in rows]) is not None, "the next one does"

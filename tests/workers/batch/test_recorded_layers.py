@@ -9,8 +9,8 @@ from benchmarks.rank_pool import PoolExecutor, WorkerPool, executor_of
 from cluster.scheduler_limits import limits_of
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
-from scheduler.messages import Request, ints
-from scheduler.params import Sampling
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from tests.workers.conftest import config_of
 from workers.batch.recorded_layers import MAX_RECORDED_ROWS
@@ -43,12 +43,12 @@ def tokens(engine: Engine, rows_at_once: int) -> list[list[int]]:
 
 
 def request(row: int) -> Request:
-    prompt = ints([(7 * row + i) % 50 for i in range(1 + row % 5)])
+    prompt = int32_array([(7 * row + i) % 50 for i in range(1 + row % 5)])
     return Request(
         request_id=str(row),
         token_ids=prompt,
         num_prompt_tokens=len(prompt),
-        sampling=Sampling(seed=row, max_tokens=NUM_TOKENS, temperature=1.0),
+        sampling=ResolvedSampling(seed=row, max_tokens=NUM_TOKENS, temperature=1.0),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from configs.engine import ResolvedConfig
 from kernels.reference.backend import REFERENCE_KERNELS
 from scheduler.errors import WorkerError
-from scheduler.messages import AdmittedRows, StepPlan, ints
+from scheduler.messages import AdmittedRows, StepPlan, int32_array
 from tests.workers.conftest import config_of
 from tests.workers.planner import GREEDY, Planner, Row
 from workers.batch.state import BatchState, StepInputs, StepRows
@@ -55,10 +55,10 @@ class NaiveState:
         self.rows: dict[int, NaiveRow] = {}
 
     def apply(self, plan: StepPlan) -> None:
-        for slot in plan.released:
+        for slot in plan.released_slots:
             del self.rows[slot]
-        if plan.admitted is not None:
-            self.admit(plan.admitted)
+        if plan.admitted_rows is not None:
+            self.admit(plan.admitted_rows)
         for slot, block in zip(plan.appended_slots, plan.appended_block_ids, strict=True):
             self.rows[slot].blocks.append(block)
 
@@ -77,7 +77,9 @@ class NaiveState:
             key: [] for key in ("tokens", "positions", "slots", "lens", "last", "ends")
         }
         out["starts"] = [0]
-        for slot, new, samples in zip(plan.slots, plan.num_new_tokens, plan.samples, strict=True):
+        for slot, new, samples in zip(
+            plan.slots, plan.num_new_tokens, plan.sampling_flags, strict=True
+        ):
             row = self.rows[slot]
             for position in range(row.computed, row.computed + new):
                 place = (
@@ -96,7 +98,9 @@ class NaiveState:
         return out
 
     def take(self, plan: StepPlan, tokens: list[int]) -> None:
-        sampling = [slot for slot, samples in zip(plan.slots, plan.samples, strict=True) if samples]
+        sampling = [
+            slot for slot, samples in zip(plan.slots, plan.sampling_flags, strict=True) if samples
+        ]
         for slot, token in zip(sampling, tokens, strict=True):
             self.rows[slot].tokens.append(token)
 
@@ -154,7 +158,7 @@ def test_preparation_equals_a_loop_over_tokens(
         sampled = [rng.randrange(1000) for _ in expected["last"]]
         write_sampled(state, rows, sampled)
         naive.take(plan, sampled)
-        planner.take(plan.step_id, ints(sampled))
+        planner.take(plan.step_id, int32_array(sampled))
         state.check()
 
 
@@ -237,50 +241,58 @@ def admitted(**changes: Any) -> AdmittedRows:
         "block_ids": [7, 8],
     }
     return AdmittedRows(
-        sampling=(GREEDY,), **{key: ints(value) for key, value in (rows | changes).items()}
+        sampling=(GREEDY,), **{key: int32_array(value) for key, value in (rows | changes).items()}
     )
 
 
 def plan_of(**changes: Any) -> StepPlan:
     parts: dict[str, Any] = {
-        "released": [],
+        "released_slots": [],
         "appended_slots": [],
         "appended_block_ids": [],
         "slots": [],
         "num_new_tokens": [],
     }
-    admitted_rows, samples = changes.pop("admitted", None), changes.pop("samples", b"")
-    arrays: dict[str, Any] = {key: ints(value) for key, value in (parts | changes).items()}
-    return StepPlan(step_id=0, epoch=0, admitted=admitted_rows, samples=samples, **arrays)
+    admitted_rows, samples = changes.pop("admitted_rows", None), changes.pop("sampling_flags", b"")
+    arrays: dict[str, Any] = {key: int32_array(value) for key, value in (parts | changes).items()}
+    return StepPlan(
+        step_id=0, epoch=0, admitted_rows=admitted_rows, sampling_flags=samples, **arrays
+    )
 
 
 # A state in which slot 1 holds 3 tokens in one block, none of them computed.
 BROKEN = {
-    "a released slot is in use": plan_of(released=[2]),
-    "released slots exist": plan_of(released=[SLOTS]),
-    "released slots are distinct": plan_of(released=[1, 1]),
-    "an admitted slot is free": plan_of(admitted=admitted(slots=[1])),
-    "admitted slots exist": plan_of(admitted=admitted(slots=[-1])),
+    "a released slot is in use": plan_of(released_slots=[2]),
+    "released slots exist": plan_of(released_slots=[SLOTS]),
+    "released slots are distinct": plan_of(released_slots=[1, 1]),
+    "an admitted slot is free": plan_of(admitted_rows=admitted(slots=[1])),
+    "admitted slots exist": plan_of(admitted_rows=admitted(slots=[-1])),
     "a row has 1 to max_model_len": plan_of(
-        admitted=admitted(num_tokens=[0], num_blocks=[0], token_ids=[])
+        admitted_rows=admitted(num_tokens=[0], num_blocks=[0], token_ids=[])
     ),
-    "the prompt is part of": plan_of(admitted=admitted(num_prompt_tokens=[6])),
-    "cached tokens are part of": plan_of(admitted=admitted(num_cached_tokens=[6])),
+    "the prompt is part of": plan_of(admitted_rows=admitted(num_prompt_tokens=[6])),
+    "cached tokens are part of": plan_of(admitted_rows=admitted(num_cached_tokens=[6])),
     "cached tokens lie in": plan_of(
-        admitted=admitted(num_cached_tokens=[5], num_blocks=[1], block_ids=[7])
+        admitted_rows=admitted(num_cached_tokens=[5], num_blocks=[1], block_ids=[7])
     ),
-    "token_ids holds": plan_of(admitted=admitted(token_ids=[1, 2])),
-    "block_ids holds": plan_of(admitted=admitted(block_ids=[7])),
+    "token_ids holds": plan_of(admitted_rows=admitted(token_ids=[1, 2])),
+    "block_ids holds": plan_of(admitted_rows=admitted(block_ids=[7])),
     "blocks are of the cache": plan_of(appended_slots=[1], appended_block_ids=[NUM_BLOCKS]),
     "blocks are appended to slots in use": plan_of(appended_slots=[0], appended_block_ids=[9]),
     "each appended block names a slot": plan_of(appended_slots=[1], appended_block_ids=[9, 10]),
     "a block table has at most 8": plan_of(appended_slots=[1] * 8, appended_block_ids=range(8)),
-    "a scheduled slot is in use": plan_of(slots=[0], num_new_tokens=[1], samples=b"\0"),
-    "scheduled slots are distinct": plan_of(slots=[1, 1], num_new_tokens=[1, 1], samples=b"\0\0"),
-    "a scheduled row has a token": plan_of(slots=[1], num_new_tokens=[0], samples=b"\0"),
-    "a row computes only tokens it has": plan_of(slots=[1], num_new_tokens=[4], samples=b"\0"),
-    "a row samples at the end": plan_of(slots=[1], num_new_tokens=[2], samples=b"\1"),
-    "slots, num_new_tokens and samples": plan_of(slots=[1], num_new_tokens=[3], samples=b""),
+    "a scheduled slot is in use": plan_of(slots=[0], num_new_tokens=[1], sampling_flags=b"\0"),
+    "scheduled slots are distinct": plan_of(
+        slots=[1, 1], num_new_tokens=[1, 1], sampling_flags=b"\0\0"
+    ),
+    "a scheduled row has a token": plan_of(slots=[1], num_new_tokens=[0], sampling_flags=b"\0"),
+    "a row computes only tokens it has": plan_of(
+        slots=[1], num_new_tokens=[4], sampling_flags=b"\0"
+    ),
+    "a row samples at the end": plan_of(slots=[1], num_new_tokens=[2], sampling_flags=b"\1"),
+    "slots, num_new_tokens and sampling_flags": plan_of(
+        slots=[1], num_new_tokens=[3], sampling_flags=b""
+    ),
 }
 
 
@@ -295,7 +307,7 @@ def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, l
         num_blocks=[1],
         block_ids=[0],
     )
-    state.apply(plan_of(admitted=row))
+    state.apply(plan_of(admitted_rows=row))
     with pytest.raises(WorkerError, match=f"batch state: {law}"):
         state.apply(BROKEN[law])
         prepare(state, BROKEN[law])
@@ -303,9 +315,9 @@ def test_plan_that_breaks_a_law_is_refused_by_its_name(config: ResolvedConfig, l
 
 def test_row_may_not_outgrow_its_block_table(config: ResolvedConfig) -> None:
     state = make_state(config, NUM_BLOCKS)
-    state.apply(plan_of(admitted=admitted(num_blocks=[1], block_ids=[7])))
+    state.apply(plan_of(admitted_rows=admitted(num_blocks=[1], block_ids=[7])))
     with pytest.raises(WorkerError, match="computed tokens lie within the block table"):
-        prepare(state, plan_of(slots=[2], num_new_tokens=[5], samples=b"\1"))
+        prepare(state, plan_of(slots=[2], num_new_tokens=[5], sampling_flags=b"\1"))
 
 
 def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedConfig) -> None:
@@ -318,12 +330,12 @@ def test_row_may_sample_up_to_max_model_len_tokens_and_no_more(config: ResolvedC
         num_blocks=[8],
         block_ids=range(8),
     )
-    state.apply(plan_of(admitted=row))
-    plan = plan_of(slots=[2], num_new_tokens=[29], samples=b"\1")
+    state.apply(plan_of(admitted_rows=row))
+    plan = plan_of(slots=[2], num_new_tokens=[29], sampling_flags=b"\1")
     write_sampled(state, state.take(plan), [1])
     state.check()
     with pytest.raises(WorkerError, match="a row has room for its token"):
-        prepare(state, plan_of(slots=[2], num_new_tokens=[1], samples=b"\1"))
+        prepare(state, plan_of(slots=[2], num_new_tokens=[1], sampling_flags=b"\1"))
 
 
 def test_check_names_the_law_a_corrupt_table_breaks(config: ResolvedConfig) -> None:

@@ -16,10 +16,10 @@ import torch
 from configs.model import ModelConfig
 from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
-from kernels.cpu.tensor_bytes import tensor_place
+from kernels.cpu.tensor_bytes import tensor_address_range
 from kernels.metadata import AttentionMetadata
 from workers.memory.huge_pages import use_huge_pages
-from workers.memory.lasting import LastingMemory, MemoryCard
+from workers.memory.lasting import MemoryHandle, SharedMemfd
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
@@ -107,7 +107,7 @@ class State:
     """What the process holds."""
 
     model: Qwen3 | None = None
-    memory: LastingMemory | None = None
+    memory: SharedMemfd | None = None
 
     def forget(self) -> None:
         if self.memory is not None:
@@ -139,14 +139,14 @@ def load(state: State, form: Form) -> None:
     model.pack()
 
 
-def keep(state: State, name: str) -> MemoryCard:
+def keep(state: State, name: str) -> MemoryHandle:
     """Move layers first, as they are moved when they have just been packed."""
     assert state.model is not None
     weights_file = WeightsFile(name, state.model.group, state.model.kernels)
     for layer in state.model.layers:
         weights_file.move(layer)
     state.memory = weights_file.finish(state.model)
-    return state.memory.card
+    return state.memory.handle
 
 
 def weight_bytes(state: State) -> int:
@@ -154,12 +154,12 @@ def weight_bytes(state: State) -> int:
     return state.model.weight_bytes
 
 
-def adopt(state: State, card: MemoryCard, config: ModelConfig, rank: int = 0) -> MemoryCard:
+def adopt(state: State, handle: MemoryHandle, config: ModelConfig, rank: int = 0) -> MemoryHandle:
     """The card of the process that has adopted."""
     state.forget()
-    state.memory = LastingMemory.open(card)
+    state.memory = SharedMemfd.open(handle)
     state.model = adopt_weights(state.memory, config, _group(rank, rank + 1), CPU_KERNELS)
-    return state.memory.card
+    return state.memory.handle
 
 
 def logits(state: State) -> list[bytes]:
@@ -174,7 +174,7 @@ def write_over_weights(state: State, *, behind_onednn: bool) -> None:
     layer = state.model.layers[0]
     weight: Any = layer.attention.qkv.weight
     tensor = weight.values_YX if behind_onednn else layer.input_norm.weight
-    ctypes.memset(tensor_place(tensor)[0], 0, 64)
+    ctypes.memset(tensor_address_range(tensor)[0], 0, 64)
 
 
 def write_to_file(state: State) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, use_huge_pages
-from workers.memory.lasting import LastingMemory
+from workers.memory.lasting import SharedMemfd
 
 NAME = "eagleray-test-huge"
 
@@ -29,9 +29,9 @@ def num_huge_bytes(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("num_pages", [2.0, 2.3, 0.5])
 def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages: float) -> None:
     num_bytes = int(num_pages * HUGE_PAGE_BYTES)
-    memory = LastingMemory.create(NAME, 4096)
+    memory = SharedMemfd.create(NAME, 4096)
     memory.grow(num_bytes)
-    mine, theirs = memory.tensor(), LastingMemory.open(memory.card).tensor()
+    mine, theirs = memory.tensor(), SharedMemfd.open(memory.handle).tensor()
     assert mine.data_ptr() % HUGE_PAGE_BYTES == 0 and len(mine) == num_bytes
     memory.allow_writing()
     mine.copy_(torch.randint(256, (num_bytes,), generator=torch.Generator().manual_seed(0)))
@@ -48,7 +48,7 @@ def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages
 
 
 def test_it_stops_when_it_is_told_to() -> None:
-    memory = LastingMemory.create(NAME, 20 * HUGE_PAGE_BYTES)
+    memory = SharedMemfd.create(NAME, 20 * HUGE_PAGE_BYTES)
     stopping = threading.Event()
     thread = threading.Thread(
         target=use_huge_pages, args=(memory.descriptor, memory.num_bytes, stopping, 60.0)

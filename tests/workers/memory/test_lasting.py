@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from workers.memory.inheritance import InheritedMemory, RankMemory
-from workers.memory.lasting import LastingMemory, MemoryCard, is_supported
+from workers.memory.lasting import MemoryHandle, SharedMemfd, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files need Linux")
 NUM_BYTES = 3 * 4096
 
 
 def test_who_opens_memory_reads_what_its_maker_writes() -> None:
-    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
-    mine, theirs = memory.tensor(), LastingMemory.open(memory.card).tensor()
+    memory = SharedMemfd.create("eagleray-test", NUM_BYTES)
+    mine, theirs = memory.tensor(), SharedMemfd.open(memory.handle).tensor()
     assert len(mine) == NUM_BYTES and not mine.any()
     memory.allow_writing()
     mine[5000] = 7
@@ -30,9 +30,9 @@ def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def _write(card: MemoryCard, *, may_write: bool) -> None:
+def _write(handle: MemoryHandle, *, may_write: bool) -> None:
     faulthandler.disable()
-    memory = LastingMemory.open(card)
+    memory = SharedMemfd.open(handle)
     tensor = memory.tensor()
     if may_write:
         memory.allow_writing()
@@ -43,9 +43,9 @@ def _write(card: MemoryCard, *, may_write: bool) -> None:
 def test_a_write_before_it_is_allowed_ends_the_process_and_changes_nothing(
     may_write: bool, exit_code: int
 ) -> None:
-    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
+    memory = SharedMemfd.create("eagleray-test", NUM_BYTES)
     writer = multiprocessing.get_context("fork").Process(
-        target=_write, args=(memory.card,), kwargs={"may_write": may_write}
+        target=_write, args=(memory.handle,), kwargs={"may_write": may_write}
     )
     writer.start()
     writer.join(20.0)
@@ -55,15 +55,15 @@ def test_a_write_before_it_is_allowed_ends_the_process_and_changes_nothing(
 
 def test_another_memory_with_the_same_path_is_refused() -> None:
     """As if another process had its number and descriptor by now."""
-    memory, other = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
-    card = dataclasses.replace(memory.card, path=other.card.path)
-    with pytest.raises(OSError, match="not MemoryCard"):
-        LastingMemory.open(card)
+    memory, other = (SharedMemfd.create("eagleray-test", NUM_BYTES) for _ in range(2))
+    handle = dataclasses.replace(memory.handle, path=other.handle.path)
+    with pytest.raises(OSError, match="not MemoryHandle"):
+        SharedMemfd.open(handle)
 
 
 def test_a_lack_of_memory_is_an_error_when_it_is_made() -> None:
     with pytest.raises(OSError, match=r"only \d+ bytes of memory are available"):
-        LastingMemory.create("eagleray-test", 2**62)
+        SharedMemfd.create("eagleray-test", 2**62)
 
 
 @pytest.mark.parametrize(
@@ -77,32 +77,34 @@ def test_the_limit_of_a_container_counts(
     limit: str, used: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond it, the kernel would end the process."""
-    monkeypatch.setattr("workers.memory.lasting._CGROUPS", tmp_path)
+    monkeypatch.setattr("workers.memory.lasting._CGROUP_DIR", tmp_path)
     (tmp_path / limit).parent.mkdir(exist_ok=True)
     (tmp_path / limit).write_text("10000\n")
     (tmp_path / used).write_text("7000\n")
     statistics = f"cache 1\n{prefix}inactive_file 500\n{prefix}active_file 400\n"
     (tmp_path / used).with_name("memory.stat").write_text(statistics)
     with pytest.raises(OSError, match="only 3900 bytes of memory are available"):
-        LastingMemory.create("eagleray-test", 4000)
-    assert LastingMemory.create("eagleray-test", 3000).num_bytes == 3000
+        SharedMemfd.create("eagleray-test", 4000)
+    assert SharedMemfd.create("eagleray-test", 3000).num_bytes == 3000
     (tmp_path / limit).write_text("max\n" if not prefix else str(2**63 - 4096))
-    assert LastingMemory.create("eagleray-test", 4000).num_bytes == 4000
+    assert SharedMemfd.create("eagleray-test", 4000).num_bytes == 4000
 
 
 def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCaptureFixture) -> None:
-    weights, cache = (LastingMemory.create("eagleray-test", NUM_BYTES) for _ in range(2))
-    gone = dataclasses.replace(cache.card, path="/proc/1/fd/999")
+    weights, cache = (SharedMemfd.create("eagleray-test", NUM_BYTES) for _ in range(2))
+    gone = dataclasses.replace(cache.handle, path="/proc/1/fd/999")
     before = num_descriptors()
-    inherited = InheritedMemory.open(RankMemory(weights=weights.card, cache=gone, weights_hash="a"))
+    inherited = InheritedMemory.open(
+        RankMemory(weights=weights.handle, cache=gone, weights_hash="a")
+    )
     assert inherited == InheritedMemory()
     assert "the memory of a rank cannot be shared" in caplog.text
     assert num_descriptors() == before, "a descriptor was left open"
 
 
 def test_it_is_gone_when_nobody_has_it_open() -> None:
-    memory = LastingMemory.create("eagleray-test", NUM_BYTES)
-    path = Path(memory.card.path)
+    memory = SharedMemfd.create("eagleray-test", NUM_BYTES)
+    path = Path(memory.handle.path)
     assert path.exists()
     memory.close()
     assert not path.exists()
@@ -110,7 +112,7 @@ def test_it_is_gone_when_nobody_has_it_open() -> None:
 
 def test_memory_that_nobody_refers_to_is_not_kept() -> None:
     before = num_descriptors()
-    tensor = LastingMemory.create("eagleray-test-forgotten", NUM_BYTES).tensor()
+    tensor = SharedMemfd.create("eagleray-test-forgotten", NUM_BYTES).tensor()
     assert num_descriptors() == before
     assert "/memfd:eagleray-test-forgotten" in Path("/proc/self/maps").read_text()
     del tensor

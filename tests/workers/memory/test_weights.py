@@ -16,7 +16,7 @@ import torch
 
 from kernels.cpu import torch_c
 from kernels.cpu.capabilities import has_int8
-from kernels.cpu.linear import packs
+from kernels.cpu.linear import packs_dtype
 from kernels.select import select_backend
 from tests.workers.memory import holder
 from tests.workers.memory.holder import Form, Holder
@@ -95,11 +95,11 @@ def test_a_standby_goes_on_when_the_rank_is_killed_and_has_a_standby_in_turn(
 ) -> None:
     mortal_rank.tell(holder.load, BFLOAT16)
     logits = mortal_rank.tell(holder.logits)
-    card = mortal_standby.tell(holder.adopt, mortal_rank.tell(holder.keep, NAME), BFLOAT16.config)
+    handle = mortal_standby.tell(holder.adopt, mortal_rank.tell(holder.keep, NAME), BFLOAT16.config)
     mortal_rank.kill()
     assert mortal_standby.tell(holder.logits) == logits
     with Holder() as next_standby:
-        next_standby.tell(holder.adopt, card, BFLOAT16.config)
+        next_standby.tell(holder.adopt, handle, BFLOAT16.config)
         mortal_standby.kill()
         assert next_standby.tell(holder.logits) == logits
 
@@ -117,10 +117,10 @@ def test_nothing_is_left_when_both_are_dead(mortal_rank: Holder, mortal_standby:
 
 def test_a_dead_rank_cannot_be_adopted(mortal_rank: Holder, standby: Holder) -> None:
     mortal_rank.tell(holder.load, BFLOAT16)
-    card = mortal_rank.tell(holder.keep, NAME)
+    handle = mortal_rank.tell(holder.keep, NAME)
     mortal_rank.kill()
     with pytest.raises(OSError, match=f"/proc/{mortal_rank.process.pid}/"):
-        standby.tell(holder.adopt, card, BFLOAT16.config)
+        standby.tell(holder.adopt, handle, BFLOAT16.config)
 
 
 def test_the_file_cannot_be_written(rank: Holder, standby: Holder) -> None:
@@ -186,18 +186,18 @@ def test_an_embedding_that_is_also_the_packed_head_is_kept_once(rank: Holder) ->
 
 def test_another_model_or_rank_is_refused(rank: Holder, standby: Holder) -> None:
     rank.tell(holder.load, BFLOAT16)
-    card = rank.tell(holder.keep, NAME)
+    handle = rank.tell(holder.keep, NAME)
     with pytest.raises(ValueError, match=r"num_hidden_layers=2.*, not of .*num_hidden_layers=3"):
-        standby.tell(holder.adopt, card, replace(BFLOAT16, layers=3).config)
+        standby.tell(holder.adopt, handle, replace(BFLOAT16, layers=3).config)
     with pytest.raises(ValueError, match=r"of rank 0 of 1 with .*, not of rank 1 of 2 with"):
-        standby.tell(holder.adopt, card, BFLOAT16.config, 1)
-    standby.tell(holder.adopt, card, BFLOAT16.config)
+        standby.tell(holder.adopt, handle, BFLOAT16.config, 1)
+    standby.tell(holder.adopt, handle, BFLOAT16.config)
 
 
 def test_a_model_works_on_where_its_weights_cannot_be_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if not packs(torch.float32):
+    if not packs_dtype(torch.float32):
         pytest.skip("weights are not packed on this processor")
     state = holder.State()
     holder.load(state, FLOAT32)

@@ -37,7 +37,7 @@ class ThreadGroup(TensorParallelGroup):
         parts = [part for part in meeting.tensors if part is not None]
         total = torch.stack(parts).to(torch.float32).sum(0).to(tensor.dtype)
         meeting.barrier.wait(_TIMEOUT_S)
-        return total
+        return tensor.copy_(total)
 
 
 def on_every_rank(size: int, run: Callable[[TensorParallelGroup], T]) -> list[T]:

@@ -16,7 +16,7 @@ from configs.quantization import Quantization
 from kernels.select import select_backend
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_NAME
-from workers.models.fingerprint import LoadedHash, fingerprint
+from workers.models.fingerprint import LoadedWeightsHash, fingerprint
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -52,12 +52,14 @@ def loaded_hash(
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     kernels = select_backend("cpu", "reference")
     model = Qwen3(config, group, kernels, torch.float32, 64, quantization)
-    with LoadedHash() as loaded:
-        load_weights(model.slices(), model_dir, config, loaded=loaded)
-    return loaded.hexdigest()
+    with LoadedWeightsHash() as weights_hash:
+        load_weights(model.slices(), model_dir, config, weights_hash=weights_hash)
+    return weights_hash.hexdigest()
 
 
-@pytest.mark.parametrize("quantization", [None, Quantization(stored=False, vocabulary=True)])
+@pytest.mark.parametrize(
+    "quantization", [None, Quantization(is_stored=False, includes_vocabulary=True)]
+)
 def test_one_changed_number_changes_the_hash_of_the_rank_that_has_it_alone(
     quantization: Quantization | None, tmp_path: Path
 ) -> None:
@@ -77,13 +79,13 @@ def test_a_change_that_samples_miss_is_seen_when_weights_are_loaded(tmp_path: Pa
     make_checkpoint(tmp_path, Shape(name="large", vocab=30_000))
     path = tmp_path / SINGLE_NAME
     assert path.stat().st_size > 3 * 64 * 65536
-    quick, loaded = fingerprint(tmp_path), loaded_hash(tmp_path, 0, 1)
+    quick, weights_hash = fingerprint(tmp_path), loaded_hash(tmp_path, 0, 1)
     data = bytearray(path.read_bytes())
     place = len(data) // 64 + 65536 + 1001  # between the second sample and the third
     data[place] ^= 64
     path.write_bytes(data)
     assert fingerprint(tmp_path) == quick
-    assert loaded_hash(tmp_path, 0, 1) != loaded
+    assert loaded_hash(tmp_path, 0, 1) != weights_hash
 
 
 def test_what_cannot_be_hashed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +96,7 @@ def test_what_cannot_be_hashed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
             raise MemoryError
 
     for num_tensors in (1, 20):
-        with pytest.raises(MemoryError), LoadedHash() as loaded:
-            monkeypatch.setattr(loaded, "_digest", Broken())
+        with pytest.raises(MemoryError), LoadedWeightsHash() as weights_hash:
+            monkeypatch.setattr(weights_hash, "_digest", Broken())
             for _ in range(num_tensors):
-                loaded.add(torch.ones(3))
+                weights_hash.add(torch.ones(3))

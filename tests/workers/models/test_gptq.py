@@ -144,7 +144,7 @@ def test_8_bit_products_are_of_the_stored_values(tmp_path: Path, rank: int) -> N
     for model_dir in (packed, plain):
         config = ModelConfig.from_dir(model_dir)
         group = TensorParallelGroup(rank, 2, torch.device("cpu"))
-        quantization = Quantization(stored=False, vocabulary=True)
+        quantization = Quantization(is_stored=False, includes_vocabulary=True)
         backend = select_backend("cpu", "reference")
         ours = Qwen3(config, group, backend, torch.float32, 64, quantization)
         pieces.append(loaded(ours, model_dir, config))

@@ -21,7 +21,7 @@ from scheduler.errors import ConfigError, UnreadableError
 from tests.workers.conftest import config_of
 from workers.models import local
 from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME
-from workers.models.local import MODEL_PATTERNS, check_again, local_checkpoint
+from workers.models.local import MODEL_PATTERNS, local_checkpoint, recheck_checkpoint
 
 HASH = "0123456789abcdef"
 
@@ -65,14 +65,14 @@ def test_what_can_be_loaded_no_more_is_found_before_processes_start(tmp_path: Pa
     model = tmp_path / "model"
     shutil.copytree(DEFAULT_MODEL_DIR, model)
     config = config_at(model, str(model))
-    check_again(config)
+    recheck_checkpoint(config)
     [weights] = model.glob("*.safetensors")
     os.truncate(weights, weights.stat().st_size - 1)
     with pytest.raises(ConfigError, match=r"safetensors"):
-        check_again(config)
+        recheck_checkpoint(config)
     weights.unlink()
     with pytest.raises(ConfigError, match=r"holds no \*\.safetensors file"):
-        check_again(config)
+        recheck_checkpoint(config)
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES])
@@ -94,7 +94,7 @@ def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_lost(
 
     monkeypatch.setattr(Path, "open", fail)
     with pytest.raises(UnreadableError, match=os.strerror(number)) as raised:
-        check_again(config_at(model, str(model)))
+        recheck_checkpoint(config_at(model, str(model)))
     assert kind_of(raised.value).is_transient
 
 
@@ -105,10 +105,10 @@ def test_a_file_server_that_does_not_answer_keeps_nobody_waiting(
     monkeypatch.setattr(local, "check_checkpoint", lambda *_: answered.wait())
     began = time.monotonic()
     with pytest.raises(UnreadableError, match=r"default_model cannot be read: no answer within"):
-        check_again(config_at(DEFAULT_MODEL_DIR, str(DEFAULT_MODEL_DIR)), limit_s=0.1)
+        recheck_checkpoint(config_at(DEFAULT_MODEL_DIR, str(DEFAULT_MODEL_DIR)), limit_s=0.1)
     assert time.monotonic() - began < 5
     answered.set()
 
 
 def test_what_is_missing_of_a_hub_id_may_be_downloaded_again(tmp_path: Path) -> None:
-    check_again(config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B"))
+    recheck_checkpoint(config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B"))

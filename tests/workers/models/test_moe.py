@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
-from configs.experts import Experts
+from configs.experts import ExpertsConfig
 from configs.model import ModelConfig
 from kernels.interface import ExpertWeights, Kernels
 from kernels.metadata import AttentionMetadata
@@ -41,17 +41,25 @@ REFERENCE = select_backend("cpu", "reference")
 HIDDEN, NUM_TOKENS = 64, 40
 TOLERANCE = 1e-5  # of the largest number
 SHAPES = {
-    "8_top_1": Experts(num_experts=8, num_per_token=1, intermediate_size=48, normalizes=True),
-    "8_top_2_raw": Experts(num_experts=8, num_per_token=2, intermediate_size=48, normalizes=False),
-    "16_top_16": Experts(num_experts=16, num_per_token=16, intermediate_size=40, normalizes=True),
-    "128_top_8": Experts(num_experts=128, num_per_token=8, intermediate_size=64, normalizes=True),
-    "160_top_8_raw": Experts(
-        num_experts=160, num_per_token=8, intermediate_size=24, normalizes=False
+    "8_top_1": ExpertsConfig(
+        num_experts=8, num_experts_per_token=1, intermediate_size=48, normalizes_weights=True
+    ),
+    "8_top_2_raw": ExpertsConfig(
+        num_experts=8, num_experts_per_token=2, intermediate_size=48, normalizes_weights=False
+    ),
+    "16_top_16": ExpertsConfig(
+        num_experts=16, num_experts_per_token=16, intermediate_size=40, normalizes_weights=True
+    ),
+    "128_top_8": ExpertsConfig(
+        num_experts=128, num_experts_per_token=8, intermediate_size=64, normalizes_weights=True
+    ),
+    "160_top_8_raw": ExpertsConfig(
+        num_experts=160, num_experts_per_token=8, intermediate_size=24, normalizes_weights=False
     ),
 }
 
 
-def model_of(experts: Experts) -> ModelConfig:
+def model_of(experts: ExpertsConfig) -> ModelConfig:
     raw = {
         "model_type": "qwen3_moe",
         "vocab_size": 16,
@@ -62,14 +70,14 @@ def model_of(experts: Experts) -> ModelConfig:
         "num_key_value_heads": 4,
         "head_dim": 8,
         "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_per_token,
+        "num_experts_per_tok": experts.num_experts_per_token,
         "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalizes,
+        "norm_topk_prob": experts.normalizes_weights,
     }
     return ModelConfig.from_dict(raw)
 
 
-def block_of(experts: Experts) -> Any:
+def block_of(experts: ExpertsConfig) -> Any:
     """transformers' block with random weights."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -77,9 +85,9 @@ def block_of(experts: Experts) -> Any:
     given: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_per_token,
+        "num_experts_per_tok": experts.num_experts_per_token,
         "moe_intermediate_size": experts.intermediate_size,
-        "norm_topk_prob": experts.normalizes,
+        "norm_topk_prob": experts.normalizes_weights,
         "experts_implementation": "eager",
     }
     config: Any = Qwen3MoeConfig(**given)
@@ -119,7 +127,7 @@ def fill(moe: MoE, stored: dict[str, Tensor]) -> None:
 
 
 def load(
-    experts: Experts,
+    experts: ExpertsConfig,
     stored: dict[str, Tensor],
     group: TensorParallelGroup,
     kernels: Kernels = CPU,
@@ -136,7 +144,7 @@ def load(
 
 
 def largest_difference(
-    experts: Experts, size: int, kernels: Kernels = CPU, fill: Fill = fill
+    experts: ExpertsConfig, size: int, kernels: Kernels = CPU, fill: Fill = fill
 ) -> float:
     """Between our block on `size` ranks and transformers', as a part of the largest number."""
     block, x_TE = block_of(experts), tokens()
@@ -153,7 +161,7 @@ def largest_difference(
 @pytest.mark.parametrize("kernels", [CPU, REFERENCE], ids=["cpu", "reference"])
 @pytest.mark.parametrize("experts", SHAPES.values(), ids=SHAPES.keys())
 def test_block_equals_transformers_on_any_number_of_ranks(
-    experts: Experts, kernels: Kernels, size: int
+    experts: ExpertsConfig, kernels: Kernels, size: int
 ) -> None:
     assert largest_difference(experts, size, kernels) < TOLERANCE
 
@@ -166,7 +174,7 @@ def test_block_in_triton_equals_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("experts", SHAPES.values(), ids=SHAPES.keys())
-def test_a_token_alone_gets_what_it_gets_among_others(experts: Experts) -> None:
+def test_a_token_alone_gets_what_it_gets_among_others(experts: ExpertsConfig) -> None:
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
     moe, x_TE = load(experts, stored_tensors(block_of(experts)), group), tokens()
     together = moe(x_TE)
@@ -187,14 +195,19 @@ class Faulty(ReferenceExperts):
         self.last_ids: Tensor | None = None
 
     def route(
-        self, logits_TX: Tensor, num_chosen: int, normalizes: bool, num_live_1: Tensor | None, /
+        self,
+        logits_TX: Tensor,
+        num_experts_per_token: int,
+        normalizes_weights: bool,
+        num_live_tokens_1: Tensor | None,
+        /,
     ) -> tuple[Tensor, Tensor]:
         if self.fault == "weights that are not normalized":
-            return route_reference(logits_TX, num_chosen, False)
+            return route_reference(logits_TX, num_experts_per_token, False)
         if self.fault == "softmax after the choice":
-            chosen = logits_TX.topk(num_chosen)
+            chosen = logits_TX.topk(num_experts_per_token)
             return chosen.values.softmax(1), chosen.indices.int()
-        weights_TK, ids_TK = route_reference(logits_TX, num_chosen, normalizes)
+        weights_TK, ids_TK = route_reference(logits_TX, num_experts_per_token, normalizes_weights)
         if self.fault == "an expert off by one":
             ids_TK = (ids_TK + 1) % logits_TX.shape[1]
         if self.fault == "an expert counted twice":
@@ -204,7 +217,7 @@ class Faulty(ReferenceExperts):
     def mlp(
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
     ) -> Tensor:
-        num_tokens, num_chosen = ids_TK.shape
+        num_tokens, num_experts_per_token = ids_TK.shape
         order_P = ids_TK.flatten().sort(stable=True).indices
         if self.fault == "a sort of another batch":
             order_P = ids_TK.roll(1, 0).flatten().sort(stable=True).indices
@@ -213,11 +226,11 @@ class Faulty(ReferenceExperts):
             ids_P = ids_TK.flatten().sort(stable=True).values
         if self.fault == "a token lost in sorting":
             order_P, ids_P = order_P[:-1], ids_P[:-1]
-        out_PE = torch.zeros(num_tokens * num_chosen, x_TE.shape[1])
+        out_PE = torch.zeros(num_tokens * num_experts_per_token, x_TE.shape[1])
         for pair, expert in zip(order_P.tolist(), ids_P.tolist(), strict=True):
-            hidden = functional.linear(x_TE[pair // num_chosen], experts.gate_up[expert])
+            hidden = functional.linear(x_TE[pair // num_experts_per_token], experts.gate_up[expert])
             out_PE[pair] = functional.linear(silu_and_mul_reference(hidden), experts.down[expert])
-        weighted = out_PE.view(num_tokens, num_chosen, -1) * weights_TK.unsqueeze(2)
+        weighted = out_PE.view(num_tokens, num_experts_per_token, -1) * weights_TK.unsqueeze(2)
         return weighted.sum(1)
 
 

@@ -50,8 +50,8 @@ def test_a_rank_holds_as_many_parameters_as_are_counted(
     slices = list(ours.slices())
     counted = count_parameters(model, num_ranks)
     assert sum(piece.target.numel() for piece in slices) == counted.total
-    of_experts = sum(piece.target.numel() for piece in slices if ".experts." in piece.name)
-    assert of_experts == counted.of_experts
+    expert_parameters = sum(piece.target.numel() for piece in slices if ".experts." in piece.name)
+    assert expert_parameters == counted.expert_parameters
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_each_task_is_one_ranks_and_a_slow_rank_gets_fewer(size: int) -> None:
 
     def run(group: TensorParallelGroup) -> list[str]:
         mine = []
-        for task in group.share_out("letters", "abcdefgh"):
+        for task in group.claim_tasks("letters", "abcdefgh"):
             mine.append(task)
             if len(mine) == 1:
                 group.barrier()

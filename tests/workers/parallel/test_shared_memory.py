@@ -139,9 +139,9 @@ def in_threads(size: int, run: Callable[[Any], Any], timeout_s: float = 5.0) -> 
         return list(texts)
 
     def rank_main(rank: int) -> Any:
-        who = f"rank {rank} of {size}"
+        rank_label = f"rank {rank} of {size}"
         joined = SharedMemoryReducer.join(
-            rank, range(size), partial(exchange, rank), timeout_s, who
+            rank, range(size), partial(exchange, rank), timeout_s, rank_label
         )
         try:
             return run(joined)
@@ -468,9 +468,9 @@ def test_closing_from_another_thread_ends_a_wait() -> None:
 
 def test_closing_leaves_the_state_of_an_operation_to_the_thread_inside() -> None:
     def run(reducer: SharedMemoryReducer) -> int:
-        reducer._state[advance.OFFSET] = PART_BYTES  # as in the second part
+        reducer._state[advance.OFFSET_INDEX] = PART_BYTES  # as in the second part
         reducer.close()
-        return int(reducer._state[advance.OFFSET])
+        return int(reducer._state[advance.OFFSET_INDEX])
 
     assert in_threads(2, run) == [PART_BYTES] * 2
 

@@ -15,7 +15,7 @@ from scheduler.errors import WorkerError
 from workers.parallel import segment, symmetric_memory
 from workers.parallel.backend import TorchTransport, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
-from workers.parallel.symmetric_memory import LIMIT_BYTES
+from workers.parallel.symmetric_memory import MAX_TENSOR_BYTES
 
 TIMEOUT_S = 10.0
 SHARED = "symmetric memory up to 1 MiB, nccl above"
@@ -182,7 +182,7 @@ def test_small_sums_have_the_same_bits_on_every_rank_and_never_mix(
 
 
 def test_what_is_large_or_unusual_goes_through_nccl(torch_has: SymmetricMemoryStandIn) -> None:
-    largest = LIMIT_BYTES // 4
+    largest = MAX_TENSOR_BYTES // 4
 
     def tensors() -> list[tuple[torch.Tensor, bool]]:
         return [

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from kernels.reference import sampling
-from scheduler.params import Sampling
+from scheduler.params import ResolvedSampling
 from tests.workers.batch.graph_pair import MakeRunner, Pair, sampling_graphs
 from tests.workers.planner import Row
 from workers.parallel.group import TensorParallelGroup
@@ -24,8 +24,8 @@ from workers.sampling.sampler import Sampler
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 0.8}
-LISTED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
-USUAL = {"greedy": GREEDY, "drawn": DRAWN, "listed": LISTED}
+LISTED_KIND: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+USUAL = {"greedy": GREEDY, "drawn": DRAWN, "listed": LISTED_KIND}
 OTHERS: dict[str, dict[str, Any]] = {
     "a long list": DRAWN | {"top_k": 33},
     "no list": DRAWN | {"top_p": 0.9},
@@ -35,7 +35,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "log probabilities": GREEDY | {"logprobs": 2},
 }
 
-# For each parameter that decides a token, a value other than that of a row of `LISTED`.
+# For each parameter that decides a token, a value other than that of a row of `LISTED_KIND`.
 OTHER_VALUES: dict[str, Any] = {
     "seed": 1,
     "temperature": 0.5,
@@ -64,7 +64,7 @@ def rows_of(pair: Pair, *ways: dict[str, Any]) -> list[Row]:
     for slot, way in enumerate(ways):
         rng = random.Random(slot)
         row = Row([rng.randrange(100) for _ in range(3)], 3)
-        row.sampling = Sampling(seed=slot, max_tokens=100, **way)
+        row.sampling = ResolvedSampling(seed=slot, max_tokens=100, **way)
         pair.planner.admit(row, slot)
         rows.append(row)
     return rows
@@ -122,11 +122,16 @@ def test_what_a_graph_does_not_know_is_launched(make: MakeRunner, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [each.name for each in dataclasses.fields(Sampling) if each.name not in DECIDE_NO_TOKEN]
+    "name",
+    [
+        each.name
+        for each in dataclasses.fields(ResolvedSampling)
+        if each.name not in DECIDE_NO_TOKEN
+    ],
 )
 def test_a_parameter_is_known_to_graphs_or_keeps_its_row_away_from_them(name: str) -> None:
     """Else a graph would ignore it in silence."""
-    usual_row = {"seed": 0, "max_tokens": 100, **LISTED}
+    usual_row = {"seed": 0, "max_tokens": 100, **LISTED_KIND}
     with_other_value = usual_row | {name: OTHER_VALUES[name]}
     assert sampled_in_a_graph(with_other_value) != sampled_in_a_graph(usual_row)
 
@@ -135,7 +140,7 @@ def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
     """All that the graph of one row reads of these parameters; None if no graph samples it."""
     cpu = torch.device("cpu")
     shard = Sampler(TensorParallelGroup(0, 1, cpu), sampling, 100, 0, 100, 4, cpu).state
-    shard.admit(2, Sampling(**row), 3)
+    shard.admit(2, ResolvedSampling(**row), 3)
     slots, static_rows = np.array([2]), state.StaticSamplingRows(4, torch.from_numpy)
     if (kind := shard.graph_kind(slots)) is None:
         return None
@@ -145,7 +150,7 @@ def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
 
 def test_two_kinds_of_draw_in_one_step_are_launched(make: MakeRunner) -> None:
     pair = Pair(make, 4)
-    rows = rows_of(pair, DRAWN, LISTED)
+    rows = rows_of(pair, DRAWN, LISTED_KIND)
     assert sampled_by(pair, rows, 3) is None
     assert sampled_by(pair, rows[1:]) is not None, "each alone is not"
 
@@ -175,7 +180,7 @@ def test_the_largest_list_of_a_graph_gives_the_tokens_of_the_list_a_step_needs(
 def test_padding_takes_no_top_k_from_greedy_rows_of_an_earlier_step(make: MakeRunner) -> None:
     """A greedy row may have any top-k, more than the list of a graph has entries."""
     pair = Pair(make, 8)
-    rows = rows_of(pair, *[GREEDY | {"top_k": 90}] * 4, *[LISTED] * 3)
+    rows = rows_of(pair, *[GREEDY | {"top_k": 90}] * 4, *[LISTED_KIND] * 3)
     greedy, listed = rows[:4], rows[4:]
     assert sampled_by(pair, greedy, 3) is not None
     assert sampled_by(pair, listed, 3) is not None, "a graph with room for four rows"
@@ -185,7 +190,7 @@ def test_a_greedy_row_with_a_long_list_is_sampled_by_a_graph_beside_others(
     make: MakeRunner,
 ) -> None:
     pair = Pair(make, 4)
-    rows = rows_of(pair, LISTED, GREEDY | {"top_k": 90})
+    rows = rows_of(pair, LISTED_KIND, GREEDY | {"top_k": 90})
     sampled_by(pair, rows, 3)
     assert sampled_by(pair, rows) is not None
 
@@ -202,10 +207,10 @@ def test_all_ranks_sample_a_step_the_same_way(name: str) -> None:
     ]
     shards = [sampler.state for sampler in samplers]
     for shard in shards:
-        shard.admit(2, Sampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
+        shard.admit(2, ResolvedSampling(seed=0, max_tokens=100, **(USUAL | OTHERS)[name]), 3)
     kinds = [shard.graph_kind(np.array([2])) for shard in shards]
     assert kinds == [list(USUAL).index(name) if name in USUAL else None] * 4
     for shard in shards:
         shard.release(2)
-        shard.admit(1, Sampling(seed=0, max_tokens=100, temperature=0.0), 3)
-    assert {shard.graph_kind(np.array([1])) for shard in shards} == {state.GREEDY}
+        shard.admit(1, ResolvedSampling(seed=0, max_tokens=100, temperature=0.0), 3)
+    assert {shard.graph_kind(np.array([1])) for shard in shards} == {state.GREEDY_KIND}

@@ -18,8 +18,8 @@ import torch
 
 from kernels.reference import sampling as kernels
 from kernels.select import select_backend
-from scheduler.messages import StepMask, TokenLogprobs, ints
-from scheduler.params import Sampling, SamplingParams
+from scheduler.messages import StepMask, TokenLogprobs, int32_array
+from scheduler.params import ResolvedSampling, SamplingParams
 from tests.kernels import sampling_reference as reference
 from tests.scheduler.fake_model import mask_bytes
 from workers.parallel.backend import open_rendezvous
@@ -44,8 +44,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return name
 
 
-def make(**options: Any) -> Sampling:
-    return Sampling(**({"seed": 1, "max_tokens": 100} | options))
+def make(**options: Any) -> ResolvedSampling:
+    return ResolvedSampling(**({"seed": 1, "max_tokens": 100} | options))
 
 
 def make_sampler(
@@ -63,7 +63,10 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample(
-    logits: torch.Tensor, rows: list[Sampling], position: int = 1, vocab_size: int | None = None
+    logits: torch.Tensor,
+    rows: list[ResolvedSampling],
+    position: int = 1,
+    vocab_size: int | None = None,
 ) -> list[int]:
     """One token per row, each a fresh request whose prompt is token 0."""
     sampler = make_sampler(vocab_size or logits.shape[1], len(rows), shard=logits.shape[1])
@@ -73,7 +76,7 @@ def sample(
     return sampler.sample(logits, batch).token_ids_B.tolist()
 
 
-def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) -> Floats:
+def draw(logits_V: torch.Tensor, sampling: ResolvedSampling, num_draws: int, rows: int) -> Floats:
     """Draws `num_draws` tokens, each with the uniform number of a different position; the counts by
     token.
     """
@@ -88,7 +91,7 @@ def draw(logits_V: torch.Tensor, sampling: Sampling, num_draws: int, rows: int) 
     return counts
 
 
-def random_sampling(rng: random.Random, vocab_size: int) -> Sampling:
+def random_sampling(rng: random.Random, vocab_size: int) -> ResolvedSampling:
     """A random mix of parameters, each often at its neutral value."""
     some_ids = rng.sample(range(vocab_size), 5)
     return make(
@@ -233,7 +236,7 @@ def test_kept_tokens_are_those_of_a_sort(vocab_size: int, spread: float) -> None
     assert num_clear > 50
 
 
-def kept_tokens(logits_V: torch.Tensor, sampling: Sampling) -> set[int]:
+def kept_tokens(logits_V: torch.Tensor, sampling: ResolvedSampling) -> set[int]:
     """All tokens to which the sampler gives any weight. Without filters there is no such set, and
     none is needed.
     """
@@ -452,7 +455,7 @@ def random_mask(rng: random.Random, vocab_size: int, rows: range) -> StepMask:
         bits = np.zeros(8 * mask_bytes(vocab_size), np.uint8)
         bits[rng.sample(range(vocab_size), rng.choice((1, 2, vocab_size // 2)))] = 1
         masks.append(np.packbits(bits, bitorder="little").tobytes())
-    return StepMask(step_id=0, epoch=0, rows=ints(masked), masks=tuple(masks))
+    return StepMask(step_id=0, epoch=0, rows=int32_array(masked), masks=tuple(masks))
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])
@@ -472,7 +475,7 @@ def test_masks_are_cut_at_the_edges_of_shards(
         masks = sampler.row_masks(mask)
         assert (masks is None) == (width == 0)
         if masks is not None:
-            KERNELS.mask_columns(logits, masks.rows_R, masks.words_RW, masks.first)
+            KERNELS.mask_columns(logits, masks.rows_R, masks.words_RW, masks.first_bit)
         assert bool(((logits == 0) | (logits == -torch.inf)).all())
         allowed.append(logits == 0)
     together = torch.cat(allowed, dim=1)
