@@ -84,9 +84,13 @@ class RankProcess:
         return memory
 
     def start_clocks(self) -> None:
-        """From now on add up the seconds of kernels, collective operations and whole launches."""
+        """From now on add up the seconds of kernels, collective operations and whole launches, and
+        replay no recorded layers.
+        """
         assert self.worker is not None and self.worker._runner is not None
         kernels, group = self.worker._runner.model.kernels, self.worker._group
+        # A replay of recorded layers calls none of the kernels.
+        self.worker._runner.layers._max_rows = 0
         self.seconds = defaultdict[str, float](float)
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)

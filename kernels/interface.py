@@ -306,10 +306,12 @@ class Kernels(Protocol):
     fp8: GroupedKernels | None  # None: "fp8" is not among the capabilities' quantizations
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
-    recorder: type[Recorder] | None  # None: what can be recorded, the device records
+    recorder: type[Recorder] | None  # None: no recordings; a GPU has graphs
 
-    def call(self, function: Callable[[], object], /) -> None:
-        """Call the function, and again whenever this point of a recording is replayed."""
+    def call(self, function: Callable[..., object], /, *tensors: Tensor) -> None:
+        """Call the function, which calls no kernels, with these tensors, and again whenever this
+        point of a recording is replayed.
+        """
 
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, /

@@ -39,7 +39,7 @@ def choose_capabilities(
     index).
 
     "auto" skips a backend that is not installed or cannot do one of the dtypes, the head dim or the
-    block size.
+    block size; the last automatic one is taken unchecked.
     `block_size` None means the backend's default. Raises `ValueError` saying what is possible when
     the name is unknown, or what it names is not installed or cannot do the head dim or the block
     size; what else a named backend lacks, `resolve` refuses (`workers/configuration.py`).

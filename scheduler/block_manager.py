@@ -12,9 +12,9 @@ block's tokens, the serial of its parent and the salt name a whole prefix exactl
 compared by these, and the hash only has to be fast. The salt is the request's `cache_salt`:
 requests with different salts share nothing, so nobody can tell by a faster answer what others have
 asked. Every block stores and compares the salt; strictly only first blocks need to, because a
-parent's serial implies it. The first block's hash covers it too, so that equal prompts with
-different salts do not push each other out of the index. A free block keeps its content and stays
-findable until it is taken for something new.
+parent's serial implies it. The index has one block per hash, so the first block's hash covers the
+salt too: equal prompts with different salts do not take each other's place. A free block keeps its
+content and stays findable until it is taken for something new.
 
 If ranks are lost and their cache is not, what was published for steps whose result is unread is
 withdrawn (`withdraw_unconfirmed`): nobody knows whether those steps have filled it.
@@ -242,8 +242,8 @@ class BlockManager:
             self._prefix_index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
-        """Chained hash of block `index`: it covers the tokens and the parent's hash (for the first
-        block, the salt).
+        """Chained hash of block `index`: it covers the tokens and the parent's hash, or in the
+        first block the salt.
         """
         block_hashes = seq.block_hashes
         while len(block_hashes) <= index:

@@ -47,7 +47,7 @@ class Suspects:
         ]
 
     def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
-        """Every sequence starts again; those with two strikes will run alone."""
+        """Those with two strikes will run alone."""
         self.sequences = [seq for seq in unfinished_sequences if seq.strikes >= SUSPECT_STRIKES]
 
     def drop(self, seq: Sequence) -> None:

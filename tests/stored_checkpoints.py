@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
 Matrix = tuple[torch.Tensor, Tensors]  # (values [Y, X] in float64, tensors by their last part)
-SINGLE_NAME = "model.safetensors"
+SINGLE_FILE_NAME = "model.safetensors"
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of AutoAWQ's gemm_pack
 
 
@@ -28,13 +28,13 @@ def write_stored(
     """Rewrite a checkpoint of one file with the matrices that `draw(generator, Y, X)` gives, and
     give `model`, its transformers model, the values that they stand for.
     """
-    tensors, weights = load_file(model_dir / SINGLE_NAME), model.state_dict()
+    tensors, weights = load_file(model_dir / SINGLE_FILE_NAME), model.state_dict()
     generator = np.random.default_rng(3)
     for name in sorted(name for name in tensors if name.endswith("_proj.weight")):
         values, parts = draw(generator, *tensors.pop(name).shape)
         weights[name].copy_(values)
         tensors |= {name.removesuffix("weight") + part: t for part, t in parts.items()}
-    save_file(tensors, model_dir / SINGLE_NAME)
+    save_file(tensors, model_dir / SINGLE_FILE_NAME)
     raw = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
 

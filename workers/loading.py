@@ -47,8 +47,9 @@ def load_model(
     dtype = torch_dtype(config.dtype)
     weight_dtype = torch_dtype(config.weight_dtype)
     if (reason := reason_to_unpack(config)) is not None and group.rank == 0:
-        anew = config.quantization
-        how = "" if anew is None else f" and rounded to other codes ({anew.name})"
+        how = ""
+        if config.quantization is not None:
+            how = f" and rounded to other codes ({config.quantization.name})"
         logger.warning("matrices are unpacked%s, because %s", how, reason)
     quantization = kept_quantization(
         model_dir,
@@ -73,7 +74,7 @@ def load_model(
         load_weights(model.slices(), model_dir, config.model, count, weights_hash)
     return LoadedModel(
         model=model,
-        memory=_pack(config, model),
+        memory=_pack(config, model, progress),
         checkpoint_hash=checkpoint_hash,
         weights_hash=weights_hash.hexdigest(),
     )
@@ -95,13 +96,18 @@ def adopt_model(
     )
 
 
-def _pack(config: ResolvedConfig, model: Qwen3) -> SharedMemfd | None:
+def _pack(config: ResolvedConfig, model: Qwen3, progress: Progress) -> SharedMemfd | None:
     """Pack the weights of the model. Returns where they lie then, if spares can share them."""
     if config.device != "cpu" or config.engine.spares == "off" or not is_supported():
-        model.pack()
+        model.pack(progress.count_packed)
         return None
     weights_file = WeightsFile("eagleray-weights", model.group, model.kernels)
-    model.pack(weights_file.move)
+
+    def move(matrix: object) -> None:
+        weights_file.move(matrix)
+        progress.count_packed(matrix)
+
+    model.pack(move)
     try:
         return weights_file.finish(model)
     except OSError as error:

@@ -15,6 +15,7 @@ class Progress:
     num_layers: int = 0  # layers run so far, over all steps
     num_collectives: int = 0
     loaded_bytes: int = 0
+    num_packed_matrices: int = 0
     num_compiled_kernels: int = 0
 
     def enter_layer(self, layer: int) -> None:
@@ -22,10 +23,15 @@ class Progress:
         self.layer = layer
         self.num_layers += 1
 
+    def count_packed(self, _matrix: object) -> None:
+        """A matrix is packed, and lies where it stays."""
+        self.num_packed_matrices += 1
+
     def describe(self) -> str:
         """For a message."""
         if self.phase == "load":
-            return f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
+            read = f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
+            return f"{read}, {self.num_packed_matrices} matrices packed"
         if self.phase == "steps":
             return f"step {self.step_id}, layer {self.layer}"
         return self.phase

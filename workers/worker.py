@@ -72,6 +72,7 @@ class Worker:
         self._handover = StepHandover(rank)
         self._finish_lock = threading.Lock()
         self._closing = threading.Event()
+        self._makes_huge_pages = False
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -303,13 +304,19 @@ class Worker:
         beside the first ones.
         """
         runner.cache.allow_writing()
-        if self._loaded_model is not None and (weights := self._loaded_model.memory) is not None:
-            threading.Thread(
+        weights = self._loaded_model.memory if self._loaded_model is not None else None
+        if weights is not None and not self._makes_huge_pages:
+            self._makes_huge_pages = True
+            thread = threading.Thread(
                 target=_use_huge_pages,
                 args=(weights, self._closing),
                 name="huge-pages",
                 daemon=True,
-            ).start()
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads are allowed
+                logger.debug("weights stay in small pages: %s", error)
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -366,7 +373,10 @@ class Worker:
 
 def _use_huge_pages(memory: SharedMemfd, stopping: threading.Event) -> None:
     """As `use_huge_pages`. The memory stays open until then."""
-    use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
+    try:
+        use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
+    except OSError as error:
+        logger.debug("weights stay in small pages: %s", error)
 
 
 def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:

@@ -20,9 +20,9 @@ class ApiLimits:
 
     max_open_outputs: outputs that run or wait at a time, in all processes that share `OpenOutputs`;
     a request for more is refused at once.
-    slow_reader_timeout_s: how long a client may take nothing of an answer. keep_alive_s: how long a
-    stream may be silent before a comment is sent. small_body_delay_s, large_body_delay_s: by how
-    much a body may be later than 8 KiB per second, up to max_small_body_bytes and beyond.
+    slow_reader_timeout_s: how long a client may take nothing of an answer. ping_interval_s: how
+    long a stream may be silent before a comment is sent. small_body_delay_s, large_body_delay_s: by
+    how much a body may be later than 8 KiB per second, up to max_small_body_bytes and beyond.
     """
 
     max_open_outputs: int = 1024
@@ -31,7 +31,7 @@ class ApiLimits:
     max_small_body_bytes: int = HTTP_BOUNDS["small body"].maximum
     max_outputs_per_request: int = 128
     slow_reader_timeout_s: float = 30.0
-    keep_alive_s: float = 15.0
+    ping_interval_s: float = 15.0
     small_body_delay_s: float = HTTP_BOUNDS["body time"].maximum
     large_body_delay_s: float = HTTP_BOUNDS["body pause"].maximum
 

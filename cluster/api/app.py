@@ -28,7 +28,7 @@ from cluster.api.errors import HttpError, anthropic_error_body, http_error, open
 from cluster.api.exchange import ClientDisconnected, Exchange, JsonResponse, json_response
 from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
 from cluster.api.runner import Runner
-from cluster.api.threads import ThreadQueue
+from cluster.api.threads import BoundedThreadPool
 from cluster.api.trace import chrome_trace
 from cluster.client.client import Client
 from cluster.timeouts import API_STATS_TIMEOUT_S
@@ -68,8 +68,8 @@ class Api:
         self._client, self._served = client, served
         self._echo_request_id = echo_request_id
         self._access = access or Access()
-        self._trace_threads = ThreadQueue("traces", 1, MAX_WAITING_TRACES)
-        self._stats_threads = ThreadQueue("stats", 1)
+        self._trace_threads = BoundedThreadPool("traces", 1, MAX_WAITING_TRACES)
+        self._stats_threads = BoundedThreadPool("stats", 1)
         self._stats_future: asyncio.Future[EngineStats] | None = None
         self._stats_asked_at_s = 0.0
         self._router = self._make_router(version)

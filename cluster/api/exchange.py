@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.api.admission import Upload
 from cluster.api.errors import HttpError
 from cluster.api.replies import Writer, encode_json, json_pieces
-from cluster.api.threads import ThreadQueue
+from cluster.api.threads import BoundedThreadPool
 
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -37,9 +37,9 @@ class JsonResponse(JSONResponse):
 
 
 async def json_response(
-    make: Callable[[], object], threads: ThreadQueue, *, inline: bool = False
+    make: Callable[[], object], threads: BoundedThreadPool, *, inline: bool = False
 ) -> Response:
-    """An answer with what `make` returns, made and written as `ThreadQueue.run` does it."""
+    """An answer with what `make` returns, made and written as `BoundedThreadPool.run` does it."""
     data = await threads.run(lambda: b"".join(json_pieces(make())), inline=inline)
     return Response(data, media_type="application/json")
 

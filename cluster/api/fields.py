@@ -48,7 +48,7 @@ _CONSTRAINT_NOT_KEPT = (
     "this constraint would not be kept; use structured_outputs or response_format"
 )
 _NO_STATE = "nothing is stored between requests; send the whole conversation"
-_NO_BANS = "tokens and texts cannot be banned; use logit_bias with token ids"
+_BANS_NOT_SUPPORTED = "tokens and texts cannot be banned; use logit_bias with token ids"
 _NO_ADAPTERS = "adapters are not supported"
 _NO_WEB_SEARCH = "web search is not supported"
 _NO_TEMPLATES = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
@@ -71,10 +71,10 @@ FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "stop_regex": "texts that end the answer are plain; use stop",
     "include_stop_str_in_output": "the text ends before the match of a stop text",
     "allowed_token_ids": "tokens cannot be selected; use structured_outputs",
-    "bad_words": _NO_BANS,
-    "banned_strings": _NO_BANS,
-    "banned_tokens": _NO_BANS,
-    "custom_token_bans": _NO_BANS,
+    "bad_words": _BANS_NOT_SUPPORTED,
+    "banned_strings": _BANS_NOT_SUPPORTED,
+    "banned_tokens": _BANS_NOT_SUPPORTED,
+    "custom_token_bans": _BANS_NOT_SUPPORTED,
     "logits_processors": "the server runs no code of a request",
     "custom_logit_processor": "the server runs no code of a request",
     "use_beam_search": "beam search is not supported",

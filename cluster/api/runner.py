@@ -26,7 +26,7 @@ from cluster.api.reading import read_request
 from cluster.api.replies import Writer
 from cluster.api.schema import RequestModel
 from cluster.api.structure import loosened_headers
-from cluster.api.threads import ThreadQueue
+from cluster.api.threads import BoundedThreadPool
 from cluster.api.unknown import IGNORED_HEADER, IgnoredFields, UnknownFields, header_of
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, Generation
@@ -54,11 +54,11 @@ class Runner:
         self, client: Client, served: ServedModel, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
-        self.tokenize_threads = ThreadQueue(
+        self.tokenize_threads = BoundedThreadPool(
             "tokenizing", NUM_TOKENIZE_THREADS, MAX_WAITING_TOKENIZATIONS
         )
-        self._read_threads = ThreadQueue("reading", 2)
-        self._write_threads = ThreadQueue("writing", 2)
+        self._read_threads = BoundedThreadPool("reading", 2)
+        self._write_threads = BoundedThreadPool("writing", 2)
         self._client, self._served = client, served
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
@@ -191,7 +191,7 @@ class Runner:
                     exchange.send_events_nowait(data)
                 return True
 
-            exchange.keep_alive(self._limits.keep_alive_s)
+            exchange.keep_alive(self._limits.ping_interval_s)
             try:
                 while items := await chunks.next(take_now):
                     note_tokens(items)

@@ -14,7 +14,7 @@ from scheduler.errors import OverloadedError
 Result = TypeVar("Result")
 
 
-class ThreadQueue:
+class BoundedThreadPool:
     """A few threads with a counted queue."""
 
     def __init__(self, name: str, num_threads: int, max_waiting: float = float("inf")) -> None:

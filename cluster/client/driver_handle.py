@@ -38,7 +38,7 @@ SERVED_AFTER_S = 10.0
 ReplaceDriver = Callable[[Any, EaglerayError, bool], Any]
 
 
-def cannot_replace(actor: Any, error: EaglerayError, has_served: bool) -> Any:
+def cannot_replace(actor: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
     """Stands in for an owner where there is none."""
     if isinstance(error, DriverDiedError):
         raise EngineDeadError(str(error)) from error
@@ -48,9 +48,9 @@ def cannot_replace(actor: Any, error: EaglerayError, has_served: bool) -> Any:
 class DriverHandle:
     """Calls one engine's driver. Any thread may call.
 
-    actor: the present driver. has_served: whether there was any news from it. dead_actor: a driver
-    that has died, until the polling thread has dealt with that. death_error: why there is no
-    driver, if none could be started.
+    actor: the present driver. has_been_healthy: whether there was any news from it, or it answered
+    for a while. dead_actor: a driver that has died, until the polling thread has dealt with that.
+    death_error: why there is no driver, if none could be started.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class DriverHandle:
     ) -> None:
         """See `Frontend`. `is_shared`: the engine outlives the frontend."""
         self.actor = actor
-        self.has_served = False
+        self.has_been_healthy = False
         self.dead_actor: Any = None
         self.death_error: EngineDeadError | None = None
         self.is_closed = False
@@ -254,7 +254,7 @@ class DriverHandle:
         except (DriverDiedError, NoAnswerError) as error:
             self.replace_driver(actor, error)
         else:
-            self.has_served |= time.monotonic() - self._started_s > SERVED_AFTER_S
+            self.has_been_healthy |= time.monotonic() - self._started_s > SERVED_AFTER_S
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
@@ -283,11 +283,11 @@ class DriverHandle:
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""
         try:
-            successor = self._replace(actor, error, self.has_served)
+            successor = self._replace(actor, error, self.has_been_healthy)
         except EngineDeadError as death:
             self.death_error = death
             raise
-        self.death_error, self.has_served = None, False
+        self.death_error, self.has_been_healthy = None, False
         self._started_s = time.monotonic()
         return successor
 

@@ -91,8 +91,9 @@ class Frontend:
         except BaseException as error:
             self._outstanding_requests.forget(generations)
             has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
-            was_closed = self.driver.is_closed and self._on_dead is not None
-            if not has_refused or was_closed:  # the driver may have them, or receive them later
+            must_abort_after_close = self.driver.is_closed and self._on_dead is not None
+            # The driver may have them, or receive them later.
+            if not has_refused or must_abort_after_close:
                 request_ids = [request.request_id for request in requests]
                 self.driver.finish(request_ids, "abort")  # Ray drops the next if a call was lost
                 self.driver.finish(request_ids, "abort", submit_refs=refs)
@@ -173,7 +174,7 @@ class Frontend:
             if deltas is None or actor is not self.driver.actor:
                 return  # lost, or its requests were sent to the next driver
             self._last_reply = (actor, deltas.reply_number)
-            self.driver.has_served |= bool(deltas.request_ids)
+            self.driver.has_been_healthy |= bool(deltas.request_ids)
             self._take(deltas)
             loss = _loss_in(deltas)
             if loss is not None and self._on_dead is not None:

@@ -135,13 +135,13 @@ class _Matcher:
     def __init__(self, stop: str) -> None:
         self.stop = stop
         self.num_matched = 0
-        self._borders = _borders(stop)
+        self._prefix_function = _prefix_function(stop)
 
     def feed(self, text: str) -> int | None:
         """Take the next part. Returns up to where in it the stop string goes, or None while that is
         not complete. Not to be called again afterwards.
         """
-        stop, borders, num_matched = self.stop, self._borders, self.num_matched
+        stop, borders, num_matched = self.stop, self._prefix_function, self.num_matched
         first_character, stop_length, offset = stop[0], len(stop), 0
         while offset < len(text):
             if num_matched == 0:  # on to where the stop string may begin
@@ -159,7 +159,7 @@ class _Matcher:
 
 
 @functools.lru_cache(maxsize=256)
-def _borders(stop: str) -> tuple[int, ...]:
+def _prefix_function(stop: str) -> tuple[int, ...]:
     """For each beginning of a text, the length of its longest proper end that is also its
     beginning.
     """

@@ -143,14 +143,14 @@ class DriverOwner:
             )
         return report
 
-    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
+    def replace(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
         """Start a new driver in place of one that is dead or stuck. Raises `EngineDeadError` when
         none could be started, naming each attempt, or when too many in a row died without any news.
         """
         logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
         if self._first_report is None:
             raise error  # it has never served
-        self._num_deaths_without_news = 0 if has_served else self._num_deaths_without_news + 1
+        self._num_deaths_without_news = 0 if has_been_healthy else self._num_deaths_without_news + 1
         if self._num_deaths_without_news > MAX_DEATHS_WITHOUT_NEWS:
             raise EngineDeadError(
                 f"{self._num_deaths_without_news} drivers died one after another before they had"

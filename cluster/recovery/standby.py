@@ -1,9 +1,10 @@
 """A group of ranks that stands by: on a CPU, spares that hold the memory of the present ranks, have
 met each other and are ready to run a step. They take over with one call per rank.
 
-Spares become such a group as soon as they are warm. Where there is none, since it is not ready, has
-lost a process, or the ranks compute on GPUs, spares take the places of ranks one by one. Nothing
-that goes wrong here may harm the ranks that serve: it is logged, and tried again later.
+Spares become such a group as soon as they are warm. Where there is none yet, or the ranks compute
+on GPUs, spares take the places of ranks one by one; a group that does not come in time or has lost
+a process is ended with its spares. Nothing that goes wrong here may harm the ranks that serve: it
+is logged, and tried again later.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from cluster.resources.room import (
     bundle_of,
     check_room,
     living_nodes,
+    placement_strategy,
     shortage_message,
-    strategy_for,
 )
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, WorkerError
@@ -234,7 +234,7 @@ class Placement:
         """
         deadline_s = time.monotonic() + limit_s
         while True:
-            strategy = strategy_for(self.num_bundles, self.device)
+            strategy = placement_strategy(self.num_bundles, self.device)
             # Ray frees the name of a group that is removed only later, so each has its own.
             name = f"{self.name}-{self._fencing_token}-{uuid.uuid4().hex[:8]}"
             self._group = placement_group(
@@ -242,7 +242,7 @@ class Placement:
             )
 
             def is_strategy_outdated(strategy: str = strategy) -> bool:
-                return strategy_for(self.num_bundles, self.device) != strategy
+                return placement_strategy(self.num_bundles, self.device) != strategy
 
             remaining_s = deadline_s - time.monotonic()
             if self._wait_until_placed(

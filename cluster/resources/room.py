@@ -66,7 +66,7 @@ def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> N
         raise ConfigError(shortage_message(tensor_parallel_size, device, problem, num_groups))
 
 
-def strategy_for(tensor_parallel_size: int, device: str) -> str:
+def placement_strategy(tensor_parallel_size: int, device: str) -> str:
     """The strategy of a placement group: one node if one can hold all ranks, otherwise as few nodes
     as possible.
     """

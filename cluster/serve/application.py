@@ -16,7 +16,7 @@ from ray.serve.config import AutoscalingConfig
 
 from cluster.client.setup import make_engine_setup
 from cluster.resources.placement import actor_environment
-from cluster.resources.room import bundle_of, check_room, pick_device, strategy_for
+from cluster.resources.room import bundle_of, check_room, pick_device, placement_strategy
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineReplica
 from cluster.serve.replica import ApiReplica
 from cluster.serve.router import LeaseRouter
@@ -67,7 +67,7 @@ def application(config: ServeConfig) -> serve.Application:
     engine_options: dict[str, Any] = shared_options | {
         "name": DEPLOYMENT_NAME,
         "placement_group_bundles": [bundle_of(device) for _ in range(num_ranks)],
-        "placement_group_strategy": strategy_for(num_ranks, device),
+        "placement_group_strategy": placement_strategy(num_ranks, device),
     }
     if config.api_has_engine:
         return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)

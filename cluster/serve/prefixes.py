@@ -13,7 +13,7 @@ from collections.abc import Sequence as Seq
 
 import xxhash
 
-MAX_HASHES = 2**16  # about 20 MB
+MAX_TABLE_ENTRIES = 2**16  # about 20 MB
 MAX_HASHES_PER_PROMPT = 128
 # How many more open requests than the idlest engine an engine may have: a share of the mean, and at
 # least this many.
@@ -48,7 +48,9 @@ def session_hash(session_id: str) -> int:
 class PrefixTable:
     """Chooses engines for requests, by name. Not safe for several threads."""
 
-    def __init__(self, max_hashes: int = MAX_HASHES, *, is_only_chooser: bool = True) -> None:
+    def __init__(
+        self, max_hashes: int = MAX_TABLE_ENTRIES, *, is_only_chooser: bool = True
+    ) -> None:
         """`is_only_chooser`: no other process chooses engines for the same clients. If others do, a
         session that is new here may not be new to them, so it has an engine on which all agree.
         """

@@ -148,9 +148,10 @@ def _pack(weight_XYE: Tensor, panel_features: int, step: int) -> Tensor:
     # A step is moved whole: two numbers of bfloat16 as one of 32 bits, which a float32 is too.
     steps = weight_XYE.view(torch.int32) if step * weight_XYE.itemsize == 4 else weight_XYE
     mixed.transpose_panels(as_array(steps.view(-1, size_in // step, panel_features)))
-    return weight_XYE.view(
+    panels_XNSC = weight_XYE.view(
         num_experts, size_out // panel_features, size_in // step, panel_features * step
     )
+    return panels_XNSC.data  # a view would keep the memory of its base when it moves to another
 
 
 # -- which experts ---------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from kernels.cpu.codes import (
 )
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.recording import empty, keep, refuse
+from kernels.cpu.recording import contiguous, empty, keep, refuse
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
 from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
@@ -96,7 +96,7 @@ class CpuGrouped:
             as_array(_NO_ZEROS if zeros is None else zeros),
             as_array(scale.view(torch.int16) if is_half else scale),
         )
-        x, out = as_array(x_TX.contiguous()), as_array(out_TY)
+        x, out = as_array(contiguous(x_TX)), as_array(out_TY)
         sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         for first_row in range(0, len(x), _CACHED_ROWS):

@@ -31,7 +31,7 @@ from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
-from kernels.cpu.recording import empty, keep, refuse
+from kernels.cpu.recording import contiguous, empty, keep, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import Int8Weight
@@ -91,7 +91,7 @@ class CpuInt8:
         codes_TX = empty((num_rows, size_in), torch.uint8)
         scale_T = empty((num_rows,), torch.float32)
         out_TY = empty((num_rows, size_out), x_TX.dtype)
-        x, codes, out = as_array(x_TX.contiguous()), as_array(codes_TX), as_array(out_TY)
+        x, codes, out = as_array(contiguous(x_TX)), as_array(codes_TX), as_array(out_TY)
         scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         if weight.address is not None and num_rows <= max_few_rows(size_in, size_out):

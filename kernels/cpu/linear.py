@@ -28,7 +28,7 @@ from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row
 from kernels.cpu.panel import multiply_bfloat16_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
-from kernels.cpu.recording import empty, refuse
+from kernels.cpu.recording import contiguous, empty, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 
@@ -87,7 +87,7 @@ def linear_of_few_rows(x_TX: Tensor, address: int, size_out: int, bias_Y: Tensor
     out_TY = empty((len(x_TX), size_out), torch.bfloat16)
     bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
     panel_bytes = PANEL_FEATURES * row_bytes(2 * x_TX.shape[1])
-    _multiply_few_rows(as_array(x_TX.contiguous()), address, panel_bytes, bias, as_array(out_TY))
+    _multiply_few_rows(as_array(contiguous(x_TX)), address, panel_bytes, bias, as_array(out_TY))
     return out_TY
 
 

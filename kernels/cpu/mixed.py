@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
 from kernels.cpu.panel import multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.recording import empty
+from kernels.cpu.recording import contiguous, empty
 from kernels.cpu.tile import LANES
 
 PANEL_FEATURES = LANES
@@ -61,7 +61,7 @@ class CpuMixed:
     ) -> Tensor:
         """See `MixedKernels`."""
         out_TY = empty((len(x_TX), size_out), torch.float32)
-        x = as_array(x_TX.contiguous())
+        x = as_array(contiguous(x_TX))
         panels = as_array(panels_NXP)
         out = as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)

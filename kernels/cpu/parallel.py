@@ -41,9 +41,10 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
             builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
         run_function = _define_run_function(context, builder, task, signature, shared_struct.type)
         run_loop = _declare_function(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
-        shared_bytes = intp(context.get_abi_sizeof(shared_struct.type.pointee))
+        num_bytes = context.get_abi_sizeof(shared_struct.type.pointee)
+        assert num_bytes % 8 == 0, "the pool writes down whole words"
         addresses = [builder.ptrtoint(pointer, intp) for pointer in (run_function, shared_struct)]
-        builder.call(run_loop, [*addresses, task_count, shared_bytes])
+        builder.call(run_loop, [*addresses, task_count, intp(num_bytes)])
         has_raised = builder.load(cgutils.gep_inbounds(builder, shared_struct, 0, 0))
         with cgutils.if_unlikely(builder, cgutils.is_true(builder, has_raised)):
             context.call_conv.return_user_exc(

@@ -63,7 +63,7 @@ _WORD_BYTES = 8
     _LOOP_LINE,
     _SLEEP_AFTER_LINE,
     _COUNTS_LINE,
-    _RECORD,
+    _RECORD_LINE,
     _FIRST_THREAD_LINE,
 ) = range(8)
 # Of _LOOP_LINE.
@@ -71,7 +71,9 @@ _FUNCTION_OFFSET, _ARGUMENT_OFFSET, _NUM_TASKS_OFFSET, _NUM_PARTS_OFFSET = range
     0, 4 * _WORD_BYTES, _WORD_BYTES
 )
 _NUM_WOKEN_OFFSET, _NUM_ENTERED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS_LINE
-_NEXT_LOOP, _RECORD_END = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _RECORD: addresses
+_NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(
+    0, 2 * _WORD_BYTES, _WORD_BYTES
+)  # of _RECORD_LINE: addresses
 _HEAD_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
 _NEXT_TASK_LINE, _SLEEP_LINE, _LINES_PER_THREAD = range(3)
 _IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _REST_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
@@ -221,17 +223,17 @@ def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
 @exact_jit
 def _write_down(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
     """Behind the loops that have been written down; if it does not fit, at the end is 0."""
-    record = _line_address(_RECORD)
-    head = load_acquire(record + _NEXT_LOOP)
-    if head + _HEAD_BYTES + argument_bytes > load_acquire(record + _RECORD_END):
-        store_release(record + _RECORD_END, 0)
+    record = _line_address(_RECORD_LINE)
+    head = load_acquire(record + _NEXT_LOOP_OFFSET)
+    if head + _HEAD_BYTES + argument_bytes > load_acquire(record + _RECORD_END_OFFSET):
+        store_release(record + _RECORD_END_OFFSET, 0)
         return
     store_release(head, function)
     store_release(head + _WORD_BYTES, num_tasks)
     store_release(head + 2 * _WORD_BYTES, argument_bytes)
     for offset in range(0, argument_bytes, _WORD_BYTES):
         store_release(head + _HEAD_BYTES + offset, load_acquire(argument + offset))
-    store_release(record + _NEXT_LOOP, head + _HEAD_BYTES + argument_bytes)
+    store_release(record + _NEXT_LOOP_OFFSET, head + _HEAD_BYTES + argument_bytes)
 
 
 @numba.cfunc(types.void(*[types.int64] * 4), cache=True, error_model="numpy")
@@ -239,7 +241,7 @@ def _run_loop(function: int, argument: int, num_tasks: int, argument_bytes: int)
     """Call `function(argument, start, end)` until all tasks below `num_tasks` are done; the first
     two are addresses. The argument is whole words.
     """
-    if load_acquire(_line_address(_RECORD) + _NEXT_LOOP):
+    if load_acquire(_line_address(_RECORD_LINE) + _NEXT_LOOP_OFFSET):
         _write_down(function, argument, num_tasks, argument_bytes)
     _share_tasks(function, argument, num_tasks)
 
@@ -249,6 +251,7 @@ def run_again(address: int, end: int) -> bool:
     """Run the loops that were written down between two addresses; whether a task raised."""
     while address < end:
         argument = address + _HEAD_BYTES
+        store_release(argument, load_acquire(argument) & ~_RAISED)
         _share_tasks(load_acquire(address), argument, load_acquire(address + _WORD_BYTES))
         if load_acquire(argument) & _RAISED:
             return True
@@ -372,7 +375,9 @@ def write_down(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int:
     """Write the loops of this process from now on into `memory`; None: nowhere. Returns the end of
     what was written to the memory before, an address. Raises `RuntimeError` if that was too small.
     """
-    next_loop, record_end = (_word_index(_RECORD, field) for field in (_NEXT_LOOP, _RECORD_END))
+    next_loop, record_end = (
+        _word_index(_RECORD_LINE, field) for field in (_NEXT_LOOP_OFFSET, _RECORD_END_OFFSET)
+    )
     written_end = int(_pool_words[next_loop])
     if written_end and not _pool_words[record_end]:
         _pool_words[next_loop] = 0

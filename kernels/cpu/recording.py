@@ -9,8 +9,8 @@ which stays where it is. Replaying runs the loops on what the memory contains th
 Results of kernels are allocated by `empty`, during a recording in memory of its own, which is used
 again for a later result once nobody has the tensor any more: a replay does everything in the same
 order. What else a kernel makes for a loop, it must `keep`. What is no loop is not recorded: a
-product of oneDNN's says so with `refuse`, and other operations of torch must go through `call`. One
-thread makes recordings and calls kernels meanwhile.
+product of oneDNN's says so with `refuse`, and other operations of torch must go through `call`,
+with the tensors that they compute with. One thread makes recordings and calls kernels meanwhile.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ class Recording:
 
     def __exit__(self, *_: object) -> None:
         _current.clear()
-        self._end_part()
-        write_down(None)
+        try:
+            self._end_part()
+        finally:
+            write_down(None)
 
     def replay(self) -> None:
         """Run everything again. Raises `RuntimeError` if a task does."""
+        assert self.is_complete, "what was refused would be missing"
         for part in self._parts:
             part()
 
@@ -74,10 +77,17 @@ class Recording:
         weakref.finalize(lent, free.append, memory).atexit = False
         return torch.from_numpy(lent).view(dtype).view(shape)
 
-    def then(self, function: Callable[[], object]) -> None:
-        """Have the replay call the function at this point."""
+    def then(self, function: Callable[..., object], *tensors: Tensor) -> None:
+        """Have the replay call the function with these tensors at this point."""
         self._end_part()
-        self._parts.append(function)
+        self._parts.append(partial(function, *map(self._without_claim, tensors)))
+
+    def _without_claim(self, tensor: Tensor) -> Tensor:
+        """The same memory in a tensor that leaves it to later ones, if it is this recording's."""
+        for memory in self._kept:
+            if memory.ctypes.data == tensor.data_ptr():
+                return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
+        return tensor
 
     def _end_part(self) -> None:
         num_bytes = write_down(self._memory) - self._memory.ctypes.data
@@ -100,11 +110,20 @@ def keep(array: Array) -> Array:
     return array
 
 
-def call(function: Callable[[], object]) -> None:
-    """Call a function now and, if a recording is being made, at this point of each replay."""
+def contiguous(tensor: Tensor) -> Tensor:
+    """The tensor, copied if need be, which is no loop."""
+    if not tensor.is_contiguous():
+        refuse()
+    return tensor.contiguous()
+
+
+def call(function: Callable[..., object], *tensors: Tensor) -> None:
+    """Call a function, which calls no kernels, now and, if a recording is being made, at this point
+    of each replay.
+    """
     for recording in _current:
-        recording.then(function)
-    function()
+        recording.then(function, *tensors)
+    function(*tensors)
 
 
 def refuse() -> None:

@@ -16,6 +16,7 @@ from kernels.interface import (
     GroupedKernels,
     Int8Kernels,
     Kernels,
+    MixedKernels,
     SamplingKernels,
 )
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
@@ -25,7 +26,8 @@ _GROUPED = TritonGrouped()
 
 class TritonKernels(ReferenceKernels):
     """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
-    `workers/model_runner.py`.
+    `workers/model_runner.py`. Takes over cache layout, products, `call` and the empty lists of what
+    to compile.
     """
 
     capabilities: Capabilities = TRITON_CAPABILITIES
@@ -33,6 +35,7 @@ class TritonKernels(ReferenceKernels):
     int8: Int8Kernels | None = None
     int4: GroupedKernels | None = _GROUPED
     fp8: GroupedKernels | None = _GROUPED
+    mixed: MixedKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)

@@ -70,9 +70,9 @@ class ReferenceKernels:
     look_up_tokens = staticmethod(look_up_tokens_reference)
     write_tokens = staticmethod(write_tokens_reference)
 
-    def call(self, function: Callable[[], object], /) -> None:
+    def call(self, function: Callable[..., object], /, *tensors: Tensor) -> None:
         """Call the function."""
-        function()
+        function(*tensors)
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""

@@ -33,7 +33,7 @@ def ask(**options):
     with LLM(tensor_parallel_size=2, device="cpu", **options) as llm:
         form = StructuredOutputs(choice=["85", "86"])
         [output] = llm.chat(QUESTION, SamplingParams(structured_outputs=form))
-        num_nodes = len({place.node_id for place in llm._engine.places()})
+        num_nodes = len({place.node_id for place in llm._engine_processes.places()})
         print("answer", output.text, "from", num_nodes)
 
 

@@ -13,14 +13,21 @@ from torch import Tensor
 
 from kernels.cpu import pool, recording
 from kernels.cpu.backend import CPU_KERNELS
+from kernels.cpu.capabilities import has_int8
 from kernels.cpu.jit import as_array
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import Recording
-from kernels.interface import GroupedCodes
+from kernels.cpu.tile import has_dot_products
+from kernels.interface import GroupedCodes, Int8Weight
 from kernels.metadata import AttentionMetadata
-from kernels.reference.grouped import pack_codes, quantize_groups
+from kernels.reference.grouped import pack_codes, quantize_blocks, quantize_groups
+from kernels.reference.int8 import quantize_rows
 
-DIM = 128
+DIM, BFLOAT16 = 128, torch.bfloat16
+
+
+def needs(instructions: bool) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not instructions, reason="no such instructions here")
 
 
 @pytest.fixture(autouse=True, params=[1, 2])
@@ -30,15 +37,37 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
     pool.set_num_threads(1)
 
 
-def attention_step(num_rows: int) -> tuple[list[Tensor], Callable[[], Tensor]]:
-    """What changes between steps, and a step of one attention layer with 4-bit codes, whose cache
-    holds random numbers.
+def product_of(form: str, values: Tensor) -> Callable[[Tensor], Tensor]:
+    """A product with a weight of these values that can be recorded."""
+    kernels: Any = getattr(CPU_KERNELS, form, CPU_KERNELS)
+    weight: Any
+    if form == "int4":
+        codes, zeros, scale = quantize_groups(values, 32)
+        weight = GroupedCodes(
+            words_YW=pack_codes(codes), zeros_YG=zeros, scale_YG=scale, num_rows=len(values)
+        )
+    elif form == "fp8":
+        codes, scale = quantize_blocks(values, 32)
+        weight = GroupedCodes(words_YW=codes, zeros_YG=None, scale_YG=scale, num_rows=len(values))
+    elif form == "int8":
+        codes, scale = quantize_rows(values)
+        weight = Int8Weight(codes_YX=codes, scale_Y=scale)
+    else:
+        weight = values.to(BFLOAT16)
+    packed = kernels.pack_weight(weight)
+    biases = {dtype: torch.ones(len(values), dtype=dtype) for dtype in (torch.float32, BFLOAT16)}
+    if form == "mixed":
+        return lambda x: kernels.linear(x, packed, len(values), biases[x.dtype])
+    return lambda x: kernels.linear(x, packed, biases[x.dtype])
+
+
+def attention_step(
+    num_rows: int, form: str, dtype: torch.dtype
+) -> tuple[list[Tensor], Callable[[], Tensor]]:
+    """What changes between steps, and a step of one attention layer, whose cache holds random
+    numbers.
     """
-    dtype = torch.bfloat16
-    codes, zeros, scale = quantize_groups(torch.randn(4 * DIM, DIM), 32)
-    qkv = CPU_KERNELS.int4.pack_weight(  # type: ignore[union-attr]
-        GroupedCodes(words_YW=pack_codes(codes), zeros_YG=zeros, scale_YG=scale, num_rows=4 * DIM)
-    )
+    product = product_of(form, torch.randn(4 * DIM, DIM))
     norm = torch.rand(DIM, dtype=dtype)
     k_shape, v_shape = CPU_KERNELS.kv_cache_shapes(num_rows, 64, 1, DIM)
     k_cache, v_cache = (torch.randn(shape).to(dtype) for shape in (k_shape, v_shape))
@@ -61,22 +90,47 @@ def attention_step(num_rows: int) -> tuple[list[Tensor], Callable[[], Tensor]]:
 
     def step() -> Tensor:
         hidden, _ = CPU_KERNELS.add_rms_norm(x, residual, norm, 1e-6)
-        heads = CPU_KERNELS.int4.linear(hidden, qkv, None)  # type: ignore[union-attr]
-        heads = heads.view(num_rows, 4, DIM)
+        heads = product(hidden).view(num_rows, 4, DIM)
         q = CPU_KERNELS.qk_norm_rope_store(
             heads, norm, norm, 1e-6, cos_sin, positions, k_cache, v_cache, places
         )
         out = CPU_KERNELS.paged_attention(q, k_cache, v_cache, attn, 0.1).flatten(1)
         out = CPU_KERNELS.silu_and_mul(out)
-        CPU_KERNELS.call(lambda: out.add_(1))
+        CPU_KERNELS.call(lambda out: out.add_(1), out)
         return out
 
     return [x, residual, positions, lens, table, places, k_cache, v_cache], step
 
 
+@numba.njit
+def small_array(num_words: int) -> Any:
+    return np.full(num_words, -1, np.int32)
+
+
+def memory_of_small_arrays() -> list[Any]:
+    """Arrays of numba and of numpy, in what either has freed of such sizes."""
+    return [make(num_words) for num_words in range(1, 100) for make in SMALL_ARRAYS * 20]
+
+
+SMALL_ARRAYS = [small_array, lambda num_words: np.full(num_words, -1, np.int32)]
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
-def test_a_replay_has_the_bits_of_the_calls(num_rows: int) -> None:
-    inputs, step = attention_step(num_rows)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        ("int4", torch.float32),
+        ("fp8", torch.float32),
+        ("mixed", torch.float32),
+        pytest.param("int8", torch.float32, marks=needs(has_int8())),
+        pytest.param("int4", BFLOAT16, marks=needs(has_dot_products())),
+        pytest.param("fp8", BFLOAT16, marks=needs(has_dot_products())),
+        pytest.param("int8", BFLOAT16, marks=needs(has_dot_products())),
+        pytest.param("plain", BFLOAT16, marks=needs(has_dot_products())),
+    ],
+)
+def test_a_replay_has_the_bits_of_the_calls(num_rows: int, form: str, dtype: torch.dtype) -> None:
+    inputs, step = attention_step(num_rows, form, dtype)
     with Recording() as recorded:
         out = step()
     assert recorded.is_complete
@@ -89,7 +143,7 @@ def test_a_replay_has_the_bits_of_the_calls(num_rows: int) -> None:
         table.copy_(table.roll(1, 0))
         places.copy_(64 * table.flatten() + positions)
         cached = k_cache.clone(), v_cache.clone()
-        garbage = [torch.full_like(out, torch.nan) for _ in range(100)]  # of freed memory
+        garbage = memory_of_small_arrays(), [torch.full_like(out, torch.nan) for _ in range(100)]
         recorded.replay()
         replayed, written = out.clone(), (k_cache.clone(), v_cache.clone())
         k_cache.copy_(cached[0])
@@ -141,6 +195,35 @@ def test_a_task_that_raises_in_a_replay_is_an_error() -> None:
     numbers[2] = -1
     with pytest.raises(RuntimeError, match="a task of a recorded loop"):
         recorded.replay()
+    numbers.fill_(0)
+    recorded.replay()
+    assert numbers.tolist() == [1, 1, 1, 1]
+
+
+def test_a_call_that_raises_ends_a_recording() -> None:
+    def fail() -> None:
+        raise ValueError("from a call")
+
+    with pytest.raises(ValueError, match="from a call"), Recording():
+        recording.call(fail)
+    numbers = torch.zeros(4, dtype=torch.int64)
+    with Recording() as recorded:
+        check_all(as_array(numbers))
+    recorded.replay()
+    assert numbers.tolist() == [2, 2, 2, 2]
+
+
+def test_memory_of_results_is_used_again_though_a_call_was_given_them() -> None:
+    first, norm = torch.ones(1, DIM), torch.ones(DIM)
+    x = first
+    with Recording() as recorded:
+        for _ in range(10):
+            x = CPU_KERNELS.rms_norm(x, norm, 1e-9)
+            recording.call(lambda x: x.add_(1), x)
+    assert len(recorded._kept) < 4
+    before = x.clone()
+    recorded.replay()
+    assert torch.equal(x, before)
 
 
 def test_too_many_loops_are_an_error() -> None:

@@ -31,7 +31,7 @@ from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
 from tests.kernels.replaced import Replaced
 from tests.stored_checkpoints import (
-    SINGLE_NAME,
+    SINGLE_FILE_NAME,
     awq,
     draw_awq,
     draw_fp8,
@@ -151,7 +151,7 @@ def test_a_rank_holds_its_share_of_the_file(tmp_path: Path, name: str, size: int
     stored_model(tmp_path, name, shape)
     in_file = sum(
         tensor.nbytes
-        for name, tensor in load_file(tmp_path / SINGLE_NAME).items()
+        for name, tensor in load_file(tmp_path / SINGLE_FILE_NAME).items()
         if name.endswith(("qweight", "qzeros", "scales", "_proj.weight", "scale_inv", "scale"))
     )
     for rank in range(size):
@@ -183,7 +183,7 @@ def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
 ) -> None:
     """By at most half a step, a fifteenth of what a group of 128 inputs spans."""
     make_checkpoint(tmp_path, SHAPE)
-    model, plain = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    model, plain = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_FILE_NAME)
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
@@ -321,10 +321,10 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
 ) -> None:
     weights, form = stored_model(tmp_path, name).state_dict(), form_of(name)
     matrix = "model.layers.1.mlp.down_proj."
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     tensors = {n: t for n, t in tensors.items() if not n.startswith(matrix)}
     tensors[f"{matrix}weight"] = weights[f"{matrix}weight"].clone()
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     config = config_of(tmp_path)
     with caplog.at_level(logging.WARNING):
         assert kept_quantization(tmp_path, config.model, config.quantization) is None

@@ -43,6 +43,7 @@ class RecordedLayers:
         self._model = model
         self._cache = cache
         self._table_width = config.max_blocks_per_sequence
+        self._max_model_len = config.max_model_len
         has_recorder = model.kernels.recorder is not None and config.model.experts is None
         self._max_rows = MAX_RECORDED_ROWS if has_recorder else 0
         self._by_rows: dict[int, _Recorded] = {}
@@ -60,6 +61,7 @@ class RecordedLayers:
             return self._record(embedded_TE, step)
         recorded.embedded_TE.copy_(embedded_TE)
         recorded.positions_T.copy_(step.positions_T)
+        recorded.attn.seq_start_B1.copy_(step.attn.seq_start_B1)
         recorded.attn.seq_lens_B.copy_(step.attn.seq_lens_B)
         recorded.attn.kv_places_T.copy_(step.attn.kv_places_T)
         table_BW = step.attn.block_table_BW
@@ -75,12 +77,12 @@ class RecordedLayers:
         positions_T = step.positions_T.clone()
         kept = AttentionMetadata(
             query_start_B1=attn.query_start_B1.clone(),  # each row has one token
-            seq_start_B1=attn.query_start_B1,  # attention does not read it
+            seq_start_B1=attn.seq_start_B1.clone(),
             seq_lens_B=attn.seq_lens_B.clone(),
             block_table_BW=table_BW,
             kv_places_T=attn.kv_places_T.clone(),
             max_query_len=1,
-            max_seq_len=attn.max_seq_len,
+            max_seq_len=self._max_model_len,
         )
         assert self._model.kernels.recorder is not None
         with self._model.kernels.recorder() as recording:

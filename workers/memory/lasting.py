@@ -140,6 +140,11 @@ class SharedMemfd:
             raise OSError(ctypes.get_errno(), "mprotect")
 
 
+def physical_bytes() -> int:
+    """Memory of this machine, used or not."""
+    return os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
+
+
 def available_bytes() -> int:
     """What the machine has, and the container that this process is in, if that has a limit."""
     available = [1024 * _read_number("MemAvailable:", Path("/proc/meminfo"))]

@@ -12,6 +12,7 @@ The processes must run the same code with the same libraries, as those of one en
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import mmap
@@ -34,8 +35,9 @@ from kernels.cpu.tensor_bytes import (
 )
 from kernels.interface import Kernels
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned
-from workers.memory.lasting import SharedMemfd, available_bytes, is_supported
+from workers.memory.lasting import SharedMemfd, is_supported, physical_bytes
 from workers.models.qwen3 import Qwen3
+from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
 
 _LENGTH_BYTES = 8  # of the number at the end of the file
@@ -80,10 +82,16 @@ class WeightsFile:
             return
         try:
             self._memory = SharedMemfd.create(name, HUGE_PAGE_BYTES)
-            # The file grows into these addresses.
-            self._memory_B = _map(self._memory, available_bytes())
         except OSError as error:
             self._error = error
+            return
+        try:
+            # The file grows into these addresses, as many as the machine has memory: what is free
+            # now grows with each part that moves.
+            self._memory_B = _map(self._memory, physical_bytes())
+        except OSError as error:
+            self._error = error
+            self._memory.close()
 
     def move(self, part: object) -> None:
         """Move the tensors of a part of the model, once it is packed."""
@@ -95,7 +103,7 @@ class WeightsFile:
                 self._memory.close()
 
     def finish(self, model: Qwen3) -> SharedMemfd:
-        """Move what has not moved yet. Returns the memory, whose card is for `adopt_weights`.
+        """Move what has not moved yet. Returns the memory, whose handle is for `adopt_weights`.
         Raises what went wrong, also in an earlier move: `OSError`.
         """
         if self._error is not None:
@@ -110,6 +118,7 @@ class WeightsFile:
         except OSError:
             self._memory.close()
             raise
+        release_freed_memory()
         _touch(self._memory_B[:end])
         return self._memory
 
@@ -146,7 +155,10 @@ class WeightsFile:
     def _grow_to(self, num_bytes: int) -> int:
         """Make the file at least so long. Returns its length, of whole huge pages."""
         if num_bytes > self._memory.num_bytes:
-            self._memory.grow(_round_up(num_bytes, HUGE_PAGE_BYTES))
+            whole_pages = _round_up(num_bytes, HUGE_PAGE_BYTES)
+            if whole_pages > len(self._memory_B):
+                raise OSError(errno.ENOMEM, "the weights are larger than the machine's memory")
+            self._memory.grow(whole_pages)
         return self._memory.num_bytes
 
     def _write(self, offset: int, data: memoryview) -> None:

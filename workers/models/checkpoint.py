@@ -26,7 +26,7 @@ from configs.model import ModelConfig, read_json
 from scheduler.errors import ConfigError, UnreadableError
 
 INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
+SINGLE_FILE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _FLOAT_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
 _ITEM_BYTES = _FLOAT_ITEM_BYTES | {I8: 1, F8_E4M3: 1, INT32: 4, "I64": 8}
@@ -260,7 +260,7 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     """
     index_path = model_dir / INDEX_NAME
     # As in transformers, one file of the usual name makes an index stale.
-    has_index = index_path.exists() and not (model_dir / SINGLE_NAME).exists()
+    has_index = index_path.exists() and not (model_dir / SINGLE_FILE_NAME).exists()
     weight_map = _read_index(index_path) if has_index else {}
     paths = (
         [model_dir / name for name in sorted(set(weight_map.values()))]
@@ -351,8 +351,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _find_files(model_dir: Path) -> list[Path]:
-    if (model_dir / SINGLE_NAME).exists():
-        return [model_dir / SINGLE_NAME]
+    if (model_dir / SINGLE_FILE_NAME).exists():
+        return [model_dir / SINGLE_FILE_NAME]
     paths = sorted(model_dir.glob("*.safetensors"))
     if not paths:
         others = sorted(path.name for path in model_dir.glob("*.bin"))

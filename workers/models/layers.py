@@ -11,7 +11,6 @@ shard, X features in, Y features out.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -197,7 +196,7 @@ class RowParallelLinear(_Matrix):
         if self.group.size == 1:
             return self.weight.product(x_TX, self.bias_Y)
         out_TY = self.weight.product(x_TX, None)
-        self.kernels.call(partial(self._complete, out_TY))
+        self.kernels.call(self._complete, out_TY)
         return out_TY
 
     def _complete(self, out_TY: Tensor) -> None:

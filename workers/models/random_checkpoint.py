@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from configs.model import ModelConfig
-from workers.models.checkpoint import SINGLE_NAME, expected_tensors
+from workers.models.checkpoint import SINGLE_FILE_NAME, expected_tensors
 
 # A prime, so that no two rows of a matrix, and no two experts, are alike.
 _NUM_DISTINCT_VALUES = 16_777_213
@@ -37,7 +37,7 @@ def write_random_checkpoint(
     encoded_header += b" " * (-len(encoded_header) % 8)  # the numbers after it are aligned
     values = torch.empty(min(num_bytes // dtype.itemsize, _NUM_DISTINCT_VALUES), dtype=dtype)
     value_bytes = values.uniform_(-0.05, 0.05).view(torch.uint8).numpy().data
-    path = model_dir / SINGLE_NAME
+    path = model_dir / SINGLE_FILE_NAME
     with path.open("wb") as file:
         file.write(len(encoded_header).to_bytes(8, "little") + encoded_header)
         for offset in range(0, num_bytes, len(value_bytes)):

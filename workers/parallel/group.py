@@ -146,7 +146,7 @@ class TensorParallelGroup:
         reason = next(filter(None, refusals), "")
         if not reason:
             on_gpus = self.transport == "nccl"
-            reason = self._share_gpu_memory() if on_gpus else self._share_memory(timeout_s)
+            reason = self._try_symmetric_memory() if on_gpus else self._share_memory(timeout_s)
         if self.rank == 0:
             reason_clause = f", because {reason}" if reason else ""
             logger.info("all-reduce: %s%s", self.transport, reason_clause)
@@ -186,7 +186,7 @@ class TensorParallelGroup:
         self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
 
-    def _share_gpu_memory(self) -> str:
+    def _try_symmetric_memory(self) -> str:
         """The same on every rank: why memory of the GPUs cannot be shared, or an empty string."""
         from workers.parallel.symmetric_memory import SymmetricMemoryReducer
 

@@ -78,7 +78,7 @@ class NextTokens:
 
     @torch.inference_mode()
     def capture(self, hidden_SE: Tensor, largest_graph: Graph | None = None) -> None:
-        """Record every size and kind over `hidden_SE`, the largest first: all share the memory of
+        """Capture every size and kind over `hidden_SE`, the largest first: all share the memory of
         `largest_graph`. Waits for the device.
         """
         began_s = time.perf_counter()

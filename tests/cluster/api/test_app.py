@@ -548,7 +548,7 @@ def test_the_session_of_a_request_reaches_the_engine(path: str, body: dict[str, 
 
 
 def test_a_silent_stream_is_kept_alive_with_comments() -> None:
-    with serve(step_s=0.4, limits=ApiLimits(keep_alive_s=0.1)) as server:
+    with serve(step_s=0.4, limits=ApiLimits(ping_interval_s=0.1)) as server:
         asked = {"messages": [USER], "stream": True, "max_tokens": 3}
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked) as answer:
             lines = [line for line in answer.iter_lines() if line]
@@ -557,7 +557,7 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
         chunks = list(client.chat.completions.create(model="tiny", **asked))  # type: ignore[call-overload]
         assert chunks[-1].choices[0].finish_reason == "length"
-    with serve(step_s=0.02, limits=ApiLimits(keep_alive_s=0.3)) as server:
+    with serve(step_s=0.02, limits=ApiLimits(ping_interval_s=0.3)) as server:
         asked = {"prompt": "a", "stream": True, "max_tokens": 20, "logprobs": 0}
         answer = httpx.post(f"{server.url}/v1/completions", json=asked)
         assert ": waiting" not in answer.text
@@ -566,7 +566,7 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
 def test_comments_do_not_hold_up_a_client_that_strips_what_it_reads() -> None:
     """For example `vllm bench serve` 0.32, which takes the rest of an event if that is JSON."""
     asked = {"prompt": "a", "stream": True, "max_tokens": 4}
-    with serve(step_s=0.4, limits=ApiLimits(keep_alive_s=0.1)) as server:
+    with serve(step_s=0.4, limits=ApiLimits(ping_interval_s=0.1)) as server:
         left, num_comments, num_events = "", 0, 0
         with httpx.stream("POST", f"{server.url}/v1/completions", json=asked) as answer:
             for part in answer.iter_raw():

@@ -102,7 +102,7 @@ def test_everything_can_be_done_with_the_keyboard(chromium: Browser) -> None:
 
 
 def test_a_silent_server_is_waited_for(chromium: Browser) -> None:
-    limits = ApiLimits(keep_alive_s=0.05)
+    limits = ApiLimits(ping_interval_s=0.05)
     with serve(lambda request: "so it is", step_s=0.3, limits=limits) as silent:
         watched = Watched(chromium, silent.url)
         watched.send("Hi")

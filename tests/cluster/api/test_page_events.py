@@ -148,7 +148,7 @@ def test_a_silent_server_is_no_error() -> None:
     """The bytes of a real server that waits longer between tokens than streams may be silent."""
     text = "ü, and so on"
     asked = {"messages": [{"role": "user", "content": "Hi"}], "stream": True}
-    limits = ApiLimits(keep_alive_s=0.02)
+    limits = ApiLimits(ping_interval_s=0.02)
     with (
         serve(lambda request: text, step_s=0.1, limits=limits) as server,
         httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked) as answer,

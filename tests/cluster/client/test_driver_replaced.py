@@ -74,9 +74,9 @@ class Owner:
         self.go = threading.Event()
         self.go.set()
 
-    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Any:
+    def replace(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
         assert driver is self.drivers[-1]
-        self.told.append(has_served)
+        self.told.append(has_been_healthy)
         assert self.go.wait(WAIT_S)
         if not self.may_replace:
             raise EngineDeadError(f"no driver could be started: {error}")

@@ -99,7 +99,7 @@ def test_an_end_that_cannot_be_confirmed_now_is_confirmed_before_the_next_start(
 ) -> None:
     owner = owner_in(world)
     world.end_failures = deque([error] * 3)
-    assert owner.replace("driver", DEAD, has_served=True) == "driver"
+    assert owner.replace("driver", DEAD, has_been_healthy=True) == "driver"
     assert world.done == ["end", "start"]
 
 
@@ -109,7 +109,7 @@ def test_a_start_that_fails_for_a_passing_reason_is_tried_again(
 ) -> None:
     owner = owner_in(world)
     world.start_failures = deque([error] * 3)
-    assert owner.replace("driver", DEAD, has_served=True) == "driver"
+    assert owner.replace("driver", DEAD, has_been_healthy=True) == "driver"
     assert world.done == ["end"] * 4 + ["start"]
 
 
@@ -117,7 +117,7 @@ def test_an_end_that_is_never_confirmed_ends_the_engine_with_the_reason(world: W
     owner = owner_in(world)
     world.end_failures = deque(PASSING[:1] * 10_000)
     with pytest.raises(EngineDeadError, match=r"no driver could be started: .*out of memory"):
-        owner.replace("driver", DEAD, has_served=True)
+        owner.replace("driver", DEAD, has_been_healthy=True)
     assert world.done == [] and GIVE_UP_AFTER_S < world.now_s < GIVE_UP_AFTER_S + 5
 
 
@@ -134,7 +134,7 @@ def test_a_driver_is_tried_to_be_replaced_for_300_s_or_as_long_as_nodes_are_wait
 
     owner.placement.restore = restore  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineDeadError, match="bundles without a node"):
-        owner.replace("driver", DEAD, has_served=True)
+        owner.replace("driver", DEAD, has_been_healthy=True)
     expected_s = max(300, wait_s)
     assert set(limits_s) == {expected_s}, "so long is waited for one placement"
     assert expected_s < world.now_s < expected_s + 20
@@ -144,7 +144,7 @@ def test_no_driver_is_started_whose_ranks_could_not_load_the_checkpoint(world: W
     owner = owner_in(world)
     world.checkpoint_fault = ConfigError("it holds no *.safetensors file")
     with pytest.raises(EngineDeadError, match="holds no"):
-        owner.replace("driver", DEAD, has_served=True)
+        owner.replace("driver", DEAD, has_been_healthy=True)
     assert world.done == ["end"]
 
 
@@ -155,7 +155,7 @@ def test_each_failed_start_is_said_while_another_one_follows(
     waited_for: list[str] = []
     world.while_asleep = lambda: waited_for.append(owner.recovery_waits_for())
     world.start_failures = deque([WorkerError("no memory"), WorkerError("no room\nat all")])
-    owner.replace("driver", DEAD, has_served=True)
+    owner.replace("driver", DEAD, has_been_healthy=True)
     expected = ["start 1 failed after 0.0 s: no memory", "start 2 failed after 0.5 s: no room"]
     assert list(dict.fromkeys(waited_for)) == expected
     said = [record.message for record in caplog.records if "not replaced yet" in record.message]
@@ -170,5 +170,5 @@ def test_what_would_happen_again_ends_the_engine_at_once(world: World, error: Ex
     owner = owner_in(world)
     world.start_failures = deque([error])
     with pytest.raises(EngineDeadError, match=str(error).strip("'")):
-        owner.replace("driver", DEAD, has_served=True)
+        owner.replace("driver", DEAD, has_been_healthy=True)
     assert world.done == ["end"]

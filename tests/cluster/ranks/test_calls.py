@@ -248,7 +248,7 @@ FULL_DISK = """
 import dataclasses
 import ray
 from cluster.ranks import calls
-from scheduler.messages import StepMask, ints
+from scheduler.messages import StepMask, int32_array
 
 ray.init(
     address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
@@ -268,7 +268,7 @@ try:
         held.append(ray.put(bytes(2**16)))
 except ray.exceptions.OutOfDiskError:
     print("full")
-large = StepMask(step_id=0, epoch=0, rows=ints(range(60)), masks=(bytes(2**20),) + (bytes(9),) * 59)
+large = StepMask(step_id=0, epoch=0, rows=int32_array(range(60)), masks=(bytes(2**20),) + (bytes(9),) * 59)
 step = calls.StepCalls([rank])
 step.send_mask(large)
 print(ray.get(step.refs) == [len(step._pickled_mask)], len(step._pickled_mask) > 2**20)

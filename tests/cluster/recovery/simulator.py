@@ -380,7 +380,7 @@ class World:
             raise LostCallError(f"could not {what}: lost")
         return answer
 
-    def replace(self, driver: Any, error: EaglerayError, has_served: bool) -> Driver:
+    def replace(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Driver:
         assert driver is self.driver and not (driver.is_alive and not driver.is_stopped)
         driver.is_alive = False
         for group in self.groups:

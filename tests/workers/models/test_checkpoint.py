@@ -20,7 +20,12 @@ from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
-from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME, check_checkpoint, expected_tensors
+from workers.models.checkpoint import (
+    INDEX_NAME,
+    SINGLE_FILE_NAME,
+    check_checkpoint,
+    expected_tensors,
+)
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -47,7 +52,7 @@ def check(model_dir: Path) -> None:
 
 def edit(model_dir: Path, change: Callable[[Tensors], object]) -> None:
     """Rewrite the weights with a change."""
-    rewrite(model_dir / SINGLE_NAME, change)
+    rewrite(model_dir / SINGLE_FILE_NAME, change)
 
 
 def rewrite(path: Path, change: Callable[[Tensors], object]) -> None:
@@ -79,7 +84,7 @@ def assert_loads_as_in_transformers(model_dir: Path) -> None:
 def test_names_and_shapes_are_those_transformers_saves(tmp_path: Path, shape: Shape) -> None:
     make_checkpoint(tmp_path, shape)
     saved = {
-        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / SINGLE_NAME).items()
+        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / SINGLE_FILE_NAME).items()
     }
     assert expected_tensors(ModelConfig.from_dir(tmp_path)) == saved
     check(tmp_path)
@@ -91,7 +96,7 @@ def test_sharded_files_are_found_through_the_index(sharded_dir: Path) -> None:
 
 
 def test_files_of_other_names_are_found_without_an_index(model_dir: Path) -> None:
-    (model_dir / SINGLE_NAME).rename(model_dir / "weights.safetensors")
+    (model_dir / SINGLE_FILE_NAME).rename(model_dir / "weights.safetensors")
     check(model_dir)
 
 
@@ -102,7 +107,7 @@ def test_tied_checkpoint_may_store_its_head(tmp_path: Path) -> None:
 
 
 def test_no_weights_is_refused(model_dir: Path) -> None:
-    (model_dir / SINGLE_NAME).rename(model_dir / "pytorch_model.bin")
+    (model_dir / SINGLE_FILE_NAME).rename(model_dir / "pytorch_model.bin")
     with pytest.raises(
         ConfigError,
         match=r"holds no \*\.safetensors file \(pytorch_model.bin must be conv",
@@ -112,7 +117,7 @@ def test_no_weights_is_refused(model_dir: Path) -> None:
 
 @pytest.mark.parametrize("keep", [0, 5, 100, -1])
 def test_truncated_file_is_refused_by_name(model_dir: Path, keep: int) -> None:
-    path = model_dir / SINGLE_NAME
+    path = model_dir / SINGLE_FILE_NAME
     path.write_bytes(path.read_bytes()[:keep])
     with pytest.raises(
         ConfigError, match=r"model\.safetensors .*download or copy the checkpoint again"
@@ -124,7 +129,7 @@ def test_truncated_file_is_refused_by_name(model_dir: Path, keep: int) -> None:
     "header", [b"{not json", b"[]", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}']
 )
 def test_damaged_header_is_refused(model_dir: Path, header: bytes) -> None:
-    (model_dir / SINGLE_NAME).write_bytes(len(header).to_bytes(8, "little") + header)
+    (model_dir / SINGLE_FILE_NAME).write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ConfigError, match=r"model\.safetensors has a header that cannot be read"):
         check(model_dir)
 

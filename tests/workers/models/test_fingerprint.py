@@ -15,7 +15,7 @@ from configs.paths import DEFAULT_MODEL_DIR
 from configs.quantization import Quantization
 from kernels.select import select_backend
 from tests.checkpoints import Shape, make_checkpoint
-from workers.models.checkpoint import SINGLE_NAME
+from workers.models.checkpoint import SINGLE_FILE_NAME
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
@@ -67,9 +67,9 @@ def test_one_changed_number_changes_the_hash_of_the_rank_that_has_it_alone(
     before = [loaded_hash(tmp_path, rank, 2, quantization) for rank in range(2)]
     assert before == [loaded_hash(tmp_path, rank, 2, quantization) for rank in range(2)]
     assert before[0] != before[1]
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     tensors["model.layers.1.mlp.gate_proj.weight"][-1, -1] += 1.0  # the last rank's
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     after = [loaded_hash(tmp_path, rank, 2, quantization) for rank in range(2)]
     assert after[0] == before[0] and after[1] != before[1]
 
@@ -77,7 +77,7 @@ def test_one_changed_number_changes_the_hash_of_the_rank_that_has_it_alone(
 def test_a_change_that_samples_miss_is_seen_when_weights_are_loaded(tmp_path: Path) -> None:
     """64 samples of 64 KiB see a part of a file that is larger."""
     make_checkpoint(tmp_path, Shape(name="large", vocab=30_000))
-    path = tmp_path / SINGLE_NAME
+    path = tmp_path / SINGLE_FILE_NAME
     assert path.stat().st_size > 3 * 64 * 65536
     quick, weights_hash = fingerprint(tmp_path), loaded_hash(tmp_path, 0, 1)
     data = bytearray(path.read_bytes())

@@ -23,7 +23,7 @@ from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
 from tests.workers.conftest import config_of
 from tests.workers.models.test_loader import build
 from tests.workers.test_exactness import run_logits
-from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME, check_checkpoint
+from workers.models.checkpoint import INDEX_NAME, SINGLE_FILE_NAME, check_checkpoint
 from workers.models.loader import held_dtype, load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -45,9 +45,9 @@ NO_NEGATIVES = "model.layers.0.mlp.up_proj.weight"
 def stored_model(model_dir: Path, **options: Any) -> Any:
     """Write a packed checkpoint. Returns the transformers model of the stored values."""
     model = make_checkpoint(model_dir, SHAPE)
-    tensors = load_file(model_dir / SINGLE_NAME)
+    tensors = load_file(model_dir / SINGLE_FILE_NAME)
     tensors[NO_NEGATIVES][:, :32].abs_()  # so that groups have the zero point 0
-    save_file(tensors, model_dir / SINGLE_NAME)
+    save_file(tensors, model_dir / SINGLE_FILE_NAME)
     pack_checkpoint(model_dir, model, **options)
     return model
 
@@ -90,8 +90,8 @@ def test_the_engine_computes_with_the_stored_values(
 
 def test_parts_of_a_matrix_may_lie_in_several_files(tmp_path: Path) -> None:
     wanted = stored_model(tmp_path).state_dict()
-    tensors = load_file(tmp_path / SINGLE_NAME)
-    (tmp_path / SINGLE_NAME).unlink()
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
+    (tmp_path / SINGLE_FILE_NAME).unlink()
     placed = {
         name: "b.safetensors" if name.endswith(("scales", "qzeros")) else "a.safetensors"
         for name in tensors
@@ -114,7 +114,7 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("workers.models.stored.safe_open", counting)
     loaded(build(config, 0, 1), tmp_path, config)
-    assert opened == [tmp_path / SINGLE_NAME]
+    assert opened == [tmp_path / SINGLE_FILE_NAME]
 
 
 @pytest.mark.parametrize("group_size", [32, -1])
@@ -122,7 +122,7 @@ def test_an_index_that_was_never_filled_in_means_inputs_in_order(
     tmp_path: Path, group_size: int
 ) -> None:
     wanted = stored_model(tmp_path, group_size=group_size).state_dict()
-    path = tmp_path / SINGLE_NAME
+    path = tmp_path / SINGLE_FILE_NAME
     tensors = load_file(path)
     tensors |= {n: torch.full_like(t, -1) for n, t in tensors.items() if n.endswith("g_idx")}
     save_file(tensors, path)
@@ -155,25 +155,25 @@ def test_8_bit_products_are_of_the_stored_values(tmp_path: Path, rank: int) -> N
 
 def test_an_index_that_is_not_needed_need_not_be_stored(tmp_path: Path) -> None:
     stored_model(tmp_path)
-    tensors = load_file(tmp_path / SINGLE_NAME)
-    save_file({n: t for n, t in tensors.items() if "g_idx" not in n}, tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
+    save_file({n: t for n, t in tensors.items() if "g_idx" not in n}, tmp_path / SINGLE_FILE_NAME)
     check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
 
 
 def test_an_index_that_is_needed_is_missed(tmp_path: Path) -> None:
     stored_model(tmp_path, ordered=False)
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     tensors.pop("model.layers.0.mlp.up_proj.g_idx")
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.0\.mlp\.up_proj\.g_idx"):
         check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
 
 
 def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     stored_model(tmp_path, ordered=False)
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     tensors["model.layers.0.mlp.up_proj.g_idx"][5] = 2  # of groups 0 and 1
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     config = ModelConfig.from_dir(tmp_path)
     with pytest.raises(ConfigError, match=r"up_proj\.g_idx names groups that do not exist; .* 2\."):
         loaded(build(config, 0, 1), tmp_path, config)
@@ -181,10 +181,10 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
 
 def test_codes_of_another_dtype_are_refused(tmp_path: Path) -> None:
     stored_model(tmp_path)
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     name = "model.layers.0.mlp.up_proj.qweight"
     tensors[name] = tensors[name].float()
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     with pytest.raises(
         ConfigError, match=r"up_proj\.qweight is of dtype F32, .* codes of dtype I32"
     ):

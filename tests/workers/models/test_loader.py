@@ -14,7 +14,7 @@ from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
-from workers.models.checkpoint import SINGLE_NAME, expected_tensors
+from workers.models.checkpoint import SINGLE_FILE_NAME, expected_tensors
 from workers.models.loader import held_dtype, load_weights
 from workers.models.qwen3 import MLP, Qwen3
 from workers.models.weights import PlainWeight, Weight
@@ -51,7 +51,7 @@ def test_slices_of_all_ranks_cover_every_tensor_with_its_values(
     tmp_path: Path, shape: Shape, size: int
 ) -> None:
     make_checkpoint(tmp_path, shape)
-    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_FILE_NAME)
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in stored.items()}
     for rank in range(size):
         model = build(config, rank, size)
@@ -74,7 +74,7 @@ def test_slices_of_all_ranks_cover_every_tensor_with_its_values(
 def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint: Path) -> None:
     config, stored = (
         ModelConfig.from_dir(small_checkpoint),
-        load_file(small_checkpoint / SINGLE_NAME),
+        load_file(small_checkpoint / SINGLE_FILE_NAME),
     )
     model = build(config, 0, 1)
     load_weights(model.slices(), small_checkpoint, config)
@@ -90,7 +90,7 @@ def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) ->
     """4 query heads, 2 KV heads, 4 ranks: query head r attends to KV head r // 2."""
     config, stored = (
         ModelConfig.from_dir(small_checkpoint),
-        load_file(small_checkpoint / SINGLE_NAME),
+        load_file(small_checkpoint / SINGLE_FILE_NAME),
     )
     keys = stored["model.layers.0.self_attn.k_proj.weight"]
     for rank in range(4):
@@ -103,7 +103,7 @@ def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) ->
 def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpoint: Path) -> None:
     config, stored = (
         ModelConfig.from_dir(small_checkpoint),
-        load_file(small_checkpoint / SINGLE_NAME),
+        load_file(small_checkpoint / SINGLE_FILE_NAME),
     )
     model = build(config, 1, 2, torch.bfloat16)
     load_weights(model.slices(), small_checkpoint, config)
@@ -115,7 +115,7 @@ def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpo
 
 def test_weights_outlive_their_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, Shape(name="plain"))
-    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
+    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_FILE_NAME
     model = build(config, 0, 1)
     load_weights(model.slices(), tmp_path, config)
     before = values(mlp_of(model, 0).down.weight).clone()
@@ -128,7 +128,7 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
 def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) -> None:
     """Its rows are looked up in the packed weight. Each rank has a part, the last one padding."""
     make_checkpoint(tmp_path, Shape(name="tied", tied=True, vocab=1003, dtype=torch.bfloat16))
-    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_FILE_NAME)
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         model = Qwen3(config, group, select_backend("cpu"), torch.float32, 64, None, torch.bfloat16)
@@ -145,7 +145,7 @@ def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) ->
 def test_matrices_are_held_in_bfloat16_only_if_all_are_stored_in_it(tmp_path: Path) -> None:
     """config.json may name a dtype other than the one in which weights are stored."""
     make_checkpoint(tmp_path, Shape(name="stored", dtype=torch.bfloat16))
-    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_NAME
+    config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_FILE_NAME
     single, half = torch.float32, torch.bfloat16
     assert held_dtype(tmp_path, config, single, half) is half
     assert held_dtype(tmp_path, config, single, single) is single
@@ -164,7 +164,7 @@ def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
     loaded = load_weights(model.slices(), small_checkpoint, config, done.append)
     assert done == sorted(done) and done[-1] == loaded
     model.pack()
-    assert loaded == model.weight_bytes < (small_checkpoint / SINGLE_NAME).stat().st_size
+    assert loaded == model.weight_bytes < (small_checkpoint / SINGLE_FILE_NAME).stat().st_size
 
 
 def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import ConfigError, UnreadableError
 from tests.workers.conftest import config_of
 from workers.models import local
-from workers.models.checkpoint import INDEX_NAME, SINGLE_NAME
+from workers.models.checkpoint import INDEX_NAME, SINGLE_FILE_NAME
 from workers.models.local import MODEL_PATTERNS, local_checkpoint, recheck_checkpoint
 
 HASH = "0123456789abcdef"
@@ -76,14 +76,14 @@ def test_what_can_be_loaded_no_more_is_found_before_processes_start(tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ESTALE, errno.EIO, errno.EACCES])
-@pytest.mark.parametrize("name", [SINGLE_NAME, INDEX_NAME])
+@pytest.mark.parametrize("name", [SINGLE_FILE_NAME, INDEX_NAME])
 def test_a_checkpoint_that_cannot_be_read_at_the_moment_is_not_lost(
     name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(DEFAULT_MODEL_DIR, model)
     if name == INDEX_NAME:
-        (model / SINGLE_NAME).rename(model / "model-00001-of-00001.safetensors")
+        (model / SINGLE_FILE_NAME).rename(model / "model-00001-of-00001.safetensors")
         (model / INDEX_NAME).write_text("{}")
     open_file = Path.open
 

@@ -28,7 +28,7 @@ from tests.checkpoints import Shape, make_checkpoint
 from tests.kernels.replaced import Replaced
 from tests.workers.models.ranks import on_every_rank
 from tests.workers.parallel.test_group import HERE, TRANSPORTS, on_ranks
-from workers.models.checkpoint import SINGLE_NAME, check_checkpoint, expected_tensors
+from workers.models.checkpoint import SINGLE_FILE_NAME, check_checkpoint, expected_tensors
 from workers.models.loader import held_dtype, load_weights
 from workers.models.moe import MoE
 from workers.models.qwen3 import Qwen3
@@ -414,7 +414,7 @@ SMALL = replace(
 
 def merge(model_dir: Path) -> None:
     """Store the experts as transformers 5 holds them."""
-    path = model_dir / SINGLE_NAME
+    path = model_dir / SINGLE_FILE_NAME
     tensors = load_file(path)
     prefix = "model.layers.1.mlp.experts"
 
@@ -430,11 +430,11 @@ def merge(model_dir: Path) -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_both_ways_of_storing_experts_load_the_same_weights(tmp_path: Path, size: int) -> None:
     make_checkpoint(tmp_path, SMALL)
-    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_NAME)
+    config, stored = ModelConfig.from_dir(tmp_path), load_file(tmp_path / SINGLE_FILE_NAME)
     assert expected_tensors(config).keys() == stored.keys()
     merged_dir = tmp_path / "merged"
     merged_dir.mkdir()
-    (merged_dir / SINGLE_NAME).write_bytes((tmp_path / SINGLE_NAME).read_bytes())
+    (merged_dir / SINGLE_FILE_NAME).write_bytes((tmp_path / SINGLE_FILE_NAME).read_bytes())
     merge(merged_dir)
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
@@ -469,10 +469,10 @@ def test_a_missing_expert_is_named(tmp_path: Path, merged: bool) -> None:
     make_checkpoint(tmp_path, SMALL)
     if merged:
         merge(tmp_path)
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     name = "model.layers.1.mlp.experts." + ("down_proj" if merged else "3.down_proj.weight")
     del tensors[name]
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     with pytest.raises(ConfigError, match=f"lacks {name}"):
         check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
 
@@ -480,7 +480,7 @@ def test_a_missing_expert_is_named(tmp_path: Path, merged: bool) -> None:
 def test_merged_experts_in_float32_are_not_held_in_bfloat16(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, SMALL)
     merge(tmp_path)
-    path = tmp_path / SINGLE_NAME
+    path = tmp_path / SINGLE_FILE_NAME
     halved = {
         name: tensor if tensor.dim() == 3 else tensor.bfloat16()
         for name, tensor in load_file(path).items()

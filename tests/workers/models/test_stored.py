@@ -32,7 +32,7 @@ from tests.stored_checkpoints import (
 )
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
-from workers.models.checkpoint import SINGLE_NAME, check_checkpoint
+from workers.models.checkpoint import SINGLE_FILE_NAME, check_checkpoint
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -129,8 +129,8 @@ def test_experts_are_stored_like_other_matrices(tmp_path: Path, name: str) -> No
     """Beside a router, which is not quantized."""
     shape = WITH_EXPERTS
     make_checkpoint(tmp_path, shape)
-    tensors = split_experts(load_file(tmp_path / SINGLE_NAME))
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    tensors = split_experts(load_file(tmp_path / SINGLE_FILE_NAME))
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     values = Values(tensors)
     write_stored(tmp_path, values, *FORMATS[name])
     for rank in range(2):
@@ -170,11 +170,11 @@ def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_matrix_may_be_left_as_it_is(tmp_path: Path) -> None:
     weights = stored_model(tmp_path, "awq_32").state_dict()
     name = "model.layers.1.mlp.down_proj."
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     for part in ("qweight", "qzeros", "scales"):
         del tensors[name + part]
     tensors[f"{name}weight"] = weights[f"{name}weight"].clone()
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     for piece in loaded(tmp_path, 0, 1):
         assert torch.equal(piece.target, weights[piece.name]), piece.name
 
@@ -239,9 +239,9 @@ def test_a_damaged_checkpoint_is_refused_with_one_message(
     tmp_path: Path, name: str, change: Change, message: str
 ) -> None:
     stored_model(tmp_path, name)
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     change(tensors)
-    save_file(tensors, tmp_path / SINGLE_NAME)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     with pytest.raises(ConfigError, match=message):
         loaded(tmp_path, 0, 1)
 
@@ -269,10 +269,10 @@ def test_a_matrix_that_a_format_cannot_store_is_refused(
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"] = FORMATS[name][0]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = load_file(tmp_path / SINGLE_NAME)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
     save_file(
         {n: t for n, t in tensors.items() if not n.endswith("_proj.weight")},
-        tmp_path / SINGLE_NAME,
+        tmp_path / SINGLE_FILE_NAME,
     )
     with pytest.raises(ConfigError, match=message):
         check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))

@@ -24,8 +24,8 @@ from workers.sampling.sampler import Sampler
 
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 DRAWN: dict[str, Any] = {"temperature": 0.8}
-LISTED_KIND: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
-USUAL = {"greedy": GREEDY, "drawn": DRAWN, "listed": LISTED_KIND}
+LISTED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+USUAL = {"greedy": GREEDY, "drawn": DRAWN, "listed": LISTED}
 OTHERS: dict[str, dict[str, Any]] = {
     "a long list": DRAWN | {"top_k": 33},
     "no list": DRAWN | {"top_p": 0.9},
@@ -35,19 +35,19 @@ OTHERS: dict[str, dict[str, Any]] = {
     "log probabilities": GREEDY | {"logprobs": 2},
 }
 
-# For each parameter that decides a token, a value other than that of a row of `LISTED_KIND`.
-OTHER_VALUES: dict[str, Any] = {
-    "seed": 1,
-    "temperature": 0.5,
-    "top_k": 10,
-    "top_p": 0.5,
-    "min_p": 0.1,
-    "repetition_penalty": 1.5,
-    "presence_penalty": 0.5,
-    "frequency_penalty": 0.5,
-    "logit_bias": ((3, 5.0),),
-    "min_tokens": 9,
-    "logprobs": 2,
+# For each parameter that decides a token, a value other than that of a row of `LISTED`.
+OTHER_VALUES: dict[str, dict[str, Any]] = {
+    "seed": {"seed": 1},
+    "temperature": {"temperature": 0.5},
+    "top_k": {"top_k": 10},
+    "top_p": {"top_p": 0.5},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.5},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": ((3, 5.0),)},
+    "min_tokens": {"min_tokens": 9},
+    "logprobs": {"logprobs": 2},
 }
 # These decide when an output ends, or what is said of its prompt.
 DECIDE_NO_TOKEN = {"max_tokens", "stop_token_ids", "prompt_logprobs"}
@@ -131,8 +131,8 @@ def test_what_a_graph_does_not_know_is_launched(make: MakeRunner, name: str) -> 
 )
 def test_a_parameter_is_known_to_graphs_or_keeps_its_row_away_from_them(name: str) -> None:
     """Else a graph would ignore it in silence."""
-    usual_row = {"seed": 0, "max_tokens": 100, **LISTED_KIND}
-    with_other_value = usual_row | {name: OTHER_VALUES[name]}
+    usual_row = {"seed": 0, "max_tokens": 100, **LISTED}
+    with_other_value = usual_row | OTHER_VALUES[name]
     assert sampled_in_a_graph(with_other_value) != sampled_in_a_graph(usual_row)
 
 
@@ -150,7 +150,7 @@ def sampled_in_a_graph(row: dict[str, Any]) -> str | None:
 
 def test_two_kinds_of_draw_in_one_step_are_launched(make: MakeRunner) -> None:
     pair = Pair(make, 4)
-    rows = rows_of(pair, DRAWN, LISTED_KIND)
+    rows = rows_of(pair, DRAWN, LISTED)
     assert sampled_by(pair, rows, 3) is None
     assert sampled_by(pair, rows[1:]) is not None, "each alone is not"
 
@@ -180,7 +180,7 @@ def test_the_largest_list_of_a_graph_gives_the_tokens_of_the_list_a_step_needs(
 def test_padding_takes_no_top_k_from_greedy_rows_of_an_earlier_step(make: MakeRunner) -> None:
     """A greedy row may have any top-k, more than the list of a graph has entries."""
     pair = Pair(make, 8)
-    rows = rows_of(pair, *[GREEDY | {"top_k": 90}] * 4, *[LISTED_KIND] * 3)
+    rows = rows_of(pair, *[GREEDY | {"top_k": 90}] * 4, *[LISTED] * 3)
     greedy, listed = rows[:4], rows[4:]
     assert sampled_by(pair, greedy, 3) is not None
     assert sampled_by(pair, listed, 3) is not None, "a graph with room for four rows"
@@ -190,7 +190,7 @@ def test_a_greedy_row_with_a_long_list_is_sampled_by_a_graph_beside_others(
     make: MakeRunner,
 ) -> None:
     pair = Pair(make, 4)
-    rows = rows_of(pair, LISTED_KIND, GREEDY | {"top_k": 90})
+    rows = rows_of(pair, LISTED, GREEDY | {"top_k": 90})
     sampled_by(pair, rows, 3)
     assert sampled_by(pair, rows) is not None
 
