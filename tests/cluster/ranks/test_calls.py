@@ -268,7 +268,8 @@ try:
         held.append(ray.put(bytes(2**16)))
 except ray.exceptions.OutOfDiskError:
     print("full")
-large = StepMask(step_id=0, epoch=0, rows=int32_array(range(60)), masks=(bytes(2**20),) + (bytes(9),) * 59)
+masks = (bytes(2**20),) + (bytes(9),) * 59
+large = StepMask(step_id=0, epoch=0, rows=int32_array(range(60)), masks=masks)
 step = calls.StepCalls([rank])
 step.send_mask(large)
 print(ray.get(step.refs) == [len(step._pickled_mask)], len(step._pickled_mask) > 2**20)

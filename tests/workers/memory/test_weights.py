@@ -21,6 +21,7 @@ from kernels.select import select_backend
 from tests.workers.memory import holder
 from tests.workers.memory.holder import Form, Holder
 from workers.memory import lasting
+from workers.memory.huge_pages import HUGE_PAGE_BYTES
 from workers.memory.weights import WeightsFile
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -217,6 +218,19 @@ def test_a_model_works_on_where_its_weights_cannot_be_kept(
             holder.keep(state, NAME)
     # That of the mapping stays, because what was moved before the failure lies there.
     assert open_files() <= files + 1
+    assert holder.logits(state) == logits
+
+
+def test_weights_for_which_there_are_no_addresses_are_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that have moved by then stay where they are."""
+    state = holder.State()
+    holder.load(state, LARGE)
+    logits = holder.logits(state)
+    monkeypatch.setattr("workers.memory.weights.physical_bytes", lambda: 2 * HUGE_PAGE_BYTES)
+    with pytest.raises(OSError, match="larger than the machine's memory"):
+        holder.keep(state, NAME)
     assert holder.logits(state) == logits
 
 
