@@ -40,7 +40,7 @@ def load_model(
     config: ResolvedConfig, group: TensorParallelGroup, kernels: Kernels, progress: Progress
 ) -> LoadedModel:
     """Read this rank's slices of the checkpoint and pack them; on a CPU that has spares, move them
-    to memory that outlives the process. `progress` counts the bytes. Raises `ConfigError`.
+    to memory that outlives the process. `progress` counts bytes and matrices. Raises `ConfigError`.
     """
     model_dir = local_checkpoint(config)
     checkpoint_hash = fingerprint(model_dir)

@@ -30,7 +30,7 @@ class GroupDeathWatch:
         endings = [watch.ending(EXIT_NOTICE_LIMIT_S) for watch in self._death_watches]
         self.close()
         for crash_report in filter(None, (ending.crash_report for ending in endings)):
-            logger.error("the last words of a rank: %s", crash_report)
+            logger.error("the crash report of a rank: %s", crash_report)
         for reason in filter(may_have_corrupted_memory, reasons):
             return reason.split("\n")[0]
         if self._num_remote_ranks:

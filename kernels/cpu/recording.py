@@ -41,11 +41,12 @@ class Recording:
         self._parts: list[Callable[[], object]] = []
         self._kept: list[Array] = []
         self._free: defaultdict[int, list[Array]] = defaultdict(list)  # by number of bytes
-        self._memory = np.empty(_MAX_WORDS, np.int64)
+        self._memory = np.empty(0, np.int64)  # of loops, while they are recorded
 
     def __enter__(self) -> Recording:
         assert not _current, "a recording within another"
         _current.append(self)
+        self._memory = np.empty(_MAX_WORDS, np.int64)
         write_down(self._memory)
         return self
 
@@ -55,6 +56,7 @@ class Recording:
             self._end_part()
         finally:
             write_down(None)
+            self._memory = np.empty(0, np.int64)
 
     def replay(self) -> None:
         """Run everything again. Raises `RuntimeError` if a task does."""

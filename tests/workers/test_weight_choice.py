@@ -161,3 +161,14 @@ def test_a_rank_says_that_stored_codes_are_rounded_to_others(
     with caplog.at_level(logging.WARNING):
         load_model(config, TensorParallelGroup(0, 1, CPU), CPU_KERNELS, Progress())
     assert "unpacked and rounded to other codes (int4), because inputs of a group" in caplog.text
+
+
+@pytest.mark.parametrize("spares", ["off", "warm"])
+def test_packing_moves_the_counters_of_a_rank(tmp_path: Path, spares: str) -> None:
+    """So that a rank that packs for long is not taken for a stuck one."""
+    model = make_checkpoint(tmp_path, SHAPE)
+    progress = Progress()
+    config = config_of(tmp_path, spares=spares)
+    load_model(config, TensorParallelGroup(0, 1, CPU), CPU_KERNELS, progress)
+    num_matrices = 4 * model.config.num_hidden_layers + 1  # of each layer, and the head
+    assert progress.num_packed_matrices == num_matrices and progress.loaded_bytes
