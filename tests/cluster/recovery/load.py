@@ -106,10 +106,10 @@ class Load:
             assert not thread.is_alive(), f"{case} did not end within {limit_s} s"
         return self.histories
 
-    def wait_for_news(self, limit_s: float) -> float:
-        """Seconds until the next token of any stream."""
-        began, seen = time.monotonic(), self.num_tokens
-        while self.num_tokens == seen:
+    def wait_for_news(self, limit_s: float, *, num_tokens: int = 1) -> float:
+        """Seconds until the streams together have `num_tokens` more tokens."""
+        began, enough = time.monotonic(), self.num_tokens + num_tokens
+        while self.num_tokens < enough:
             assert time.monotonic() - began < limit_s, f"no token within {limit_s} s"
             if not self.is_running:
                 return 0.0
