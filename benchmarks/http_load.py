@@ -184,16 +184,20 @@ class _Chat(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_events += (self._tail[-10:] + data).count(b'"content":"')
-        self._tail = (self._tail + data)[-16:]
+        self._tail = (self._tail + data)[-64:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._done.done():
-            self._done.set_result(self._num_events if b"[DONE]" in self._tail else 0)
+        if self._done.done():
+            return
+        if b"[DONE]" in self._tail:
+            self._done.set_result(self._num_events)
+        else:
+            self._done.set_exception(ConnectionError(f"a chat ended with {self._tail!r}"))
 
 
 def run_chats(port: int, prompt: str, num_chats: int, num_tokens: int, model: str = "model") -> int:
-    """Stream chats, all at once, with less work per event than `run_streams`. How many events came
-    in those that ended well.
+    """Stream chats, all at once, with less work per event than `run_streams`. Returns how many
+    events came. Raises `ConnectionError` if a chat did not end well.
     """
     body = {
         "model": model,

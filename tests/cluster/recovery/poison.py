@@ -28,7 +28,7 @@ class ScribblingRank(RankActor):
     def step(self, *pieces: bytes) -> bytes:
         armed = Path(os.environ[faults.FAULTS_VARIABLE]) / f"scribble.{self._rank}"
         if armed.exists():
-            armed.unlink()
+            armed.rename(f"{armed}.fired")
             runner = self._wait_for_worker()._runner
             assert runner is not None
             runner.cache.tensor.fill_(float("nan"))

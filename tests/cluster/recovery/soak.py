@@ -130,6 +130,7 @@ class Soak:
         self.tp = tp
         self.health = Health(llm)
         self.outlived: list[str] = []
+        self.num_faults = 0  # signals that reached a process, and faults that ranks made
         self.done: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
         self.kinds = kinds or [
@@ -163,46 +164,72 @@ class Soak:
         return process.pid if process is not None else 0
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> int:
-        epoch = self.health.epoch()
-        if pid := self.pid(name):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-                limits, is_stop = self.limits, number == signal.SIGSTOP
-                limit_s = limits.ready_after_stop_s if is_stop else limits.ready_after_kill_s
-                self.health.expect(epoch, limit_s, f"signal {number} to {name}")
+        """Send it as soon as there is such a process. Returns its id."""
+        self.wait_for(lambda: name in self.processes(), name, None)
+        epoch, pid = self.health.epoch(), self.pid(name)
+        limits, is_stop = self.limits, number == signal.SIGSTOP
+        limit_s = limits.ready_after_stop_s if is_stop else limits.ready_after_kill_s
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            self.health.expect(epoch, limit_s, f"signal {number} to {name}")
+            self.num_faults += 1
         return pid
 
-    def arm(self, point: str, action: str = "kill") -> Path:
-        rank = self.rng.randrange(self.tp)
-        (self.folder / f"{point}.{rank}").write_text(f"{action} {self.rng.randrange(4)}")
-        return self.folder / f"{point}.{rank}.fired"
+    def kill(self, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            self.num_faults += 1
+
+    def end_spares(self) -> None:
+        """What stands by dies, so that the ranks after the next loss make a whole start."""
+        for name, process in self.processes().items():
+            if name.startswith("spare"):
+                self.kill(process.pid)
+
+    def fires(self, armed: Path, load: Load) -> bool:
+        """Whether a rank reaches an armed point, and acts, before the load ends."""
+        fired = armed.with_name(f"{armed.name}.fired")
+        self.wait_for(fired.exists, f"{armed.name} to be reached", load)
+        armed.unlink(missing_ok=True)
+        is_fired = fired.exists()
+        fired.unlink(missing_ok=True)
+        self.num_faults += is_fired
+        return is_fired
 
     def cause(self, kind: str, load: Load) -> None:
-        """Cause one fault, and wait until tokens flow again."""
+        """Cause one fault, and wait until its epoch has ended and tokens flow again."""
         old, epoch = self.processes(), self.health.epoch()
         began = time.monotonic()
         first, last = "rank 0", f"rank {self.tp - 1}"
+        random_rank = self.rng.randrange(self.tp)
         if kind.startswith("at "):
             point = kind[3:]
-            fired = self.arm(point, self.rng.choice(("kill", "kill", "raise", "stop")))
-            # A fault during a start needs a start.
-            if point not in IN_A_STEP:
-                fired.with_suffix("").write_text("kill")
+            armed = self.folder / f"{point}.{random_rank}"
+            if point in IN_A_STEP:
+                action = self.rng.choice(("kill", "kill", "raise", "stop"))
+                armed.write_text(f"{action} {self.rng.randrange(4)}")
+            else:
+                armed.write_text("kill")
+                self.end_spares()
                 self.signal(first)
-            self.wait_for(fired.exists, f"{point} to be reached", load)
-            fired.unlink()
+            if not self.fires(armed, load):
+                return
         elif kind == "rank":
             time.sleep(self.rng.random() * 0.3)
-            self.signal(f"rank {self.rng.randrange(self.tp)}")
+            self.signal(f"rank {random_rank}")
         elif kind == "all ranks":
-            for rank in range(self.tp):
-                self.signal(f"rank {rank}")
+            for name, process in old.items():
+                if name.startswith("rank"):
+                    self.kill(process.pid)
+            self.health.expect(epoch, self.limits.ready_after_kill_s, kind)
         elif kind == "rank and spare":
-            self.signal(f"spare {self.tp - 1}")
+            self.end_spares()
             self.signal(last)
         elif kind == "twice":
             self.signal(first)
+            self.wait_for(lambda: self.health.epoch() != epoch, "another epoch", load)
             load.wait_for_news(self.limits.recovery_s)
+            epoch = self.health.epoch()
             self.signal(last)
         elif kind == "stop":
             self.signal(last, signal.SIGSTOP)
@@ -215,19 +242,20 @@ class Soak:
         elif kind in ("SIGSEGV", "SIGBUS"):
             self.signal(last, signal.Signals[kind])
         elif kind == "scribble":
-            armed = self.folder / f"scribble.{self.rng.randrange(self.tp)}"
+            armed = self.folder / f"scribble.{random_rank}"
             armed.touch()
-            self.wait_for(lambda: not armed.exists(), "a rank to scribble", load)
+            if not self.fires(armed, load):
+                return
         elif kind == "driver":
             self.signal("driver")
         elif kind == "driver stopped":
             self.signal("driver", signal.SIGSTOP)
         elif kind == "driver while recovering":
-            driver = self.processes()["driver"].pid
             self.signal(first)
             time.sleep(0.1)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(driver, signal.SIGKILL)
+            self.kill(old["driver"].pid)
+        if kind != "stop and continue":
+            self.wait_for(lambda: self.health.epoch() != epoch, f"an epoch after {kind}", load)
         load.wait_for_news(self.limits.recovery_s)
         self.done[kind] += 1
         self.seconds[kind].append(time.monotonic() - began)
@@ -266,10 +294,9 @@ class Soak:
         return wrong + compare(of[:15], load.wait(self.limits.round_s), expected[:15])
 
     def wait_for(self, condition: Any, what: str, load: Load | None) -> None:
+        """Until the condition holds, or the load ends."""
         until = time.monotonic() + self.limits.recovery_s
-        while not condition():
-            if load is not None and not load.is_running:
-                raise SystemExit(f"the load ended before {what}")
+        while not condition() and (load is None or load.is_running):
             if time.monotonic() > until:
                 raise SystemExit(f"{what} took more than {self.limits.recovery_s} s")
             time.sleep(0.02)
@@ -328,7 +355,7 @@ def main() -> None:
             time.sleep(0.2)
         before, rounds, wrong = holdings(llm), 0, []
         before["threads"] -= 1  # that of `Health`
-        while sum(soak.done.values()) < args.faults:
+        while soak.num_faults < args.faults:
             load = Load(llm, of)
             rounds += 1
             load.wait_for_news(limits.recovery_s)
@@ -338,8 +365,9 @@ def main() -> None:
                 if not load.is_running:
                     break
                 soak.cause(kind, load)
-                print(f"{sum(soak.done.values())}: {kind}", flush=True)
+                print(f"{soak.num_faults}: {kind}", flush=True)
             wrong += compare(of, load.wait(limits.round_s), expected)
+            print(f"round {rounds}: {len(wrong)} not as expected", flush=True)
             if not kinds:
                 soak.idle()
         for action in () if kinds else POISON:
@@ -352,7 +380,7 @@ def main() -> None:
         after, stats = holdings(llm), llm.stats()
     line = {
         "machine": machine(),
-        "faults": sum(soak.done.values()),
+        "faults": soak.num_faults,
         "requests": rounds * len(of),
         "options": {"tp": args.tp, "steps_ahead": args.steps_ahead, "lose_calls": args.lose_calls},
         "slow_by": args.slow_by,
