@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,6 +41,18 @@ def family(session: int) -> set[int]:
     """
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
+
+
+def num_memory_files(pids: Iterable[int]) -> int:
+    """How many memory files of engines the processes hold open, each counted once."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # it has ended
+            for path in Path(f"/proc/{pid}/fd").iterdir():
+                with suppress(OSError):  # it has been closed
+                    if str(path.readlink()).startswith("/memfd:eagleray"):
+                        found.add(path.stat().st_ino)
+    return len(found)
 
 
 def cores_of_computing_threads(pid: int) -> list[set[int]]:

@@ -37,7 +37,7 @@ from cluster.engine import start
 from cluster.ranks.processes import ProcessId, marked_local_pids
 from scheduler.errors import RequestFailedError
 from scheduler.params import SamplingParams
-from tests.cluster.processes import command_of
+from tests.cluster.processes import command_of, num_memory_files
 from tests.cluster.recovery.load import Case, History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
 from workers import faults
@@ -305,14 +305,24 @@ class Soak:
 def holdings(llm: LLM) -> dict[str, int]:
     """What must be the same after any number of recoveries."""
     stats = llm.stats()
+    pids = marked_local_pids(llm._engine_processes._owner._engine_id)
     return {
-        "processes": len(marked_local_pids(llm._engine_processes._owner._engine_id)),
-        "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
+        "processes": len(pids),
+        "memory files": num_memory_files(pids),
         "descriptors": len(list(Path("/proc/self/fd").iterdir())),
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "blocks": stats.num_blocks - stats.num_free_blocks,
         "requests": stats.num_running + stats.num_waiting,
     }
+
+
+def more_held(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """What is left over. Of this process's descriptors and threads some are Ray's."""
+    return [
+        f"{name}: {after[name]} instead of {number}"
+        for name, number in before.items()
+        if after[name] > number + (20 if name in ("descriptors", "threads") else 0)
+    ]
 
 
 def main() -> None:
@@ -375,8 +385,11 @@ def main() -> None:
         wrong += [*soak.outlived, *soak.health.late.values()]
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
-        time.sleep(1.0)
         soak.health.stop()
+        until = time.monotonic() + limits.recovery_s
+        while (more := more_held(before, holdings(llm))) and time.monotonic() < until:
+            time.sleep(0.2)
+        wrong += more
         after, stats = holdings(llm), llm.stats()
     line = {
         "machine": machine(),

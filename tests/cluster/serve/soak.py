@@ -21,14 +21,13 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 
 from benchmarks.common import machine
-from tests.cluster.processes import command_of, family, wait_until
+from tests.cluster.processes import command_of, family, num_memory_files, wait_until
 from tests.cluster.serve.served import Program, stats_of
 
 OPTIONS = (
@@ -228,7 +227,7 @@ def held(url: str, session: int) -> dict[str, float]:
         "waiting": numbers["eagleray_num_requests_waiting"],
         "open outputs": numbers["eagleray_http_outputs_open"],
         "blocks": numbers["eagleray_kv_blocks"] - numbers["eagleray_kv_blocks_free"],
-        "segments": sum("eagleray" in path.name for path in Path("/dev/shm").iterdir()),
+        "memory files": num_memory_files(family(session)),
         "processes": len(
             [pid for pid in family(session) if (command_of(pid) or "").startswith("ray::Rank")]
         ),
