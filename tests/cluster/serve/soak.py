@@ -18,6 +18,7 @@ import os
 import random
 import signal
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,33 +33,22 @@ from tests.cluster.serve.served import Program, stats_of
 
 OPTIONS = (
     "--device=cpu --dtype=float32 --num-kv-blocks=120 --max-num-seqs=16 --stuck-after-s=4"
-    " --reasoning-parser=qwen3 --served-model-name=model --log-level=error"
+    " --served-model-name=model"
 )
 QUESTIONS = ("What is 47 + 38?", "Count on from 17.", "What day comes after Tuesday?")
+# Values that end, so that the client can parse them.
+TOOL_PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"enum": [3, 14, 159]}, "b": {"enum": [26, 535, 8979]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
 TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-                "additionalProperties": False,
-            },
-        },
-    }
+    {"type": "function", "function": {"name": "add", "parameters": TOOL_PARAMETERS}}
 ]
 SCHEMA = {
     "type": "json_schema",
-    "json_schema": {
-        "name": "sum",
-        "schema": {
-            "type": "object",
-            "properties": {"words": {"type": "array", "items": {"type": "string"}, "minItems": 9}},
-            "required": ["words"],
-        },
-    },
+    "json_schema": {"name": "sum", "schema": TOOL_PARAMETERS},
 }
 KINDS = ("rank or spare", "all ranks and spares", "stop", "SIGSEGV", "driver")
 # Clients that read slowly, and that disconnect, among all.
@@ -104,6 +94,7 @@ class Clients:
         self.calls: list[Callable[[Reader | None], Any]] = []
         for number, question in enumerate(QUESTIONS):
             messages: list[Any] = [{"role": "user", "content": question}]
+            greedy = {"temperature": 0}
             long = {"extra_body": {"ignore_eos": True}, "max_tokens": 150}
             for options in (
                 {"temperature": 0, **long},
@@ -111,12 +102,14 @@ class Clients:
                 {"temperature": 0.8, "seed": number, "n": 2, **long},
                 {"temperature": 0, "logprobs": True, "top_logprobs": 2, **long},
                 {"temperature": 0, "stop": ["9 9", "zz"], **long},
-                {"temperature": 0, "tools": TOOLS, "tool_choice": "required", "max_tokens": 100},
-                {"temperature": 0, "response_format": SCHEMA, "max_tokens": 100},
+                {"temperature": 0, "tools": TOOLS, "tool_choice": "required", "max_tokens": 300},
+                {"temperature": 0, "response_format": SCHEMA, "max_tokens": 300},
             ):
                 self.calls.append(self._chat({"messages": messages, **options}))
             self.calls.append(self._completion({"prompt": question, "seed": number, **long}))
-            self.calls.append(self._message({"messages": messages, "max_tokens": 150}))
+            self.calls.append(
+                self._message({"messages": messages, "max_tokens": 150, "extra_body": greedy})
+            )
             self.calls.append(self._response({"input": question, "max_output_tokens": 150}))
 
     def _chat(self, body: dict[str, Any]) -> Callable[[Reader | None], Any]:
@@ -128,8 +121,8 @@ class Clients:
             with self._openai.chat.completions.stream(
                 model="model", stream_options=usage, **body
             ) as stream:
-                reader.read(stream)
-                return _comparable(stream.get_final_completion())
+                reader.read(stream)  # the final completion would be refused for its length
+                return _comparable(stream.current_completion_snapshot)
 
         return call
 
@@ -149,9 +142,9 @@ class Clients:
     def _message(self, body: dict[str, Any]) -> Callable[[Reader | None], Any]:
         def call(reader: Reader | None) -> Any:
             if reader is None:
-                whole = self._anthropic.messages.create(model="model", temperature=0, **body)
+                whole = self._anthropic.messages.create(model="model", **body)
                 return _comparable(whole)
-            with self._anthropic.messages.stream(model="model", temperature=0, **body) as stream:
+            with self._anthropic.messages.stream(model="model", **body) as stream:
                 reader.read(stream)
                 return _comparable(stream.get_final_message())
 
@@ -171,7 +164,7 @@ class Clients:
 
 def _comparable(answer: Any) -> Any:
     """What must be the same from call to call: not ids, times, or how much was cached."""
-    varying = {"id", "call_id", "created", "created_at", "completed_at", "parsed"}
+    varying = {"id", "call_id", "created", "created_at", "completed_at", "parsed", "index"}
     varying |= {"parsed_arguments", "prompt_tokens_details", "input_tokens_details"}
     varying |= {"cache_read_input_tokens", "cache_creation_input_tokens", "input_tokens"}
 
@@ -180,7 +173,7 @@ def _comparable(answer: Any) -> Any:
             return {
                 name: strip(each)
                 for name, each in value.items()
-                if name not in varying and each is not None
+                if name not in varying and each not in (None, "")
             }
         return [strip(each) for each in value] if isinstance(value, list) else value
 
@@ -248,6 +241,7 @@ def main() -> None:
     wrong: list[str] = []
     try:
         program.wait_until_ready()
+        threading.Thread(target=program.process.communicate, daemon=True).start()  # reads its log
         session = program.process.pid
         clients, faults = Clients(program.url), Faults(session, rng)
         expected = [call(None) for call in clients.calls]
