@@ -66,8 +66,8 @@ def expected_tensors(
     model: ModelConfig, *, merged_experts: bool = False, plain_names: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
-    of storing experts. plain_names: matrices that a quantized checkpoint stores as they are. Raises
-    `ConfigError` for a matrix that the checkpoint's format cannot store.
+    of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
+    Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
     hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
@@ -275,11 +275,9 @@ def quantization_of_files(
     for scale_dtype in (FLOAT16, BFLOAT16):
         if scale_dtypes == {scale_dtype} and not plain_names:
             return dataclasses.replace(quantization, scale_dtype=scale_dtype)
-    reason = (
-        f"{plain_names[0]} is not quantized"
-        if plain_names
-        else f"scales are {sorted(scale_dtypes)}"
-    )
+    reason = f"scales are {sorted(scale_dtypes)}"
+    if plain_names:
+        reason = f"{plain_names[0]} is not quantized"
     if is_asked_for:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
