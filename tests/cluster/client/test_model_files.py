@@ -174,7 +174,7 @@ def test_without_do_sample_false_the_temperature_stands(given: dict[str, Any]) -
     [
         ("temperature", "hot"),
         ("temperature", True),
-        ("temperature", 10**400),
+        pytest.param("temperature", 10**400, id="temperature-huge"),
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("min_p", math.nan),
