@@ -9,9 +9,7 @@ nor a backend, so a client can ask what would run without loading it.
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
 the token table; J = H + 2 K heads of queries, keys and values; S slots, W blocks in a row's table.
-Of experts: X experts, K experts of a token, F features of one expert. In sampling, letters mean
-other things: R the rows of one draw, V columns of this rank's vocabulary shard, X blocks of
-columns, K the largest top-k, N ranks.
+`ExpertKernels` and `SamplingKernels` have legends of their own.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ class Capabilities:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapRows:
     """R rows of logits, with what their gaps are computed from. A gap is (largest logit - logit) /
-    temperature.
+    temperature. Legend: see `SamplingKernels`.
 
     logits_BV    : bfloat16 or float32, contiguous, at least one column.
     block_max_BX : float32, the largest logit of every block of columns, from `row_best`.
@@ -106,8 +104,8 @@ class GroupedCodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertWeights:
-    """The MLPs of X experts, of each the F features of this rank. Once packed, both are in the
-    layout of the backend, the experts still along the first dimension.
+    """The MLPs of X experts with E inputs, of each the F features of this rank. Once packed, both
+    are in the layout of the backend, the experts still along the first dimension.
 
     gate_up: [X, 2F, E], of each expert the gate, then up. down: [X, E, F].
     """
@@ -173,7 +171,10 @@ class MixedKernels(Protocol):
 
 
 class ExpertKernels(Protocol):
-    """Mixtures of experts; `kernels/reference/experts.py` defines shapes and results."""
+    """Mixtures of experts; `kernels/reference/experts.py` defines shapes and results.
+
+    Legend: T tokens, E features in and out, X experts, K experts of a token.
+    """
 
     def warmup_calls(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
@@ -208,6 +209,9 @@ class SamplingKernels(Protocol):
     """The kernels that read logits, or that would otherwise be many small operations.
 
     The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
+
+    Legend: B rows, R rows of one draw, V columns of this rank's shard of the vocabulary, X blocks
+    of columns, K the largest top-k, N ranks, W words of a mask.
     """
 
     def row_best(self, logits_BV: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:

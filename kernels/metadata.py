@@ -16,11 +16,11 @@ class DecodeParts:
     """The first rows of a step, with exactly one query each, and the programs they are divided
     between (`kernels/decode_parts.py`).
 
-    num_rows   : how many rows.
-    max_parts  : how many parts the launch has programs for; those past the last part end at once.
-    part_start_B1   : int32, first part of each of these rows, then the number of parts of all of
-    them. num_arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again
-    afterwards.
+    num_rows       : how many rows.
+    max_parts      : how many parts the launch has programs for; those past the last part end at
+        once.
+    part_start_B1  : int32, first part of each of these rows, then the number of parts of all.
+    num_arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again afterwards.
     """
 
     num_rows: int
@@ -34,18 +34,19 @@ class AttentionMetadata:
     """The rows of a step are consecutive in its T tokens; each attends causally to its own
     sequence.
 
-    query_start_B1 : int32 [B+1], first token of each row, then T.
-    seq_start_B1   : int32 [B+1], 0, then the running sum of `seq_lens_B`.
-    seq_lens_B     : int32 [B], tokens of the sequence up to the end of this step's chunk (what the
-        last query sees).
-    block_table_BW : int32 [B, W], block ids of each sequence; entries past its length are arbitrary
-        valid ids.
-    kv_places_T    : int64 [T], block_id * block_size + offset where the token's KV is written; -1
-        writes nothing.
+    query_start_B1    : int32 [B+1], first token of each row, then T.
+    seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`.
+    seq_lens_B        : int32 [B], tokens of the sequence up to the end of this step's chunk (what
+        the last query sees).
+    block_table_BW    : int32 [B, W], block ids of each sequence; entries past its length are
+        arbitrary valid ids.
+    kv_places_T       : int64 [T], block_id * block_size + offset where the token's KV is written;
+        -1 writes nothing.
     max_query_len, max_seq_len : bounds, not necessarily reached.
-    decode_parts   : for backends that ask for it with `Kernels.max_decode_parts`; others ignore it.
-    num_live_tokens_1     : int32 [1], the number of tokens before those of a graph's padding; None:
-    all T.
+    decode_parts      : for backends that ask for it with `Kernels.max_decode_parts`; others ignore
+        it.
+    num_live_tokens_1 : int32 [1], the number of tokens before those of a graph's padding; None:
+        all T.
     """
 
     query_start_B1: Tensor

@@ -39,10 +39,11 @@ def choose_capabilities(
     index).
 
     "auto" skips a backend that is not installed or cannot do one of the dtypes, the head dim or the
-    block size; the last automatic one is taken unchecked.
-    `block_size` None means the backend's default. Raises `ValueError` saying what is possible when
-    the name is unknown, or what it names is not installed or cannot do the head dim or the block
-    size; what else a named backend lacks, `resolve` refuses (`workers/configuration.py`).
+    block size; the last automatic one is taken unchecked. Ranks get it by name, and so refuse a
+    shape that it cannot do. `block_size` None means the backend's default. Raises `ValueError`
+    saying what is possible when the name is unknown, or what it names is not installed or cannot do
+    the head dim or the block size; what else a backend lacks, `resolve` refuses
+    (`workers/configuration.py`).
     """
     backends = _backends_of(device)
     if name == "auto":
@@ -60,10 +61,11 @@ def choose_capabilities(
 
 def backends_with_quantization(name: str) -> str:
     """Which backends can compute here with weights in this format, for a message."""
-    return "; ".join(
-        f"on device {device!r} {', '.join(names)}"
+    return ", ".join(
+        f"{key!r} ({device})"
         for device, backends in BACKENDS.items()
-        if (names := [repr(key) for key in backends if _has_quantization(backends[key], name)])
+        for key, backend in backends.items()
+        if _has_quantization(backend, name)
     )
 
 

@@ -186,7 +186,7 @@ FIELD_BOUNDS: Mapping[str, Bound] = {
         1_024, "token ids", "`logit_bias`", "they go to every rank; OpenAI documents the same limit"
     ),
     "cache_salt": Bound(
-        1_024, "characters", "`cache_salt`", "it is part of the hash of every first block"
+        1_024, "characters", "`cache_salt`", "every block of the prefix cache keeps it"
     ),
     "model": Bound(512, "characters", "`model`", "names of the hub have at most 96"),
     "name": Bound(256, "characters", "the name of a tool, and of a schema", "OpenAI documents 64"),

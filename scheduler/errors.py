@@ -20,6 +20,10 @@ their only state, except `RequestError.parameter`.
 
 from __future__ import annotations
 
+# What a `WorkerError` says where ranks contradict each other: by these words it is known that their
+# memory cannot be trusted (`cluster/ranks/causes.py`).
+DIFFERENT_TOKENS, OTHER_OPERATION = "sampled different tokens", "runs another operation"
+
 
 class EaglerayError(Exception):
     """Base of every error raised on purpose."""

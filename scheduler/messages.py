@@ -219,7 +219,8 @@ class EngineStats:
     """Current numbers of sequences and blocks; steps, preemptions and tokens since the start.
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
-    that were found in the prefix cache. queue_s adds up the time from arrival to first admission of
+    that were found in the prefix cache, num_evictions the blocks that were taken from it to hold
+    other tokens. queue_s adds up the time from arrival to first admission of
     num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
     the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
     progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
@@ -242,6 +243,7 @@ class EngineStats:
     num_preemptions: int
     num_prompt_tokens: int
     num_cached_tokens: int
+    num_evictions: int = 0
     num_recomputed_tokens: int = 0
     num_admitted: int = 0
     queue_s: float = 0.0

@@ -27,8 +27,7 @@ class StepRecord:
     num_rows, num_tokens: what the step runs. num_decoding: rows that run one token.
     head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
     num_preempted: in this step; num_recomputed: tokens of rows admitted in it that were lost with
-    ranks; num_evicted: blocks of the prefix cache that were taken, since the start. seconds:
-    `StepResult.seconds`.
+    ranks. seconds: `StepResult.seconds`.
     """
 
     step_id: int
@@ -44,7 +43,6 @@ class StepRecord:
     num_free_blocks: int
     num_preempted: int
     num_recomputed: int = 0
-    num_evicted: int
     head_wait_reason: str
     seconds: dict[str, float] = field(default_factory=dict)
 

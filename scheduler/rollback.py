@@ -23,9 +23,9 @@ from scheduler.steps import SubmittedStep
 
 
 def roll_back(running: Iterable[Sequence], submitted_steps: Iterable[SubmittedStep]) -> None:
-    """Set `num_computed` of running sequences to what they had computed before the `submitted`
-    steps, whose results are lost. A sequence keeps its slot while it runs, so its tokens in a plan
-    are those of its slot.
+    """Set `num_computed` of running sequences to what they had computed before `submitted_steps`,
+    whose results are lost. A sequence keeps its slot while it runs, so its tokens in a plan are
+    those of its slot.
     """
     steps = [
         (step.step_id, dict(zip(step.plan.slots, step.plan.num_new_tokens, strict=True)))

@@ -397,6 +397,7 @@ class Scheduler:
             num_waiting=len(self.waiting),
             num_free_blocks=self.block_manager.num_free_blocks,
             num_blocks=self.limits.num_blocks,
+            num_evictions=self.block_manager.num_evictions,
             **dataclasses.asdict(self.stats),
         )
 

@@ -87,7 +87,6 @@ class StepDraft:
             num_free_blocks=queues.block_manager.num_free_blocks,
             num_preempted=self.num_preempted,
             num_recomputed=self.num_recomputed,
-            num_evicted=queues.block_manager.num_evictions,
             head_wait_reason=self.head_wait_reason,
         )
         return SubmittedStep(

@@ -1,4 +1,4 @@
-"""Which package may import which: the table of the architecture page, compared with what is really
+"""Which package may import which: the table of CONTRIBUTING.md, compared with what is really
 loaded.
 """
 

@@ -14,8 +14,9 @@ from workers.configuration import reason_to_unpack
 from workers.memory.inheritance import InheritedMemory
 from workers.memory.lasting import SharedMemfd, is_supported
 from workers.memory.weights import WeightsFile, adopt_weights
+from workers.models.checkpoint import quantization_of_files
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
-from workers.models.loader import held_dtype, kept_quantization, load_weights
+from workers.models.loader import held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -51,7 +52,7 @@ def load_model(
         if config.quantization is not None:
             how = f" and rounded to other codes ({config.quantization.name})"
         logger.warning("matrices are unpacked%s, because %s", how, reason)
-    quantization = kept_quantization(
+    quantization = quantization_of_files(
         model_dir,
         config.model,
         config.quantization,

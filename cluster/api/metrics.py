@@ -52,6 +52,10 @@ ENGINE_METRICS = {
         "Prompt tokens found in the prefix cache.",
         "num_cached_tokens",
     ),
+    "eagleray_prefix_cache_evictions_total": (
+        "Blocks taken from the prefix cache to hold other tokens.",
+        "num_evictions",
+    ),
     "eagleray_ready": ("Engines whose ranks answer and whose work moves.", "is_ready"),
     "eagleray_step_age_seconds": (
         "Since the last result, while steps are run; of the engine that waits longest.",

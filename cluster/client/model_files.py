@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,9 +56,6 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     values = {
         name: generation_config[name] for name in names if generation_config.get(name) is not None
     }
-    for name, value in values.items():
-        if name != "top_k" and isinstance(value, int | float) and math.isfinite(value):
-            values[name] = float(value)
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
     try:

@@ -22,7 +22,7 @@ from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
 from workers.batch.kv_plan import plan_kv_cache
 from workers.configuration import preview_config
-from workers.models.checkpoint import check_checkpoint
+from workers.models.checkpoint import check_checkpoint, quantization_of_files
 
 _UNKNOWN_NUM_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks know
 
@@ -87,6 +87,8 @@ def make_engine_setup(
     if tokenizer is not None:
         model = model.with_eos_token_ids(tokenizer.end_token_ids)
     foreseen_config = preview_config(config, model, model_dir)
+    if config.quantization is not None:  # otherwise a rank logs what it unpacks, and why
+        quantization_of_files(model_dir, model, foreseen_config.quantization, is_asked_for=True)
     if config.device == "cpu":
         plan_kv_cache(foreseen_config, rank=0)
     return EngineSetup(

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.ranks.processes import ProcessId, has_pidfds, open_pidfd
+from scheduler.errors import DIFFERENT_TOKENS, OTHER_OPERATION
 
 SIGNALS_FROM_OUTSIDE = {
     signal.SIGHUP,
@@ -54,7 +55,7 @@ CORRUPTING_ERRORS = re.compile(
     "AcceleratorError|CUDA error|CUDA driver error|Triton Error|Cuda failure|unhandled ?cuda ?error"
     "|cudaError|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_"
     r"|\bSystemError"  # the interpreter finds itself in an impossible state
-    "|sampled different tokens|runs another operation",  # ranks contradict each other
+    f"|{DIFFERENT_TOKENS}|{OTHER_OPERATION}",  # ranks contradict each other
     re.IGNORECASE,
 )
 

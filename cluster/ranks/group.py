@@ -25,7 +25,14 @@ from cluster.ray_errors import failures
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import CALL_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
-from scheduler.errors import ClientError, ConfigError, EaglerayError, StepTimeoutError, WorkerError
+from scheduler.errors import (
+    DIFFERENT_TOKENS,
+    ClientError,
+    ConfigError,
+    EaglerayError,
+    StepTimeoutError,
+    WorkerError,
+)
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.memory.inheritance import RankMemory
 from workers.models.local import recheck_checkpoint
@@ -142,8 +149,8 @@ class RankGroup:
         self, first_report: GroupReport | None = None, num_kv_blocks: int | None = None
     ) -> GroupReport:
         """Start all ranks together and allocate their caches. Later epochs get as many blocks as
-        the first: `first_report` is of this driver's first epoch, `num_kv_blocks` from a driver
-        that has died.
+        the first: `first_report` is of this driver's first epoch, in which it is None;
+        `num_kv_blocks` is from a driver that has died, None if this is the first one.
 
         Raises the error of the rank at fault, naming it, or `WorkerError` saying what each rank was
         doing when the time was up.
@@ -288,7 +295,7 @@ class RankGroup:
         digests = [result.digest for result in results]
         if len(set(digests)) > 1:
             raise WorkerError(
-                f"the ranks sampled different tokens in step {step_id}: digests by rank {digests}"
+                f"the ranks {DIFFERENT_TOKENS} in step {step_id}: digests by rank {digests}"
             )
         rank_seconds = tuple(result.step_s for result in results)
         return dataclasses.replace(results[0], rank_seconds=rank_seconds)

@@ -78,13 +78,13 @@ class Spares:
         self._warming_spares = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 
-    def ready(self) -> list[RankHandle]:
-        """The spares that could take over at once. Any thread."""
+    def warm_spares(self) -> list[RankHandle]:
+        """The spares that could take the places of ranks, and load weights then. Any thread."""
         return [spare for spare in self._spares if spare.process is not None]
 
     @property
     def are_warm(self) -> bool:
-        """Whether there are spares, and all of them could take over at once."""
+        """Whether there are spares, and all of them are warm."""
         return bool(self._spares) and not self._warming_spares
 
     def hand_over(self) -> list[RankHandle]:

@@ -64,10 +64,12 @@ class Standby:
             self._drop_group()
 
     def ready(self) -> list[RankHandle]:
-        """The processes that could take over at once. Any thread."""
+        """The processes that would replace ranks now: those of the group that stands by, or, on
+        GPUs, warm spares. Any thread.
+        """
         group, start = self._group, self._start_future
         if group is None or start is None:
-            return [] if self._forms_groups else self._spares.ready()
+            return [] if self._forms_groups else self._spares.warm_spares()
         has_started = start.done() and start.exception() is None
         return list(group.ranks) if has_started else []
 

@@ -69,7 +69,8 @@ class Supervisor:
         self._standby = self.make_standby(rank_maker, self._engine_config.spares, self.make_group)
         self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
         self._distrust_reason = ""  # why the memory of the last ones cannot be trusted
-        self._cache_survives = False  # in the group that is assembled
+        # In the group that is assembled; `Scheduler.start_epoch` may drop it all the same.
+        self._cache_survives = False
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
         self._is_serving = False  # whether the engine thread has the present group

@@ -26,7 +26,7 @@ def read(config: Section) -> StoredFormat:
     reader = _READERS[config.require("format", *_READERS)]
     group_names = list(config.section("config_groups").values)
     if len(group_names) != 1:
-        raise config.error("number of config_groups", len(group_names), "those with 1")
+        raise config.error("number of config_groups", len(group_names), "1")
     group = config.section("config_groups").section(group_names[0])
     group.require("targets", ["Linear"])
     group.require("output_activations", None)

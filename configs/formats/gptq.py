@@ -42,4 +42,4 @@ def _check_dynamic_rules(config: Section) -> None:
     """
     dynamic = config.section("dynamic").values
     if not all(pattern.startswith("-:") for pattern in dynamic):
-        raise config.error("dynamic", dict(dynamic), "those without other settings for some layers")
+        raise config.error("dynamic", dict(dynamic), "rules that only leave matrices out ('-:')")

@@ -29,14 +29,14 @@ class StoredFormat:
         weight[y, x] = (code[y, x] - zero[y, group of x]) * scale[y, group of x]
 
     name: how messages call the format.
-    codes, scales, zeros, index: the last part of the names of the tensors that hold the codes, the
-        scales, the zero points and the group of each input. Without zeros, each is `zero_offset`,
-        which is added to stored ones; without an index, the inputs of a group follow one another.
+    codes_part, scales_part, zeros_part, group_index_part: the last part of the names of the tensors
+        that hold the codes, the scales, the zero points and the group of each input. Without
+        stored zero points, each is `zero_offset`, which is added to stored ones; without an index,
+        the inputs of a group follow one another.
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
     code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
-    points
-        of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
+        points of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
     is_transposed: the tensors are [X, Y] and [G, Y].
     block_rows: rows that share a scale, -1 for all.
     group_size: inputs that share a scale, -1 for all.
@@ -150,16 +150,14 @@ class Section:
         value = self.values.get(key)
         value = default if value is None else value
         if not any(type(value) is type(choice) and value == choice for choice in supported_values):
-            raise self.error(
-                key, value, f"those with {' or '.join(map(repr, supported_values))} there"
-            )
+            raise self.error(key, value, " or ".join(map(repr, supported_values)))
         return value
 
     def group_size(self, default: int | None = None) -> int:
         """Inputs per group, -1 for one group of all. Raises `ConfigError`."""
         value = self.values.get("group_size", default)
         if type(value) is not int or (value < 1 and value != -1):
-            raise self.error("group_size", value, "1 or more inputs, or -1 for all")
+            raise self.error("group_size", value, "1 or more, or -1 for all")
         return value
 
     def section(self, key: str) -> Section:
@@ -175,7 +173,7 @@ class Section:
     def error(self, key: str, value: object, supported_text: str) -> ConfigError:
         """What to raise for a value that is not supported."""
         return ConfigError(
-            f"{self.where}: quantization_config has {self.prefix}{key} {value!r}; of"
-            f" {self.format_name} checkpoints, {supported_text} are supported. Use such a"
+            f"{self.where}: quantization_config has {self.prefix}{key} {value!r};"
+            f" {self.format_name} checkpoints are supported with {key} {supported_text}. Use such a"
             " checkpoint, or one that is not quantized"
         )

@@ -39,4 +39,6 @@ def read_format(raw_config: Mapping[str, Any], where: str) -> StoredFormat | Non
             f"{where}: quantization_config has quant_method {method!r}; possible are"
             f" {'; '.join(SUPPORTED_VARIANTS)}. Use such a checkpoint, or one that is not quantized"
         )
-    return READERS[method](Section(values=config, where=where, format_name=method))
+    is_acronym = method != compressed_tensors.QUANT_METHOD
+    format_name = method.upper() if is_acronym else method
+    return READERS[method](Section(values=config, where=where, format_name=format_name))

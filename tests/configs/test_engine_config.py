@@ -297,7 +297,7 @@ def test_quantization_is_the_users_or_the_checkpoints() -> None:
 @pytest.mark.parametrize("stored", [False, True])
 def test_quantization_is_refused_where_kernels_lack_it(stored: bool) -> None:
     raw = {"quantization_config": COMPRESSED_TENSORS} if stored else {}
-    match = r"'int8' is not possible on device 'cuda' with kernel.* on device 'cuda' 'reference'"
+    match = r"'int8' is not possible on device 'cuda' with kernel.*, 'reference' \(cuda\)\. "
     with pytest.raises(ConfigError, match=match):
         resolve(
             EngineConfig(quantization=None if stored else "int8"),

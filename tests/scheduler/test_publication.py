@@ -135,6 +135,17 @@ def test_only_the_first_admission_counts_as_cached_for_the_caller() -> None:
     assert scheduler.stats.num_cached_tokens == 0 and scheduler.stats.num_prompt_tokens == 3 * BLOCK
 
 
+def test_blocks_that_are_taken_from_the_prefix_cache_are_counted() -> None:
+    scheduler = make_scheduler(num_blocks=2)
+    counts = []
+    for first_token in (0, 10, 20, 30):
+        tokens = range(first_token, first_token + BLOCK)
+        scheduler.add(make_request(str(first_token), tokens, max_tokens=1))
+        run_step(scheduler)
+        counts.append(scheduler.snapshot().num_evictions)
+    assert counts == [0, 0, 1, 2]
+
+
 def test_another_salt_shares_nothing() -> None:
     scheduler = make_scheduler()
     for seed in (0, 1):

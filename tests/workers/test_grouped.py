@@ -44,7 +44,8 @@ from tests.stored_checkpoints import (
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
 from workers.memory.weights import WeightsFile, adopt_weights
-from workers.models.loader import kept_quantization, load_weights
+from workers.models.checkpoint import quantization_of_files
+from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import GroupedWeight, WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
@@ -90,7 +91,7 @@ def loaded_model(model_dir: Path, rank: int = 0, size: int = 1, packs: bool = Tr
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     assert model.stored_format is not None
     quantization = stored_quantization(model.stored_format, model.input_sizes(size))
-    kept = kept_quantization(model_dir, model, quantization)
+    kept = quantization_of_files(model_dir, model, quantization)
     assert kept is not None
     ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, kept)
     load_weights(ours.slices(), model_dir, model)
@@ -327,10 +328,10 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
     save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     config = config_of(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert kept_quantization(tmp_path, config.model, config.quantization) is None
+        assert quantization_of_files(tmp_path, config.model, config.quantization) is None
     assert f"not kept in {bits} bits, because {matrix}weight is not quantized" in caplog.text
     refusal = (
         f"'{form}' is not possible .* {re.escape(matrix)}weight is not quantized. Leave it out"
     )
     with pytest.raises(ConfigError, match=refusal):
-        kept_quantization(tmp_path, config.model, config.quantization, is_asked_for=True)
+        quantization_of_files(tmp_path, config.model, config.quantization, is_asked_for=True)

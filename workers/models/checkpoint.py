@@ -12,7 +12,9 @@ decide which tensor is where.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 import re
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -20,11 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.formats.stored import F8_E4M3, I8, INT32, part_name
+from configs.formats.stored import BFLOAT16, F8_E4M3, FLOAT16, I8, INT32, part_name
 from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig, read_json
+from configs.quantization import FP8, INT8, Quantization
 from scheduler.errors import ConfigError, UnreadableError
 
+logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -37,6 +41,8 @@ _EXPERT_MATRIX_PATTERN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 _MERGED_GATE_UP, _MERGED_DOWN = "gate_up_proj", "down_proj"
 # Computed from config.json; old versions of transformers stored them.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
+# Of tensors that only quantized checkpoints have: those of codes in words.
+_CODES_SUFFIXES = (".qweight", ".weight_packed")
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_LISTED_NAMES = 4  # names of tensors in a message
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
@@ -60,7 +66,7 @@ def expected_tensors(
     model: ModelConfig, *, merged_experts: bool = False, plain_names: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
-    of storing experts. plain: matrices that are stored as they are in a quantized checkpoint.
+    of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
     Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
     hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
@@ -189,6 +195,13 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     Of tied embeddings either one may be stored, or both if they are equal.
     """
     stored = read_headers(model_dir)
+    codes_names = {name for name in stored if name.endswith(_CODES_SUFFIXES)}
+    if codes_names and model.stored_format is None:
+        raise ConfigError(
+            f"{model_dir} holds {_listing(codes_names)}: its files are quantized, but its"
+            " config.json has no quantization_config, which says how. Use a checkpoint whose"
+            " config.json has one"
+        )
     is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
     expected_shapes = expected_tensors(
         model, merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
@@ -230,6 +243,49 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
                 " do not belong together"
             )
     return {name: stored[name] for name in expected_shapes}
+
+
+def quantization_of_files(
+    model_dir: Path,
+    model: ModelConfig,
+    quantization: Quantization | None,
+    *,
+    is_asked_for: bool = False,
+) -> Quantization | None:
+    """`quantization`, with what it must know of the files; None where these have matrices or
+    scales of another kind, so that all must be unpacked. Raises `ConfigError` for that if the user
+    asked for the quantization (and see `check_checkpoint`).
+    """
+    if quantization is None or quantization.name == INT8 or not quantization.is_stored:
+        return quantization
+    assert model.stored_format is not None
+    tensors = check_checkpoint(model_dir, model)
+    scale_dtypes = {
+        tensor.dtype
+        for name, tensor in tensors.items()
+        if name.endswith(model.stored_format.scales_part)
+    }
+    plain_names = sorted(
+        name
+        for name in tensors
+        if name.endswith("_proj.weight") and not is_quantized(model, name, tensors)
+    )
+    if quantization.name == FP8 and not plain_names:
+        return quantization
+    for scale_dtype in (FLOAT16, BFLOAT16):
+        if scale_dtypes == {scale_dtype} and not plain_names:
+            return dataclasses.replace(quantization, scale_dtype=scale_dtype)
+    reason = f"scales are {sorted(scale_dtypes)}"
+    if plain_names:
+        reason = f"{plain_names[0]} is not quantized"
+    if is_asked_for:
+        raise ConfigError(
+            f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
+            " it out, and the matrices are unpacked"
+        )
+    num_bits = 8 if quantization.name == FP8 else 4
+    logger.warning("matrices are unpacked, not kept in %d bits, because %s", num_bits, reason)
+    return None
 
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:

@@ -8,8 +8,6 @@ step, and crash the process if the file were rewritten. Conversion to the engine
 
 from __future__ import annotations
 
-import dataclasses
-import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -19,9 +17,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configs.formats.stored import BFLOAT16, FLOAT16, I8, part_name
+from configs.formats.stored import I8, part_name
 from configs.model import ModelConfig
-from configs.quantization import FP8, INT8, Quantization
+from configs.quantization import Quantization
 from kernels.reference.grouped import (
     BLOCK_ROWS,
     CODES_PER_WORD,
@@ -42,7 +40,6 @@ from workers.models.fingerprint import LoadedWeightsHash
 from workers.models.stored import OpenFiles, StoredMatrix
 from workers.models.weights import WeightSlice
 
-logger = logging.getLogger(__name__)
 _ROWS_AT_ONCE = 256  # quantized or unpacked at a time
 
 
@@ -74,51 +71,6 @@ def load_weights(
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
     return loaded_bytes
-
-
-def kept_quantization(
-    model_dir: Path,
-    model: ModelConfig,
-    quantization: Quantization | None,
-    *,
-    is_asked_for: bool = False,
-) -> Quantization | None:
-    """`quantization`, with what it must know of the files; None where these have matrices or
-    scales of another kind, so that all must be unpacked. Raises `ConfigError` for that if the user
-    asked for the quantization (and see `check_checkpoint`).
-    """
-    if quantization is None or quantization.name == INT8 or not quantization.is_stored:
-        return quantization
-    assert model.stored_format is not None
-    tensors = check_checkpoint(model_dir, model)
-    scale_dtypes = {
-        tensor.dtype
-        for name, tensor in tensors.items()
-        if name.endswith(model.stored_format.scales_part)
-    }
-    plain_names = sorted(
-        name
-        for name in tensors
-        if name.endswith("_proj.weight") and not is_quantized(model, name, tensors)
-    )
-    if quantization.name == FP8 and not plain_names:
-        return quantization
-    for scale_dtype in (FLOAT16, BFLOAT16):
-        if scale_dtypes == {scale_dtype} and not plain_names:
-            return dataclasses.replace(quantization, scale_dtype=scale_dtype)
-    reason = (
-        f"{plain_names[0]} is not quantized"
-        if plain_names
-        else f"scales are {sorted(scale_dtypes)}"
-    )
-    if is_asked_for:
-        raise ConfigError(
-            f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
-            " it out, and the matrices are unpacked"
-        )
-    num_bits = 8 if quantization.name == FP8 else 4
-    logger.warning("matrices are unpacked, not kept in %d bits, because %s", num_bits, reason)
-    return None
 
 
 def held_dtype(

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scheduler.errors import WorkerError
+from scheduler.errors import OTHER_OPERATION, WorkerError
 from workers.parallel import segment
 from workers.parallel.advance import (
     BROADCAST,
@@ -222,7 +222,7 @@ class SharedMemoryReducer:
             if outcome == OUTCOME_CLOSED:
                 self._fail(name, f"rank {self._ranks[peer]} has left the group")
             if outcome == OUTCOME_DIFFERS:
-                difference = f"rank {self._ranks[peer]} runs another operation"
+                difference = f"rank {self._ranks[peer]} {OTHER_OPERATION}"
                 self._fail(name, f"{difference}, or one of another size")
             if waited_s > self.timeout_s:
                 part = self._state[PART_INDEX]

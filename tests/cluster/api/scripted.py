@@ -65,7 +65,6 @@ RECORDS = [
         num_waiting=1,
         num_free_blocks=7,
         num_preempted=step_id,
-        num_evicted=0,
         head_wait_reason="kv blocks",
         seconds={"forward": 0.004, "sample": 0.001} if done_s else {},
     )

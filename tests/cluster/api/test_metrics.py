@@ -79,6 +79,7 @@ def stats_of_engine(step_age_s: float) -> EngineStats:
         num_preemptions=0,
         num_prompt_tokens=100,
         num_cached_tokens=50,
+        num_evictions=4,
         step_age_s=step_age_s,
     )
 
@@ -88,4 +89,5 @@ def test_the_age_of_a_step_is_that_of_the_engine_that_waits_longest() -> None:
     samples = merged_samples(engines)
     assert samples["eagleray_step_age_seconds", ""] == 2.0
     assert samples["eagleray_steps_total", ""] == 3 * 7, "what is counted is added up"
+    assert samples["eagleray_prefix_cache_evictions_total", ""] == 3 * 4
     assert samples["eagleray_ready", ""] == 3, "the number of engines that are ready"

@@ -140,6 +140,11 @@ def test_sampling_defaults_are_read() -> None:
     assert generation_defaults(values | {"do_sample": True}) == SamplingParams(**values)
 
 
+def test_a_whole_number_may_stand_for_any() -> None:
+    values: dict[str, Any] = {"temperature": 1, "top_k": 20, "top_p": 1}
+    assert generation_defaults(values) == SamplingParams(**values)
+
+
 def test_nothing_given_leaves_all_unset() -> None:
     assert generation_defaults({}) == SamplingParams()
     assert generation_defaults({"temperature": None, "top_k": None}) == SamplingParams()
@@ -168,6 +173,8 @@ def test_without_do_sample_false_the_temperature_stands(given: dict[str, Any]) -
     ("name", "value"),
     [
         ("temperature", "hot"),
+        ("temperature", True),
+        pytest.param("temperature", 10**400, id="temperature-huge"),
         ("top_p", 1.5),
         ("top_k", 2.5),
         ("min_p", math.nan),

@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from cluster.client import model_files
 from cluster.client.setup import make_engine_setup
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
+from scheduler.errors import ConfigError
+from tests.checkpoints import Shape, make_checkpoint
+from tests.stored_checkpoints import awq, draw_awq, write_stored
+from workers.models.checkpoint import SINGLE_FILE_NAME
 
 
 @pytest.mark.parametrize("given", ["Qwen/Qwen3-0.6B", "copy", "./copy", "~/copy"])
@@ -30,6 +36,24 @@ def test_a_tokenizer_is_found_once_and_named_by_its_folder(
     assert setup.config.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.foreseen_config.engine.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.tokenizer is not None
+
+
+def test_a_form_in_which_one_matrix_is_not_stored_is_refused_before_anything_starts(
+    tmp_path: Path,
+) -> None:
+    model = make_checkpoint(tmp_path, Shape(name="stored"))
+    write_stored(tmp_path, model, awq(32), draw_awq(32, torch.float16))
+    asked_for = EngineConfig(model=str(tmp_path), device="cpu", quantization="int4")
+    make_engine_setup(asked_for)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
+    name = "model.layers.1.mlp.down_proj."
+    for part in ("qweight", "qzeros", "scales"):
+        del tensors[name + part]
+    tensors[f"{name}weight"] = model.state_dict()[f"{name}weight"].clone()
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
+    make_engine_setup(EngineConfig(model=str(tmp_path), device="cpu"))
+    with pytest.raises(ConfigError, match=f"'int4' is not possible .*{name}weight is not quant"):
+        make_engine_setup(asked_for)
 
 
 END_OF_TEXT, END_OF_TURN = 507, 509

@@ -25,8 +25,8 @@ def test_what_autoawq_writes_is_read() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"bits": 3}, "bits 3; .* 4 there"),
-        ({"version": "gemv"}, "version 'gemv'; .* 'gemm'"),
+        ({"bits": 3}, "bits 3; AWQ checkpoints are supported with bits 4\\. Use"),
+        ({"version": "gemv"}, "version 'gemv'; .* with version 'gemm' or 'GEMM'\\. Use"),
         ({"zero_point": 1}, "zero_point 1"),
         ({"lm_head": True}, "lm_head True"),
         ({"group_size": -2}, "group_size -2; .* -1 for all"),

@@ -88,7 +88,10 @@ INT8: list[tuple[Edit, str]] = [
     (lambda c, g: c.update(ignore=["lm_head", "re:.*mlp.*"]), "ignore"),
 ]
 PACKED: list[tuple[Edit, str]] = [
-    (lambda c, g: g["weights"].update(num_bits=3), ".*weights.num_bits 3; .* 4 or 8"),
+    (
+        lambda c, g: g["weights"].update(num_bits=3),
+        ".*weights.num_bits 3; compressed-tensors .* with num_bits 4 or 8",
+    ),
     (lambda c, g: g["weights"].update(type="float"), ".*weights.type 'float'"),
     (lambda c, g: g["weights"].update(group_size=0), ".*weights.group_size 0"),
     (lambda c, g: g["weights"].update(group_size=None), ".*weights.group_size None"),

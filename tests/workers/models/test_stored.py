@@ -179,6 +179,20 @@ def test_a_matrix_may_be_left_as_it_is(tmp_path: Path) -> None:
         assert torch.equal(piece.target, weights[piece.name]), piece.name
 
 
+@pytest.mark.parametrize(
+    ("name", "part"), [("awq_32", "qweight"), ("pack_32_zeros", "weight_packed")]
+)
+def test_codes_of_which_config_json_says_nothing_are_refused(
+    tmp_path: Path, name: str, part: str
+) -> None:
+    stored_model(tmp_path, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=rf"_proj\.{part}, .* has no quantization_config"):
+        check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
+
+
 Change = Callable[[dict[str, torch.Tensor]], object]
 UP = "model.layers.0.mlp.up_proj."
 
