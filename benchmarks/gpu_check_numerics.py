@@ -250,7 +250,9 @@ def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
 
 
 def _same_histograms(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
-    """All three digits of one descent, of counts and of weights."""
+    """All three digits of one descent, of counts and of weights, to the middle of each row: so
+    there are gaps with smaller and with larger prefixes.
+    """
     within_R = torch.full_like(gap_rows.max_R, torch.inf)
     rows = []
     for by_weight in (False, True):
@@ -265,7 +267,8 @@ def _same_histograms(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
                 if by_weight
                 else equal((got_RX, want_RX))
             )
-            digit_R = (want_RX > 0).to(torch.int32).argmax(dim=1).to(torch.int32)
+            is_half_RX = 2 * want_RX.cumsum(dim=1) >= want_RX.sum(dim=1, keepdim=True)
+            digit_R = is_half_RX.to(torch.int32).argmax(dim=1).to(torch.int32)
             prefix_R = (prefix_R << RADIX_PASSES[radix_pass][1]) + digit_R
     return worst_of(*rows)
 

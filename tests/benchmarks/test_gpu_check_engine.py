@@ -26,7 +26,7 @@ from benchmarks.gpu_check_sampling import KINDS
 from configs.model import ModelConfig
 from configs.quantization import computed_quantization
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
-from tests.benchmarks.gpu_check_small import refusing, small
+from tests.benchmarks.gpu_check_small import small
 from tests.kernels.gpu_device import DEVICE
 from workers.models.weights import WeightSlice
 from workers.parallel.group import TensorParallelGroup
@@ -191,17 +191,6 @@ def test_row_after_one_that_fails_has_a_fresh_engine() -> None:
     assert engines == ["engine 0", "engine 0", "engine 1", "engine 1"] and len(start_s) == 2
 
 
-def test_floor_of_a_step_counts_the_bytes_of_its_cache() -> None:
-    """The cache of 8-bit numbers is half as large, and the weights are the same."""
-    check, model = small(), ModelConfig.from_dict(TINY)
-    floors = [
-        gpu_check_steps.floor_of_step_ms(check, model, dtype, 2, 8)
-        for dtype in ("bfloat16", "fp8_e4m3")
-    ]
-    cache_ms = 1000 * 2 * 8 * 2 * 1 * 64 / check.ceilings.memory_bytes_per_s  # one byte each
-    assert floors[0] - floors[1] == pytest.approx(cache_ms, rel=0.01)
-
-
 @pytest.mark.parametrize(("form", "bytes_per_code"), [("int4", 1 / 2), ("fp8", 1)])
 def test_floor_of_a_step_with_codes_has_a_word_per_group(form: str, bytes_per_code: float) -> None:
     check, model = small(), ModelConfig.from_dict(TINY)
@@ -212,34 +201,7 @@ def test_floor_of_a_step_with_codes_has_a_word_per_group(form: str, bytes_per_co
     assert in_codes / plain == pytest.approx((bytes_per_code + 4 / 128) / 2)
 
 
-@pytest.mark.parametrize("backend_name", ["triton", "reference"])
-def test_blocks_are_counted_in_the_size_of_the_backend(backend_name: str) -> None:
-    check = small(reference=REFERENCE)
-    size = check.backends[backend_name].capabilities.default_block_size
-    assert gpu_check_engine.blocks_for(check, backend_name, [1, size, size + 1]) == 4
-
-
 def test_large_shape_whose_rows_do_not_fit_still_tells_its_cache() -> None:
     line = gpu_large.measure(small(), "tiny", TINY, "auto", (5000, 2, 2, 8))
     assert line["cache_tokens"] == 4096 and line["start_s"] > 0
     assert not any("rows" in name for name in line)
-
-
-def test_backend_that_refuses_the_default_model_is_left_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def answer(check: Check, backend: str, kv_cache_dtype: str) -> Row:
-        return {"passed": backend == "triton"}
-
-    monkeypatch.setattr(Check, "on_gpu", True)
-    monkeypatch.setattr(gpu_check_model, "_answers", answer)
-    check = small(other=refusing(REFERENCE, "head_dim 32 is not possible"))
-    gpu_check_model.answers(check)
-    ours, others = check.rows[:2], check.rows[2:]
-    assert [row["name"] for row in ours] == [
-        "default model, triton, cache auto",
-        "default model, triton, cache fp8_e4m3",
-    ]
-    assert all(row["passed"] for row in ours)
-    assert [row["note"] for row in others] == ["head_dim 32 is not possible"] * 2
-    assert others[0]["name"] == "default model, other, cache auto"

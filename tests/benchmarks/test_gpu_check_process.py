@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_check, gpu_check_numerics, gpu_check_sanitizer
+from benchmarks import gpu_check, gpu_check_sanitizer
 from benchmarks.gpu_check_cache import ARCHIVE, KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check
 from benchmarks.gpu_check_process import Section, run_section
@@ -146,17 +146,6 @@ def test_section_that_never_starts_says_so(tmp_path: Path) -> None:
     assert record["sections"]["speed"]["rows"] == []
 
 
-def test_later_sections_are_told_the_measured_ceilings() -> None:
-    rows = [{"name": "device"}, {"name": "ceilings", "tb_per_s": 4.3, "tflop_per_s": 790.0}]
-
-    def command(record: dict[str, Any]) -> list[str]:
-        return gpu_check.command_of(record, "speed", None, Path("part.json"), 7.5)
-
-    told = command({"small": True, "sections": {"machine": {"rows": rows}}})
-    assert told[-4:] == ["--tb-per-s", "4.3", "--tflop-per-s", "790.0"] and "--small" in told
-    assert "--tb-per-s" not in command({"small": False, "sections": {}})
-
-
 def test_family_of_kernels_that_kills_its_process_leaves_the_rows_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,15 +162,6 @@ def test_family_of_kernels_that_kills_its_process_leaves_the_rows_of_the_others(
     assert [row["name"] for row in section["rows"]] == ["first", "first", "last", "first"]
     assert section["ended_early"] == "killed: SIGKILL; left: exit code 3: cannot go on"
     assert list(tmp_path.iterdir()) == [out]
-
-
-def test_process_of_a_family_checks_its_kernels_alone() -> None:
-    command = gpu_check.command_of({"small": 1, "sections": {}}, "numerics", "store", Path(), 1.0)
-    assert command[command.index("--family") + 1] == "store"
-    check = small()
-    check.family = "store"
-    gpu_check_numerics.numerics(check)
-    assert [row["name"].split()[0] for row in check.rows] == ["qk_norm_rope_store"]
 
 
 def checker(folder: Path, script: str) -> str:

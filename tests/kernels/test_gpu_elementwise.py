@@ -25,7 +25,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 # The terms that a rotation adds are at most this large, so the sum may be off by the tolerance for
 # that size.
 LARGEST = 8
-Caches = tuple[torch.Tensor, torch.Tensor]
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -49,12 +48,8 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 1024), BFLOAT16),
-        ((3, 2560), torch.float16),
         ((2, 4096), torch.float32),
-        ((2, 5120), BFLOAT16),
         ((7, 1), torch.float32),
-        ((5, 127), torch.float32),
         ((9, 80), torch.float16),
         ((2, 3, 64), BFLOAT16),
         ((0, 64), torch.float32),
@@ -62,30 +57,16 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, *, largest: float = 1.0) 
     ids=str,
 )
 def test_norms_equal_the_references(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x, residual, weight = (
-        normal(*s, seed=i, dtype=dtype) for i, s in enumerate((shape, shape, shape[-1:]))
-    )
-    x *= 3
-    before = x.clone(), residual.clone()
+    """Of rows of a slice, of three dimensions too."""
+    size = shape[-1]
+    wide, weight = normal(*shape[:-1], 3 * size, dtype=dtype) * 3, normal(size, seed=1, dtype=dtype)
+    x, residual, before = wide[..., size : 2 * size], wide[..., :size], wide.clone()
     assert_near(elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
     normed, total = elementwise.add_rms_norm(x, residual, weight, EPS)
     want_normed, want_total = add_rms_norm_reference(x, residual, weight, EPS)
     assert torch.equal(total, want_total)
     assert_near(normed, want_normed)
-    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_norms_take_rows_of_a_slice(dtype: torch.dtype) -> None:
-    wide, weight = normal(5, 3 * 96, dtype=dtype), normal(96, seed=1, dtype=dtype)
-    x, residual = wide[:, 96:192], wide[:, :96]
-    assert_near(elementwise.rms_norm(x, weight, EPS), rms_norm_reference(x, weight, EPS))
-    for got, want in zip(
-        elementwise.add_rms_norm(x, residual, weight, EPS),
-        add_rms_norm_reference(x, residual, weight, EPS),
-        strict=True,
-    ):
-        assert_near(got, want)
+    assert torch.equal(wide, before)
 
 
 def test_norm_adds_eps_where_the_input_is_tiny_and_keeps_the_sign_of_zeros() -> None:
@@ -102,8 +83,6 @@ def test_norm_adds_eps_where_the_input_is_tiny_and_keeps_the_sign_of_zeros() -> 
 @pytest.mark.parametrize(
     ("num_tokens", "features", "dtype"),
     [
-        (1, 3072, BFLOAT16),
-        (2, 9728, torch.float16),
         (2, 3072, torch.float32),
         (5, 1, torch.float32),
         (7, 100, BFLOAT16),
@@ -113,16 +92,11 @@ def test_norm_adds_eps_where_the_input_is_tiny_and_keeps_the_sign_of_zeros() -> 
     ids=str,
 )
 def test_gate_equals_the_reference(num_tokens: int, features: int, dtype: torch.dtype) -> None:
-    gate_up = (normal(num_tokens, 2 * features) * 4).to(dtype)
-    before = gate_up.clone()
+    """Of rows of a slice."""
+    wide = (normal(num_tokens, 2 * features + 100) * 4).to(dtype)
+    gate_up, before = wide[:, 50:-50], wide.clone()
     assert_near(elementwise.silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
-    assert torch.equal(gate_up, before)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gate_takes_rows_of_a_slice(dtype: torch.dtype) -> None:
-    gate_up = normal(5, 300, dtype=dtype)[1:, 50:250]
-    assert_near(elementwise.silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+    assert torch.equal(wide, before)
 
 
 def test_gate_of_zeros_and_of_large_numbers() -> None:
@@ -145,112 +119,47 @@ def make_cos_sin(length: int, head_dim: int) -> torch.Tensor:
     return torch.cat((angles.cos(), angles.sin()), dim=1).to(DEVICE)
 
 
-def make_slots(num_tokens: int, num_slots: int) -> torch.Tensor:
-    """Shuffled slots, with -1 for the first token and some others."""
-    slots = torch.randperm(num_slots, generator=torch.Generator().manual_seed(4))[:num_tokens]
-    slots[::5] = -1
-    return slots.to(DEVICE)
-
-
-def make_caches(
-    num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> Caches:
-    """With one extra block in front, where a slot of -1 would point (see `inner`)."""
-    shape = (num_blocks + 1, block_size, kv_heads, head_dim)
-    return normal(*shape, seed=8, dtype=dtype), normal(*shape, seed=9, dtype=dtype)
-
-
-def inner(caches: Caches) -> Caches:
-    return caches[0][1:], caches[1][1:]
-
-
-def clones(caches: Caches) -> Caches:
-    return caches[0].clone(), caches[1].clone()
-
-
-# Pairwise over dtype, head dim, group and block size; KV heads that fill programs completely and
-# partially.
 @pytest.mark.parametrize(
     ("dtype", "head_dim", "group", "kv_heads", "block_size"),
     [
         (torch.float32, 64, 1, 3, 16),
         (torch.float32, 80, 8, 1, 256),
-        (torch.float32, 128, 3, 2, 16),
-        (torch.float16, 64, 8, 1, 256),
-        (torch.float16, 80, 3, 2, 16),
         (torch.float16, 128, 1, 5, 256),
-        (BFLOAT16, 64, 3, 2, 256),
-        (BFLOAT16, 80, 1, 1, 16),
-        (BFLOAT16, 128, 8, 2, 16),
+        (BFLOAT16, 80, 3, 2, 16),
     ],
     ids=str,
 )
 def test_fused_kernel_turns_queries_and_keys_and_stores(
     dtype: torch.dtype, head_dim: int, group: int, kv_heads: int, block_size: int
 ) -> None:
-    num_tokens = 6
-    qkv = normal(num_tokens, (group + 2) * kv_heads, head_dim, dtype=dtype)
-    q_weight, k_weight = (
-        normal(head_dim, seed=2, dtype=dtype),
-        normal(head_dim, seed=3, dtype=dtype),
-    )
-    positions = torch.tensor([0, 1, 5, 299, 17, 17], dtype=torch.int32, device=DEVICE)
-    caches = make_caches(512 // block_size, block_size, kv_heads, head_dim, dtype)
-    want, before = clones(caches), qkv.clone()
-    slots = make_slots(num_tokens, 512)
+    """Heads of a slice; into caches behind a block to which a place of -1 would point."""
+    qkv = normal(6, (group + 2) * kv_heads + 2, head_dim, dtype=dtype)[:, 1:-1]
+    q_weight, k_weight = (normal(head_dim, seed=seed, dtype=dtype) for seed in (2, 3))
+    positions = torch.tensor([0, 1, 5, 299, 17, 17], device=DEVICE)
+    positions = positions.int() if kv_heads > 1 else positions
+    shape = (1 + 512 // block_size, block_size, kv_heads, head_dim)
+    caches = [normal(*shape, seed=seed, dtype=dtype) for seed in (8, 9)]
+    want, before = [cache.clone() for cache in caches], qkv.clone()
+    places = torch.randperm(512, generator=torch.Generator().manual_seed(4))[:6].to(DEVICE)
+    places[::5] = -1
     args = (qkv, q_weight, k_weight, EPS, make_cos_sin(300, head_dim), positions)
-    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
-    q = elementwise.qk_norm_rope_store(*args, *inner(caches), slots)
+    want_q = qk_norm_rope_store_reference(*args, want[0][1:], want[1][1:], places)
+    q = elementwise.qk_norm_rope_store(*args, caches[0][1:], caches[1][1:], places)
     assert_near(q, want_q, largest=LARGEST)
     assert_near(caches[0], want[0], largest=LARGEST)
     assert torch.equal(caches[1], want[1])
     assert torch.equal(qkv, before)
-    written = slots[slots >= 0] + block_size
-    for cache, expected in zip(caches, want, strict=True):  # no bit has changed anywhere else
-        cache.flatten(0, 1)[written] = expected.flatten(0, 1)[written]
-        assert torch.equal(cache, expected)
-
-
-def test_fused_kernel_takes_rows_of_a_slice_and_wide_positions() -> None:
-    qkv = normal(4, 3 * 4 * 64)[:, 64 : 64 + 4 * 64].view(4, 4, 64)
-    weight, positions = normal(64, seed=2), torch.tensor([3, 0, 2, 1], device=DEVICE)
-    caches = make_caches(2, 16, 1, 64, torch.float32)
-    want = clones(caches)
-    args = (qkv, weight, weight, EPS, make_cos_sin(4, 64), positions)
-    slots = torch.tensor([31, 0, 16, 15], device=DEVICE)
-    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
-    assert_near(elementwise.qk_norm_rope_store(*args, *inner(caches), slots), want_q)
-    assert_near(caches[0], want[0])
-    assert torch.equal(caches[1], want[1])
-
-
-def test_fused_kernel_keeps_the_sign_of_zeros() -> None:
-    """At an angle of 0, a zero times the sine is added to or taken from a zero."""
-    qkv = normal(1, 3, 64)
-    qkv[:, :, ::3] = -0.0
-    weight, positions = (
-        torch.ones(64, device=DEVICE),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-    )
-    caches = make_caches(1, 16, 1, 64, torch.float32)
-    want = clones(caches)
-    args = (qkv, weight, weight, EPS, make_cos_sin(4, 64), positions)
-    slots = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    want_q = qk_norm_rope_store_reference(*args, *inner(want), slots)
-    q = elementwise.qk_norm_rope_store(*args, *inner(caches), slots)
-    for got, expected in zip((q, *caches), (want_q, *want), strict=True):
-        assert torch.equal(got.signbit(), expected.signbit())
+    written = places[places >= 0] + block_size
+    caches[0].flatten(0, 1)[written] = want[0].flatten(0, 1)[written]
+    assert torch.equal(caches[0], want[0]), "no bit has changed anywhere else"
 
 
 def test_fused_kernel_without_tokens_writes_nothing() -> None:
-    caches = make_caches(1, 16, 2, 64, torch.float32)
-    before = clones(caches)
-    weight = normal(64)
-    none = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    q = elementwise.qk_norm_rope_store(
-        normal(0, 8, 64), weight, weight, EPS, make_cos_sin(1, 64), none, *inner(caches), none
-    )
-    assert q.shape == (0, 4, 64)
+    caches = [normal(2, 16, 2, 64, seed=seed) for seed in (8, 9)]
+    before = [cache.clone() for cache in caches]
+    weight, none = normal(64), torch.empty(0, dtype=torch.int64, device=DEVICE)
+    args = (normal(0, 8, 64), weight, weight, EPS, make_cos_sin(1, 64), none)
+    assert elementwise.qk_norm_rope_store(*args, caches[0], caches[1], none).shape == (0, 4, 64)
     assert torch.equal(caches[0], before[0]) and torch.equal(caches[1], before[1])
 
 
@@ -263,25 +172,10 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
         torch.empty(num_blocks, 16, 8, 128, dtype=torch.float16, device=DEVICE) for _ in range(2)
     ]
     slots = torch.tensor([num_blocks * 16 - 1], device=DEVICE)
-    k, v = (
-        normal(1, 8, 128, seed=1, dtype=torch.float16),
-        normal(1, 8, 128, seed=2, dtype=torch.float16),
-    )
-    weight, positions = (
-        normal(128, seed=3, dtype=torch.float16),
-        torch.zeros(1, dtype=torch.int32, device=DEVICE),
-    )
-    table = make_cos_sin(1, 128)
-    elementwise.qk_norm_rope_store(
-        torch.cat((k, k, v), dim=1),
-        weight,
-        weight,
-        EPS,
-        table,
-        positions,
-        caches[0],
-        caches[1],
-        slots,
-    )
+    k, v = (normal(1, 8, 128, seed=seed, dtype=torch.float16) for seed in (1, 2))
+    weight = normal(128, seed=3, dtype=torch.float16)
+    positions = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    args = (torch.cat((k, k, v), dim=1), weight, weight, EPS, make_cos_sin(1, 128), positions)
+    elementwise.qk_norm_rope_store(*args, caches[0], caches[1], slots)
     assert_near(caches[0][-1, -1], rms_norm_reference(k, weight, EPS)[0])
     assert torch.equal(caches[1][-1, -1], v[0])

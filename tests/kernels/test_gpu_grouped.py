@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, choose_split
 from kernels.interface import GroupedCodes
 from kernels.reference.grouped import ReferenceGrouped, dequantize, pack_codes
 from tests.kernels.gpu_device import DEVICE
+from tests.kernels.ptx import bits_of, numbers_of, run_ptx
 from tests.kernels.test_gpu_elementwise import BFLOAT16, DTYPES, normal
 from tests.kernels.test_grouped import E4M3_CODES
 from tests.workers.fake_gpu import FakeGpu
@@ -184,8 +184,8 @@ def test_instructions_for_pairs_give_code_less_zero_point(
                 word = 0x5A96_C3E1 & ~(0xF000F << 4 * place) | (code << 16 | 15 - code) << 4 * place
                 offset = -(power.value + zero)
                 offsets = bits_of(torch.tensor([offset, offset]).to(dtype))
-                low, high = run_ptx(program, dtype, word, offsets)
-                assert (low, high) == (15 - code - zero, code - zero)
+                result = run_ptx(program, dtype, {"$1": word, "$2": offsets})["$0"]
+                assert numbers_of(result, dtype).tolist() == [15 - code - zero, code - zero]
 
 
 @pytest.mark.parametrize(
@@ -200,62 +200,6 @@ def test_instructions_for_pairs_give_e4m3_numbers(dtype: torch.dtype, programs: 
                 0x5A96_C3E1 & ~(0xFF << 8 * byte) | int(each) << 8 * byte for each in (code, other)
             )
             want = torch.stack([code, other]).view(torch.float8_e4m3fn).to(dtype)
-            got = torch.tensor(run_ptx(program, dtype, first, second)).to(dtype)
+            got = numbers_of(run_ptx(program, dtype, {"$1": first, "$2": second})["$0"], dtype)
             # As bits, because -0 is 0.
             assert torch.equal(got.view(torch.int16), want.view(torch.int16))
-
-
-def run_ptx(program: str, dtype: torch.dtype, first: int, second: int) -> tuple[float, float]:
-    """The halves of $0, with `first` in $1 and `second` in $2."""
-    registers = {"$1": first, "$2": second}
-
-    def value(operand: str) -> int:
-        return registers[operand] if operand in registers else int(operand, 0)
-
-    for name, operands in re.findall(r"^([a-z]\S+) (.*);$", program, re.MULTILINE):
-        target, *sources = operands.split(", ")
-        numbers = [value(source) for source in sources]
-        if name == "mov.b32":
-            registers[target] = numbers[0]
-        elif name == "shr.u32":
-            registers[target] = numbers[0] >> numbers[1]
-        elif name == "shl.b32":
-            registers[target] = numbers[0] << numbers[1] & 0xFFFFFFFF
-        elif name == "and.b32":
-            registers[target] = numbers[0] & numbers[1]
-        elif name == "prmt.b32":
-            registers[target] = permuted(*numbers)
-        elif name == "lop3.b32":
-            a, b, c, table = numbers
-            registers[target] = sum(
-                (table >> ((a >> bit & 1) << 2 | (b >> bit & 1) << 1 | c >> bit & 1) & 1) << bit
-                for bit in range(32)
-            )
-        else:
-            assert name == {torch.bfloat16: "fma.rn.bf16x2", torch.float16: "fma.rn.f16x2"}[dtype]
-            x, y, z = (numbers_of(bits, dtype).double() for bits in numbers)
-            registers[target] = bits_of((x * y + z).to(dtype))
-    low, high = numbers_of(registers["$0"], dtype).tolist()
-    return low, high
-
-
-def permuted(a: int, b: int, selector: int) -> int:
-    """`prmt.b32`: each digit of the selector chooses a byte of b:a, or, with 8 added, its sign in
-    all bits.
-    """
-    bytes_ = [(b << 32 | a) >> 8 * place & 0xFF for place in range(8)]
-    result = 0
-    for place in range(4):
-        digit = selector >> 4 * place & 0xF
-        chosen = bytes_[digit & 7]
-        result |= (0xFF * (chosen >> 7) if digit & 8 else chosen) << 8 * place
-    return result
-
-
-def numbers_of(bits: int, dtype: torch.dtype) -> Tensor:
-    """The two numbers of 16 bits, the lower half first."""
-    return torch.tensor([bits], dtype=torch.uint32).view(dtype)
-
-
-def bits_of(numbers: Tensor) -> int:
-    return int(numbers.view(torch.uint32).item())

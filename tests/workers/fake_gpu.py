@@ -10,7 +10,7 @@ As in a capture on a GPU, an operation whose result the host needs is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -168,33 +168,20 @@ class FakeGpu(Device):
 
     def recordable(self, kernels: Kernels) -> Kernels:
         """The same kernels, such that a capture records each of their calls as one operation."""
-        names = (
-            "linear",
-            "qk_norm_rope_store",
-            "paged_attention",
-            "rms_norm",
-            "add_rms_norm",
-            "silu_and_mul",
-            "look_up_tokens",
-            "write_tokens",
-        )
-        recorded: dict[str, Any] = {
-            name: self._recordable(getattr(kernels, name)) for name in names
-        }
-        sampling = {
-            name: self._recordable(getattr(kernels.sampling, name))
-            for name in functions_of(SamplingKernels)
-        }
-        recorded["sampling"] = Replaced(kernels.sampling, **sampling)
-        experts = {
-            name: self._recordable(getattr(kernels.experts, name)) for name in ("route", "mlp")
+
+        def recorded(part: Any, names: Iterable[str]) -> Replaced:
+            return Replaced(part, **{name: self._recordable(getattr(part, name)) for name in names})
+
+        parts = {
+            "sampling": recorded(kernels.sampling, functions_of(SamplingKernels)),
+            "experts": recorded(kernels.experts, ("route", "mlp")),
         }
         for form in ("int4", "fp8"):
             if (grouped := getattr(kernels, form)) is not None:
-                linear = self._recordable(grouped.linear)
-                recorded[form] = Replaced(grouped, linear=linear)
-        recorded["experts"] = Replaced(kernels.experts, **experts)
-        return cast(Kernels, Replaced(kernels, **recorded))
+                parts[form] = recorded(grouped, ("linear",))
+        # What `call` calls is recorded by itself.
+        names = [name for name in functions_of(Kernels) if name != "call"]
+        return cast(Kernels, Replaced(recorded(kernels, names), **parts))
 
     def _recordable(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

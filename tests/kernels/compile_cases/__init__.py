@@ -26,3 +26,19 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     chips: tuple[int, ...] = CHIPS
+
+
+def compile_case(
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constexprs: dict[str, Any],
+    default: str = "i32",
+    **launch: Any,
+) -> CompileCase:
+    """`types`: of parameters by name; those that are neither there nor constants are `default`."""
+    types = types | dict.fromkeys(constexprs, "constexpr")
+    signature = {parameter: types.get(parameter, default) for parameter in kernel.arg_names}
+    return CompileCase(
+        name=name, kernel=kernel, signature=signature, constexprs=constexprs, **launch
+    )

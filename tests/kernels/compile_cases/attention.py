@@ -12,20 +12,16 @@ from kernels.decode_parts import MAX_PARTS_PER_ROW
 from kernels.gpu.attention import decode_kernel, prefill_kernel
 from kernels.gpu.attention_launch import LaunchConfig, decode_launch, padded_dim, prefill_launch
 from kernels.gpu.fp8 import Fp8Widening
-from tests.kernels.compile_cases import CHIPS, CompileCase
+from tests.kernels.compile_cases import CHIPS, CompileCase, compile_case
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Chips whose caches of 8-bit numbers may be read in each way.
 _FP8_CHIPS: dict[Fp8Widening, tuple[int, ...]] = {"instructions": (90, 100), "pairs": CHIPS}
 _KV_HEADS = 8
-_POINTERS = {
-    "query_start_B1": "*i32",
-    "part_start_B1": "*i32",
-    "seq_lens_B": "*i32",
-    "block_table_BW": "*i32",
-}
+_TYPES = {"scale_log2": "fp32", "q_stride_t": "i32:16", "q_stride_h": "i32:16"}
+_TYPES |= dict.fromkeys(("query_start_B1", "part_start_B1", "seq_lens_B", "block_table_BW"), "*i32")
+_TYPES |= dict.fromkeys(("acc_XHD", "max_XH", "sum_XH"), "*fp32") | {"num_arrived_BK": "*i32"}
 _DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS_PER_ROW, "HEADS_ADJACENT": True}
-_SCRATCH = {"acc_XHD": "*fp32", "max_XH": "*fp32", "sum_XH": "*fp32", "num_arrived_BK": "*i32"}
 
 
 def _case(
@@ -37,23 +33,11 @@ def _case(
     cache: str | None = None,
     chips: tuple[int, ...] = CHIPS,
 ) -> CompileCase:
-    types = {
-        **_POINTERS,
-        **_SCRATCH,
-        "scale_log2": "fp32",
-        **dict.fromkeys(constexprs, "constexpr"),
-    }
-    types |= {"q_stride_t": "i32:16", "q_stride_h": "i32:16"}
-    types |= dict.fromkeys(("q_THD", "out_THD"), f"*{dtype}")
+    types = _TYPES | dict.fromkeys(("q_THD", "out_THD"), f"*{dtype}")
     types |= dict.fromkeys(("k_cache_NPKD", "v_cache_NPKD"), f"*{cache or dtype}")
-    return CompileCase(
-        name=name,
-        kernel=kernel,
-        signature={parameter: types.get(parameter, "i32") for parameter in kernel.arg_names},
-        constexprs=constexprs,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
-        chips=chips,
+    warps, stages = launch.num_warps, launch.num_stages
+    return compile_case(
+        name, kernel, types, constexprs, num_warps=warps, num_stages=stages, chips=chips
     )
 
 

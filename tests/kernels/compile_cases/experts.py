@@ -7,7 +7,10 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.gpu import experts
-from tests.kernels.compile_cases import CHIPS, CompileCase
+from tests.kernels.compile_cases import CHIPS, CompileCase, compile_case
+
+_TYPES = dict.fromkeys(("num_live_tokens_1", "ids_TK", "ids_P", "order_P", "tiles_M3"), "*i32")
+_TYPES |= {"weights_TK": "*fp32"}
 
 
 def _route(
@@ -22,32 +25,14 @@ def _route(
         "PADDED_EXPERTS": num_experts,
         "PADDED_CHOSEN": num_experts_per_token,
     }
-    return CompileCase(
-        name=f"route-{num_experts}-{num_experts_per_token}-{dtype}{'-padded' * padded}",
-        kernel=experts._route,
-        num_warps=1,
-        signature={
-            "logits_TX": f"*{dtype}",
-            "num_live_tokens_1": "*i32",
-            "weights_TK": "*fp32",
-            "ids_TK": "*i32",
-        }
-        | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
+    name = f"route-{num_experts}-{num_experts_per_token}-{dtype}{'-padded' * padded}"
+    return compile_case(name, experts._route, _TYPES, constants, default=f"*{dtype}", num_warps=1)
 
 
 def _sort_pairs(num_experts: int, chunk: int) -> CompileCase:
     constants = {"X": num_experts, "BINS": num_experts, "CHUNK": chunk}
-    integers = {"num_pairs": "i32", "num_tiles": "i32", "tile_rows": "i32"}
-    return CompileCase(
-        name=f"sort_pairs-{num_experts}-{chunk}",
-        kernel=experts._sort_pairs,
-        signature=dict.fromkeys(("ids_P", "order_P", "tiles_M3"), "*i32")
-        | integers
-        | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
+    name = f"sort_pairs-{num_experts}-{chunk}"
+    return compile_case(name, experts._sort_pairs, _TYPES, constants)
 
 
 def _products(
@@ -55,8 +40,6 @@ def _products(
 ) -> list[CompileCase]:
     """Gate and up, then down."""
     tiles = experts.choose_tile_config(rows_per_expert, 4 if dtype == "fp32" else 2)
-    types = {"order_P": "*i32", "tiles_M3": "*i32"}
-    operands = ("x", "weight", "order_P", "tiles_M3", "out")
     cases = []
     for gated, size_in, size_out in ((True, size, features), (False, features, size)):
         constants: dict[str, Any] = {
@@ -70,14 +53,14 @@ def _products(
         }
         name = "gate_up" if gated else "down"
         cases.append(
-            CompileCase(
-                name=f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
-                kernel=experts._multiply_tile,
+            compile_case(
+                f"{name}-{tiles.rows}-{size}-{features}-{dtype}",
+                experts._multiply_tile,
+                _TYPES,
+                constants,
+                default=f"*{dtype}",
                 num_warps=tiles.num_warps,
                 num_stages=tiles.num_stages,
-                signature={operand: types.get(operand, f"*{dtype}") for operand in operands}
-                | dict.fromkeys(constants, "constexpr"),
-                constexprs=constants,
                 # float32 has no matrix products, and the same tiles on all chips.
                 chips=CHIPS if dtype != "fp32" else CHIPS[:1],
             )
@@ -87,13 +70,8 @@ def _products(
 
 def _combine_products(size: int, dtype: str = "bf16") -> CompileCase:
     constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_PROGRAM}
-    return CompileCase(
-        name=f"add_up-{size}-{dtype}",
-        kernel=experts._combine_products,
-        signature={"product_PE": f"*{dtype}", "weights_TK": "*fp32", "out_TE": f"*{dtype}"}
-        | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
+    name = f"add_up-{size}-{dtype}"
+    return compile_case(name, experts._combine_products, _TYPES, constants, default=f"*{dtype}")
 
 
 CASES = [

@@ -7,10 +7,13 @@ from __future__ import annotations
 from typing import Any
 
 from kernels.gpu import grouped
-from tests.kernels.compile_cases import CompileCase
+from tests.kernels.compile_cases import CompileCase, compile_case
 
 _ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _WORDS = {"int4": "*i16", "fp8": "*i32"}
+_TYPES = {"scale_GY": "*i32", "sums_PTY": "*fp32", "size_in": "i32:16", "size_out": "i32:16"}
+_TYPES |= dict.fromkeys(("num_rows", "num_blocks", "blocks_per_part", "blocks_per_group"), "i32")
+_TYPES |= dict.fromkeys(("num_parts", "first_feature", "num_features"), "i32")
 
 
 def _multiply(
@@ -25,30 +28,24 @@ def _multiply(
         "FEATURES": tiles.features,
         "WIDENING": "singly" if dtype == "fp32" else "pairs",
     }
-    out = {"out_PTY": "*fp32" if is_part else f"*{dtype}"}
-    sizes = {"num_rows": "i32", "size_in": "i32:16", "size_out": "i32:16", "num_blocks": "i32"}
-    parts = {"blocks_per_part": "i32", "blocks_per_group": "i32"}
-    signature = {"x_TX": f"*{dtype}", "words_YW": _WORDS[form], "scale_GY": "*i32"}
-    signature |= {"bias_Y": "constexpr"}
-    return CompileCase(
-        name=f"{form}-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
-        kernel=grouped._multiply_codes,
+    types = _TYPES | {"words_YW": _WORDS[form]}
+    types |= {"out_PTY": "*fp32"} if is_part else {}
+    return compile_case(
+        f"{form}-{num_rows}-{group_size}-{dtype}{'-part' * is_part}",
+        grouped._multiply_codes,
+        types,
+        constants,
+        default=f"*{dtype}",
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        signature=signature | out | sizes | parts | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
     )
 
 
 def _add_parts(dtype: str) -> CompileCase:
     constants = {"bias_Y": None, "FEATURES": grouped._FEATURES_PER_PROGRAM}
-    return CompileCase(
-        name=f"grouped-add_parts-{dtype}",
-        kernel=grouped._add_parts,
-        num_warps=2,
-        signature={"sums_PTY": "*fp32", "bias_Y": "constexpr", "out_TY": f"*{dtype}"}
-        | {"num_rows": "i32", "size_out": "i32:16", "num_parts": "i32", "FEATURES": "constexpr"},
-        constexprs=constants,
+    name = f"grouped-add_parts-{dtype}"
+    return compile_case(
+        name, grouped._add_parts, _TYPES, constants, default=f"*{dtype}", num_warps=2
     )
 
 
@@ -58,21 +55,8 @@ def _widen(group_size: int, dtype: str = "bf16", form: str = "int4") -> CompileC
         "BLOCKS_PER_GROUP": max(1, group_size // 128),
         "FEATURES": grouped._FEATURES_PER_WIDENING,
     }
-    sizes = {
-        "first_feature": "i32",
-        "num_features": "i32",
-        "size_in": "i32:16",
-        "size_out": "i32:16",
-    }
-    return CompileCase(
-        name=f"{form}-widen-{group_size}-{dtype}",
-        kernel=grouped._widen_codes,
-        signature={"words_YW": _WORDS[form], "scale_GY": "*i32", "out_YX": f"*{dtype}"}
-        | sizes
-        | {"num_blocks": "i32"}
-        | dict.fromkeys(constants, "constexpr"),
-        constexprs=constants,
-    )
+    types, name = _TYPES | {"words_YW": _WORDS[form]}, f"{form}-widen-{group_size}-{dtype}"
+    return compile_case(name, grouped._widen_codes, types, constants, default=f"*{dtype}")
 
 
 CASES = [

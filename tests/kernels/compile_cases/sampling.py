@@ -8,7 +8,7 @@ from typing import Any
 
 from kernels.gpu import sampling
 from kernels.reference.sampling import MAX_LISTED_TOP_K
-from tests.kernels.compile_cases import CHIPS_NOT_RUN_ON, CompileCase
+from tests.kernels.compile_cases import CHIPS_NOT_RUN_ON, CompileCase, compile_case
 
 _TILE = {"TILE": sampling._BLOCKS_PER_TILE}
 _WIDTH = {"WIDTH": sampling._MIN_WIDTH}
@@ -30,15 +30,9 @@ _TYPES = {
 
 def _case(name: str, constexprs: dict[str, Any], num_warps: int = 4) -> CompileCase:
     kernel: Any = getattr(sampling, f"_{name}")
-    types = _TYPES | dict.fromkeys(constexprs, "constexpr")
-    tokens_or_weights = "-weights" if constexprs.get("BY_WEIGHT") else ""
-    return CompileCase(
-        name=name + tokens_or_weights,
-        kernel=kernel,
-        signature={parameter: types.get(parameter, "i32") for parameter in kernel.arg_names},
-        constexprs=constexprs,
-        num_warps=num_warps,
-        chips=CHIPS_NOT_RUN_ON,
+    name += "-weights" if constexprs.get("BY_WEIGHT") else ""
+    return compile_case(
+        name, kernel, _TYPES, constexprs, num_warps=num_warps, chips=CHIPS_NOT_RUN_ON
     )
 
 

@@ -54,16 +54,17 @@ class MakeRunner:
 
 
 class Pair:
-    """Two runners that get the same plans, one with graphs."""
+    """Two runners that get the same plans, one with graphs. `tolerance`: of their caches."""
 
     def __init__(
         self,
         make: MakeRunner,
         max_num_seqs: int,
         graph_kernels: Kernels = REFERENCE,
+        tolerance: float = 1e-5,
         **options: Any,
     ) -> None:
-        self.gpu = FakeGpu()
+        self.gpu, self.tolerance = FakeGpu(), tolerance
         self.with_graphs = make(self.gpu, max_num_seqs, graph_kernels, **options)
         self.eager = make(Device(torch.device("cpu")), max_num_seqs, **options)
         self.planner = Planner(BLOCK_SIZE)
@@ -77,9 +78,8 @@ class Pair:
             runner.run(plan).finish(1.0, "a step") for runner in (self.with_graphs, self.eager)
         )
         assert tokens == expected
-        torch.testing.assert_close(
-            self.with_graphs.cache.tensor, self.eager.cache.tensor, rtol=1e-5, atol=1e-5
-        )
+        caches = self.with_graphs.cache.tensor, self.eager.cache.tensor
+        torch.testing.assert_close(*caches, rtol=self.tolerance, atol=self.tolerance)
         self.planner.take(plan.step_id, int32_array(tokens))
         ran = [i for i, graph in enumerate(graphs) if graph.num_replays != replays[i]]
         assert len(ran) <= 1
@@ -99,9 +99,12 @@ def sampling_graphs(runner: ModelRunner) -> list[FakeGraph]:
 
 
 def captured_sizes(runner: ModelRunner) -> list[int]:
-    """Of each graph of the model, in the order in which they were captured; one per size."""
-    assert runner.decode_graphs is not None and runner.mixed_graphs is not None
-    return [*reversed(runner.mixed_graphs.sizes), *reversed(runner.decode_graphs.sizes)]
+    """Of each graph of the model, in the order in which they were captured."""
+    mixed, decode = runner.mixed_graphs, runner.decode_graphs
+    assert mixed is not None and decode is not None
+    num_bounds = len(decode._graphs) // len(decode.sizes)
+    decode_sizes = [size for size in reversed(decode.sizes) for _ in range(num_bounds)]
+    return [*reversed(mixed.sizes), *decode_sizes]
 
 
 def admitted(pair: Pair, number: int, sampling: ResolvedSampling | None = None) -> list[Row]:
