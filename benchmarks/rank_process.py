@@ -95,7 +95,7 @@ class RankProcess:
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)
         # Forms may share their kernels.
-        for products in {kernels.int8, kernels.int4, kernels.fp8, kernels.mixed}:
+        for products in {*kernels.quantized.values(), kernels.mixed}:
             if products is not None:
                 self._clock(products, "linear", "linear")
         for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.paths import SOURCE_ROOT, module_command
-from configs.quantization import FP8, INT4, INT8, Quantization
+from configs.quantization import Quantization
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.batch.kv_cache import torch_dtype
@@ -77,11 +77,7 @@ def _calls_of_first_step(
     if weight_dtype != dtype and kernels.mixed is not None:
         calls[1:1] = kernels.mixed.warmup_calls()
     if quantization is not None:
-        quantized_kernels = {INT8: kernels.int8, INT4: kernels.int4, FP8: kernels.fp8}[
-            quantization.name
-        ]
-        assert quantized_kernels is not None, "the configuration was checked against the kernels"
-        calls[1:1] = quantized_kernels.warmup_calls(torch_dtype(dtype))
+        calls[1:1] = kernels.quantized[quantization.name].warmup_calls(torch_dtype(dtype))
     if has_experts:
         calls[:0] = kernels.experts.warmup_calls(torch_dtype(dtype), torch_dtype(weight_dtype))
     if num_ranks > 1 and calls:

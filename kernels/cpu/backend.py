@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -18,7 +18,6 @@ from kernels.cpu.tile import has_dot_products
 from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
-    Int8Kernels,
     Kernels,
     MixedKernels,
     Recorder,
@@ -36,9 +35,10 @@ class CpuKernels:
 
     capabilities = CPU_CAPABILITIES
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = CpuInt8() if "int8" in CPU_CAPABILITIES.quantizations else None
-    int4: GroupedKernels | None = CpuGrouped("int4")
-    fp8: GroupedKernels | None = CpuGrouped("fp8")
+    quantized: Mapping[str, GroupedKernels] = {
+        name: CpuInt8() if name == "int8" else CpuGrouped(name)
+        for name in CPU_CAPABILITIES.quantizations
+    }
     mixed: MixedKernels | None = CpuMixed()
     experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)

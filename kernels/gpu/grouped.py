@@ -24,7 +24,6 @@ Legend: T tokens, X features in, Y features out, G groups, W words, B blocks, P 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, int4_device_shifts
+from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped, int4_device_shifts
 
 # Above it, products in registers cost more than writing the codes once in 16 bits: each program
 # reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
@@ -80,12 +79,10 @@ def choose_tile_config(num_rows: int, itemsize: int) -> TileConfig:
     return TileConfig(rows=32, features=128, num_warps=8, num_stages=3)
 
 
-class TritonGrouped:
-    """`GroupedKernels` in Triton, for both forms. Each kernel is compiled at its first use."""
-
-    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Nothing: a GPU compiles what it runs, in the steps before the first request."""
-        return []
+class TritonGrouped(ReferenceGrouped):
+    """`GroupedKernels` in Triton, for "int4" and "fp8". Each kernel is compiled at its first use,
+    in the steps before the first request.
+    """
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """Words [Y, W], int16 or int32, of whole blocks; scales with zero points, int32 [G, Y], of

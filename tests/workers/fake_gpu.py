@@ -189,10 +189,10 @@ class FakeGpu(Device):
         experts = {
             name: self._recordable(getattr(kernels.experts, name)) for name in ("route", "mlp")
         }
-        for form in ("int4", "fp8"):
-            if (grouped := getattr(kernels, form)) is not None:
-                linear = self._recordable(grouped.linear)
-                recorded[form] = Replaced(grouped, linear=linear)
+        recorded["quantized"] = {
+            form: Replaced(products, linear=self._recordable(products.linear))
+            for form, products in kernels.quantized.items()
+        }
         recorded["experts"] = Replaced(kernels.experts, **experts)
         return cast(Kernels, Replaced(kernels, **recorded))
 

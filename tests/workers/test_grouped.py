@@ -23,7 +23,8 @@ from configs.quantization import (
     stored_quantization,
 )
 from kernels.cpu.backend import CPU_KERNELS
-from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped
+from kernels.gpu.backend import TRITON_KERNELS
+from kernels.gpu.grouped import MAX_FUSED_ROWS
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
 from kernels.reference.grouped import dequantize, quantize_blocks, quantize_groups
@@ -124,7 +125,7 @@ def test_codes_that_are_kept_stand_for_the_stored_values(
     weights = stored_model(tmp_path, name).state_dict()
     for rank in range(size):
         model = loaded_model(tmp_path, rank, size, packs=False)
-        pieces = [piece for piece in model.slices() if piece.has_groups]
+        pieces = [piece for piece in model.slices() if piece.scale is not None]
         assert len(pieces) == 7 * SHAPE.layers
         for piece in pieces:
             values = dequantize(codes_of(piece))
@@ -187,7 +188,7 @@ def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
-        pieces = [piece for piece in ours.slices() if piece.has_groups]
+        pieces = [piece for piece in ours.slices() if piece.scale is not None]
         load_weights(pieces, tmp_path, model)
         assert len(pieces) == 7 * SHAPE.layers + 2, "with embedding and head"
         for piece in pieces:
@@ -309,7 +310,7 @@ def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
 def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_rows: int) -> None:
     kernels = CPU_KERNELS
     if not torch.cuda.is_available():
-        kernels = Replaced(CPU_KERNELS, int4=TritonGrouped(), fp8=TritonGrouped())
+        kernels = Replaced(CPU_KERNELS, quantized=TRITON_KERNELS.quantized)
     for held_kernels in (CPU_KERNELS, kernels):
         matrix = poisoned_vocabulary(form, held_kernels)
         assert not matrix.packed().product(torch.ones(num_rows, 128), None)[:, 4:].any()

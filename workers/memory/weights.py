@@ -199,8 +199,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
 
 def _process_local_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
-    quantized = {"int8": kernels.int8, "int4": kernels.int4, "fp8": kernels.fp8}
-    return {"group": group, "kernels": kernels, "mixed": kernels.mixed} | quantized
+    return {"group": group, "kernels": kernels, "mixed": kernels.mixed, **kernels.quantized}
 
 
 # -- a model without its tensors -------------------------------------------------------------------
