@@ -284,9 +284,9 @@ def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
     """Of 8 rows, the last 4 padding, in memory that held codes that are not numbers."""
     matrix = WeightFormat(
         kernels=kernels,
+        group=TensorParallelGroup(0, 1, torch.device("cpu")),
         dtype=torch.float32,
         weight_dtype=torch.float32,
-        device=torch.device("cpu"),
         quantization=computed_quantization(form),
     ).vocabulary_matrix(8, 128)
     assert isinstance(matrix, GroupedWeight)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
-from workers.parallel.group import TensorParallelGroup
 
 
 class Packable(Protocol):
@@ -95,13 +94,8 @@ class QKVParallelLinear(_ColumnParallelMatrix):
     ranks hold the same KV head.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
+    def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
+        group = weight_format.group
         self.name = name
         self.model = model
         self.rank = group.rank
@@ -144,14 +138,13 @@ class MergedColumnParallelLinear(_ColumnParallelMatrix):
         names: tuple[str, ...],
         size_in: int,
         size_out: int,
-        group: TensorParallelGroup,
         weight_format: WeightFormat,
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names = names
         self.full_size = size_out
-        self.rank = group.rank
-        self.shard_size = size_out // group.size
+        self.rank = weight_format.group.rank
+        self.shard_size = size_out // weight_format.group.size
         super().__init__(len(names) * self.shard_size, size_in, False, weight_format)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -176,19 +169,13 @@ class RowParallelLinear(_Matrix):
     """
 
     def __init__(
-        self,
-        name: str,
-        size_in: int,
-        size_out: int,
-        bias: bool,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, size_in: int, size_out: int, bias: bool, weight_format: WeightFormat
     ) -> None:
         self.name = name
-        self.group = group
+        self.group = weight_format.group
         self.kernels = weight_format.kernels
         self.full_size = size_in
-        self.shard_size = size_in // group.size
+        self.shard_size = size_in // self.group.size
         super().__init__(size_out, self.shard_size, bias, weight_format)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
@@ -218,19 +205,14 @@ class _VocabParallelMatrix:
     """
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, vocab_size: int, hidden_size: int, weight_format: WeightFormat
     ) -> None:
         self.name = name
-        self.group = group
+        self.group = weight_format.group
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.shard_size = -(-vocab_size // group.size)
-        self.first_id = group.rank * self.shard_size
+        self.shard_size = -(-vocab_size // self.group.size)
+        self.first_id = self.group.rank * self.shard_size
         # Without the padding.
         self.num_ids = max(0, min(self.shard_size, vocab_size - self.first_id))
         self.weight = weight_format.vocabulary_matrix(self.shard_size, hidden_size)
@@ -263,28 +245,14 @@ class ParallelLMHead(_VocabParallelMatrix):
     """
 
     def __init__(
-        self,
-        name: str,
-        embedding: VocabParallelEmbedding,
-        tied: bool,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, embedding: VocabParallelEmbedding, tied: bool, weight_format: WeightFormat
     ) -> None:
         self.tied = tied
         if tied:
-            self.name = name
-            self.group = group
-            self.vocab_size = embedding.vocab_size
-            self.first_id, self.num_ids, self.shard_size = (
-                embedding.first_id,
-                embedding.num_ids,
-                embedding.shard_size,
-            )
+            self.first_id, self.shard_size = embedding.first_id, embedding.shard_size
             self.weight = embedding.weight
         else:
-            super().__init__(
-                name, embedding.vocab_size, embedding.hidden_size, group, weight_format
-            )
+            super().__init__(name, embedding.vocab_size, embedding.hidden_size, weight_format)
 
     def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves

@@ -24,6 +24,7 @@ from configs.formats.stored import BFLOAT16, FLOAT16
 from configs.quantization import FP8, INT4, INT8, Quantization
 from kernels.interface import GroupedCodes, GroupedKernels, Kernels, MixedKernels
 from kernels.reference.grouped import CODES_PER_WORD, dequantize
+from workers.parallel.group import TensorParallelGroup
 
 _CODE_DTYPES = {INT8: torch.int8, INT4: torch.int32, FP8: torch.uint8}
 _SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
@@ -230,15 +231,21 @@ class GroupedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightFormat:
-    """How the matrices of a model are held. dtype: that of activations and vectors. weight_dtype:
-    that of matrices that are not quantized: `dtype`, or bfloat16 where the kernels are `mixed`.
+    """How the matrices of a model are held. group: the ranks that they are cut over. dtype: that of
+    activations and vectors. weight_dtype: that of matrices that are not quantized: `dtype`, or
+    bfloat16 where the kernels are `mixed`.
     """
 
     kernels: Kernels
+    group: TensorParallelGroup
     dtype: torch.dtype
     weight_dtype: torch.dtype
-    device: torch.device
     quantization: Quantization | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights lie."""
+        return self.group.device
 
     def layer_matrix(self, num_rows: int, size_in: int) -> Weight:
         """A matrix of a decoder layer."""

@@ -134,12 +134,11 @@ def load(
     fill: Fill = fill,
 ) -> MoE:
     form = WeightFormat(
-        kernels=kernels, dtype=torch.float32, weight_dtype=torch.float32, device=group.device
+        kernels=kernels, group=group, dtype=torch.float32, weight_dtype=torch.float32
     )
-    moe = MoE("mlp", model_of(experts), group, form)
+    moe = MoE("mlp", model_of(experts), form)
     fill(moe, stored)
-    for matrix in moe.matrices():
-        matrix.pack()
+    moe.pack()
     return moe
 
 
