@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.engine import ResolvedConfig
 from configs.paths import SOURCE_ROOT, module_command
 from configs.quantization import Quantization
 from kernels.interface import Kernels
@@ -28,19 +29,12 @@ _LOWEST_PRIORITY = 19
 
 
 def compile_first_step(
-    kernels: Kernels,
-    group: TensorParallelGroup,
-    dtype: str,
-    weight_dtype: str,
-    quantization: Quantization | None,
-    has_experts: bool = False,
+    kernels: Kernels, group: TensorParallelGroup, config: ResolvedConfig
 ) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(
-        kernels, group.size, dtype, weight_dtype, quantization, has_experts
-    )
+    calls = _first_step_calls(kernels, config)
     for call in group.claim_tasks("compile", calls):  # the slowest come first
         call()
         group.progress.num_compiled_kernels += 1
@@ -50,27 +44,29 @@ def compile_first_step(
         group.progress.num_compiled_kernels += 1
 
 
-def load_first_step(
-    kernels: Kernels,
-    num_ranks: int,
-    dtype: str,
-    weight_dtype: str,
-    quantization: Quantization | None,
-    has_experts: bool = False,
-) -> None:
+def load_first_step(kernels: Kernels, config: ResolvedConfig) -> None:
     """Load the same kernels, which are cached by now, in a process without a group."""
-    for call in _calls_of_first_step(
-        kernels, num_ranks, dtype, weight_dtype, quantization, has_experts
-    ):
+    for call in _first_step_calls(kernels, config):
         call()
 
 
-def _calls_of_first_step(
+def _first_step_calls(kernels: Kernels, config: ResolvedConfig) -> list[Callable[[], object]]:
+    return _warmup_calls(
+        kernels,
+        config.engine.tensor_parallel_size,
+        config.dtype,
+        config.weight_dtype,
+        config.quantization,
+        has_experts=config.model.experts is not None,
+    )
+
+
+def _warmup_calls(
     kernels: Kernels,
     num_ranks: int,
     dtype: str,
     weight_dtype: str,
-    quantization: Quantization | None,
+    quantization: Quantization | None = None,
     has_experts: bool = False,
 ) -> list[Callable[[], object]]:
     calls = kernels.warmup_calls(torch_dtype(dtype))
@@ -129,7 +125,7 @@ def main() -> None:
         weight_dtype = dtype
         if dtype == "float32" and kernels.capabilities.weight_dtypes:
             weight_dtype = kernels.capabilities.weight_dtypes[-1]
-        for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantization=None):
+        for call in _warmup_calls(kernels, 2, dtype, weight_dtype):
             call()
     else:
         for call in kernels.sampling_warmup_calls(torch_dtype(dtype)):

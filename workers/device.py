@@ -157,11 +157,9 @@ class Device:
         """Room for `num_bytes` that each step sends."""
         return StepUploads()
 
-    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
-        """(the tensors in host memory; the event after which they are valid, None if they are valid
-        now).
-        """
-        return list(tensors), None
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, valid after the event that is recorded next."""
+        return tensor
 
     def record_event(self) -> Event | None:
         """The end of what was launched so far; None on a device where everything has run when a
@@ -229,12 +227,8 @@ class CudaDevice(Device):
         fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
 
-    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
-        copies = [
-            _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-            for tensor in tensors
-        ]
-        return copies, self.record_event()
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def record_event(self) -> Event:
         event: Event = torch.cuda.Event(enable_timing=True)

@@ -82,7 +82,7 @@ def warmed_up(model_dir: Path, kernels: Any, quantization: str | None) -> None:
     )
     for piece in model.slices():
         piece.target.zero_()
-    warm_up(config, model, group, kernels)
+    warm_up(config, model)
 
 
 @pytest.mark.parametrize("form", [INT4, FP8])
