@@ -24,6 +24,7 @@ Legend: T tokens, X features in, Y features out, G groups, W words, B blocks, P 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -269,32 +270,20 @@ def _e4m3_pairs(type_: str, byte: int, shift: int, mask: int, scale: int) -> str
     return "\n".join(("{", *lines, "}"))
 
 
+def _of_subblocks(ptx: Callable[[int], str]) -> tl.constexpr:
+    return tl.constexpr(tuple(map(ptx, range(_SUBBLOCKS_PER_BLOCK))))
+
+
 # The smallest power of two whose unit in the last place is 1.
 _BFLOAT16_POWER, _FLOAT16_POWER = tl.constexpr(128), tl.constexpr(1024)
-_BFLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(
-        _difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
+_BFLOAT16_DIFFERENCES = _of_subblocks(
+    lambda i: _difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80)
 )
-_FLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(
-        _difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
+_FLOAT16_DIFFERENCES = _of_subblocks(
+    lambda i: _difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00)
 )
-_BFLOAT16_E4M3 = tl.constexpr(
-    tuple(
-        _e4m3_pairs("bf16x2", i, shift=4, mask=0x87F0, scale=0x7B80)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
-)
-_FLOAT16_E4M3 = tl.constexpr(
-    tuple(
-        _e4m3_pairs("f16x2", i, shift=7, mask=0xBF80, scale=0x5C00)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
-)
+_BFLOAT16_E4M3 = _of_subblocks(lambda i: _e4m3_pairs("bf16x2", i, 4, mask=0x87F0, scale=0x7B80))
+_FLOAT16_E4M3 = _of_subblocks(lambda i: _e4m3_pairs("f16x2", i, 7, mask=0xBF80, scale=0x5C00))
 
 
 @triton.jit

@@ -186,7 +186,6 @@ class SharedMemoryReducer:
         self._run("broadcast", address, address, tensor.nbytes, BROADCAST)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Limit of every operation from now on."""
         self.timeout_s = timeout_s
 
     def close(self) -> None:

@@ -38,12 +38,9 @@ from workers.sampling.state import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked for them. `rows` (indices in the batch) and `num_top`
-    (numbers of alternatives) are on the host.
-    """
+    """Logprobs of the rows that asked for them."""
 
-    rows: tuple[int, ...]
-    num_top: tuple[int, ...]
+    rows: LogprobRows
     tensors: LogprobTensors
 
 
@@ -75,7 +72,7 @@ def to_logprobs(
     out: list[TokenLogprobs | None] = [None] * num_rows
     lists = [tensor.tolist() for tensor in logprobs.tensors]
     for row, num_top, logprob, ids, values, _ in zip(
-        logprobs.rows, logprobs.num_top, *lists, strict=True
+        logprobs.rows.rows, logprobs.rows.num_top, *lists, strict=True
     ):
         out[row] = TokenLogprobs(
             logprob=logprob,
@@ -173,7 +170,7 @@ class Sampler:
             token_ids_B.index_select(0, rows.rows_L),
             max(1, *rows.num_top),
         )
-        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, tensors=tensors)
+        return SampledLogprobs(rows=rows, tensors=tensors)
 
     def _adjust(self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None) -> Tensor:
         """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
