@@ -167,11 +167,7 @@ def _changed(**fields: Any) -> Tune:
 
 
 def _add_launches(
-    check: Check,
-    pool: Pool,
-    case: Case,
-    launches: dict[str, Tune],
-    chosen: list[torch.Tensor],
+    check: Check, pool: Pool, case: Case, launches: dict[str, Tune], chosen: list[torch.Tensor]
 ) -> None:
     """Add the row of each launch, unless the cache is larger than the pool. `chosen`: what the
     launch as chosen gives, which this puts there if it is one of them.

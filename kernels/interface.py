@@ -139,12 +139,7 @@ class MixedKernels(Protocol):
         """[T, X] in float32: the rows of the weight with these numbers."""
 
     def linear(
-        self,
-        x_TX: Tensor,
-        packed: Tensor,
-        size_out: int,
-        bias_Y: Tensor | None,
-        /,
+        self, x_TX: Tensor, packed: Tensor, size_out: int, bias_Y: Tensor | None, /
     ) -> Tensor:
         """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
 
@@ -207,12 +202,7 @@ class SamplingKernels(Protocol):
         """
 
     def pick_column(
-        self,
-        gap_rows: GapRows,
-        limit_R: Tensor,
-        sums_RX: Tensor,
-        target_weight_R: Tensor,
-        /,
+        self, gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
     ) -> Tensor:
         """The column that the target weight lies in; -1 where another rank has it."""
 
@@ -220,24 +210,14 @@ class SamplingKernels(Protocol):
         """The top_k smallest gaps of each row."""
 
     def limits_from_lists(
-        self,
-        list_NRK: Tensor,
-        top_k_R: Tensor,
-        top_p_R: Tensor,
-        min_p_limit_R: Tensor,
-        /,
+        self, list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor, /
     ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
         every rank.
         """
 
     def mask_columns(
-        self,
-        logits_BV: Tensor,
-        rows_R: Tensor,
-        mask_words_RW: Tensor,
-        first_bit: int,
-        /,
+        self, logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int, /
     ) -> None:
         """Set the logits of tokens that a row may not choose to minus infinity, in place."""
 
@@ -347,12 +327,7 @@ class Kernels(Protocol):
         """(token ids of a step, where their KV goes)."""
 
     def write_tokens(
-        self,
-        tokens_SL: Tensor,
-        slots_R: Tensor,
-        positions_R: Tensor,
-        token_ids_R: Tensor,
-        /,
+        self, tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor, /
     ) -> None:
         """Put tokens into the table, except at position 0, which marks a row of padding."""
 

@@ -20,12 +20,7 @@ from configs.engine import (
 )
 from configs.formats.stored import INT32
 from configs.model import ModelConfig, rope_max_length
-from configs.quantization import (
-    INT8,
-    Quantization,
-    computed_quantization,
-    stored_quantization,
-)
+from configs.quantization import INT8, Quantization, computed_quantization, stored_quantization
 from kernels.interface import Capabilities, Kernels
 from kernels.select import backends_with_quantization, choose_capabilities, select_backend
 from scheduler.errors import ConfigError

@@ -76,9 +76,7 @@ class BufferedUploads(StepUploads):
     """
 
     def __init__(
-        self,
-        buffer: Tensor,
-        copy: Callable[[Tensor, Callable[[ByteArray], None]], None],
+        self, buffer: Tensor, copy: Callable[[Tensor, Callable[[ByteArray], None]], None]
     ) -> None:
         self.buffer = buffer
         self._copy = copy

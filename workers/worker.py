@@ -182,11 +182,7 @@ class Worker:
         with self._phase("allocate_cache"), self._convert_memory_errors():
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
-                self.config,
-                loaded_model.model,
-                device,
-                num_blocks,
-                self._inherited_memory.cache,
+                self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
             if not is_standby:
                 self._begin_steps(self._runner)

@@ -44,11 +44,7 @@ _BFLOAT16_EXAMPLE, _FLOAT32_EXAMPLE = np.empty(0, np.uint16), np.empty(0, np.flo
 
 
 def paged_attention(
-    q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    attn: AttentionMetadata,
-    scale: float,
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, attn: AttentionMetadata, scale: float
 ) -> Tensor:
     """As `paged_attention_reference`."""
     out_THD = empty(q_THD.shape, q_THD.dtype)

@@ -215,12 +215,7 @@ def _choose_multiply_panel(panel, x_PX, weight, no_bias, out_PY):  # type: ignor
 
 @exact_jit
 def _multiply_rows(
-    task: int,
-    x_PX: Array,
-    weight_XNSC: Array,
-    experts_A: Array,
-    starts_X1: Array,
-    out_PY: Array,
+    task: int, x_PX: Array, weight_XNSC: Array, experts_A: Array, starts_X1: Array, out_PY: Array
 ) -> None:
     """One panel of one expert, with all rows of that expert. C: a step of a panel."""
     num_panels = weight_XNSC.shape[1]

@@ -255,11 +255,7 @@ def _write_output(
 
 @exact_entry_jit
 def _linear(
-    x_TX: Array,
-    sums_TG: Array,
-    weight: tuple[Array, Array, Array],
-    bias_Y: Array,
-    out_TY: Array,
+    x_TX: Array, sums_TG: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array
 ) -> None:
     if len(weight[1]):
         parallel_for(len(x_TX), _sum_groups, (x_TX, sums_TG))

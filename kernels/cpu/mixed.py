@@ -52,12 +52,7 @@ class CpuMixed:
         return panels_NXP[ids_T // PANEL_FEATURES, :, ids_T % PANEL_FEATURES].to(torch.float32)
 
     def linear(
-        self,
-        x_TX: Tensor,
-        panels_NXP: Tensor,
-        size_out: int,
-        bias_Y: Tensor | None,
-        /,
+        self, x_TX: Tensor, panels_NXP: Tensor, size_out: int, bias_Y: Tensor | None, /
     ) -> Tensor:
         """See `MixedKernels`."""
         out_TY = empty((len(x_TX), size_out), torch.float32)

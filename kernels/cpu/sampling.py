@@ -82,11 +82,7 @@ def limits_from_lists(
 
 
 def gap_histogram(
-    gap_rows: GapRows,
-    limit_R: Tensor,
-    prefix_R: Tensor,
-    radix_pass: int,
-    by_weight: bool,
+    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
     """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]

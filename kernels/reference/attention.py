@@ -19,11 +19,7 @@ from kernels.reference.fp8 import cache_as_float32
 
 
 def paged_attention_reference(
-    q_THD: Tensor,
-    k_cache_NPKD: Tensor,
-    v_cache_NPKD: Tensor,
-    attn: AttentionMetadata,
-    scale: float,
+    q_THD: Tensor, k_cache_NPKD: Tensor, v_cache_NPKD: Tensor, attn: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attention output [T, H, D] in the dtype of the queries; float32 inside. Caches have that
     dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row,

@@ -134,11 +134,7 @@ class MergedColumnParallelLinear(_ColumnParallelMatrix):
     """
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        size_in: int,
-        size_out: int,
-        weight_format: WeightFormat,
+        self, names: tuple[str, ...], size_in: int, size_out: int, weight_format: WeightFormat
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names = names

@@ -115,11 +115,7 @@ class DecoderLayer:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        weight_format: WeightFormat,
-        mlp: type[MLP] | type[MoE],
+        self, name: str, model: ModelConfig, weight_format: WeightFormat, mlp: type[MLP] | type[MoE]
     ) -> None:
         self.input_norm = ReplicatedVector(
             f"{name}.input_layernorm", model.hidden_size, weight_format
@@ -166,10 +162,7 @@ class Qwen3:
         self.group = group
         self.dtype = dtype
         self.embedding = VocabParallelEmbedding(
-            "model.embed_tokens",
-            model_config.vocab_size,
-            model_config.hidden_size,
-            weight_format,
+            "model.embed_tokens", model_config.vocab_size, model_config.hidden_size, weight_format
         )
         self.layers = [
             DecoderLayer(

@@ -287,8 +287,7 @@ class WeightFormat:
             ),
             zeros_YG=empty(num_groups, torch.uint8) if has_zeros else None,
             scale_YG=empty(
-                num_groups,
-                _SCALE_DTYPES[quantization.scale_dtype] if has_zeros else torch.float32,
+                num_groups, _SCALE_DTYPES[quantization.scale_dtype] if has_zeros else torch.float32
             ),
             num_rows=num_rows,
         )

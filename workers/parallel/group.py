@@ -37,11 +37,7 @@ class TensorParallelGroup:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        progress: Progress | None = None,
+        self, rank: int, size: int, device: torch.device, progress: Progress | None = None
     ) -> None:
         self.progress = progress or Progress()
         self.rank = rank

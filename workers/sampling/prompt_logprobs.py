@@ -130,9 +130,7 @@ class PromptScorer:
                 self._head, self._shard, hidden_TE.index_select(0, indices_S), ids_S, num_top
             )
             for indices_S, ids_S in zip(
-                rows.indices_P.split(POSITIONS_AT_ONCE),
-                ids_P.split(POSITIONS_AT_ONCE),
-                strict=True,
+                rows.indices_P.split(POSITIONS_AT_ONCE), ids_P.split(POSITIONS_AT_ONCE), strict=True
             )
         ]
         tensors_of_slices, token_ranks_of_slices = zip(*slices, strict=True)
@@ -145,11 +143,7 @@ class PromptScorer:
 
 
 def score_slice(
-    head: Head,
-    shard: VocabularyShard,
-    hidden_SE: Tensor,
-    ids_S: Tensor,
-    num_top: int,
+    head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top: int
 ) -> tuple[LogprobTensors, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
