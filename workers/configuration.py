@@ -213,11 +213,8 @@ def _quantization(
     elif kept_quantization is not None:
         # Otherwise the codes are unpacked, on any backend.
         is_possible = kept_quantization.name in backend.quantizations and model.experts is None
-        kept_quantization = (
-            kept_quantization
-            if is_possible and asked_quantization in (None, kept_quantization.name)
-            else None
-        )
+        if not is_possible or asked_quantization not in (None, kept_quantization.name):
+            kept_quantization = None
     quantization = kept_quantization
     if quantization is None and asked_quantization is not None:
         quantization = computed_quantization(asked_quantization)

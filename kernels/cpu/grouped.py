@@ -150,11 +150,8 @@ def _multiply_panel(
     sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT, np.float32)
     first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
     sums_address = sums.ctypes.data + 4 * first_sum
-    totals, scale_P, zeros_P = (
-        np.zeros_like(sums),
-        np.empty(PANEL_FEATURES, np.float32),
-        np.zeros(PANEL_FEATURES, np.float32),
-    )
+    totals = np.zeros_like(sums)
+    scale_P, zeros_P = np.empty(PANEL_FEATURES, np.float32), np.zeros(PANEL_FEATURES, np.float32)
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):

@@ -123,11 +123,9 @@ def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
         magnitude_bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))
         largest_magnitude_bits = max(largest_magnitude_bits, magnitude_bits)
     largest_magnitude = float_of_bits(np.uint32(largest_magnitude_bits))
-    factor = (
-        np.float32(MAX_CODE) / largest_magnitude
-        if largest_magnitude > np.float32(MIN_MAGNITUDE)
-        else np.float32(0.0)
-    )
+    factor = np.float32(0.0)
+    if largest_magnitude > np.float32(MIN_MAGNITUDE):
+        factor = np.float32(MAX_CODE) / largest_magnitude
     for i in range(len(x_X)):
         codes_X[i] = np.uint8(np.int32(np.rint(widen(x_X[i]) * factor)) + np.int32(_ZERO_CODE))
     return np.float32(largest_magnitude / np.float32(MAX_CODE))

@@ -69,10 +69,8 @@ def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.reference.sampling.limits_from_lists`."""
-    limit_R, kept_weight_NR = (
-        torch.empty_like(min_p_limit_R),
-        torch.empty(list_NRK.shape[:2], dtype=torch.int64),
-    )
+    limit_R = torch.empty_like(min_p_limit_R)
+    kept_weight_NR = torch.empty(list_NRK.shape[:2], dtype=torch.int64)
     arrays = (
         tensor.numpy()
         for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_weight_NR)

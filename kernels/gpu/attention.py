@@ -142,11 +142,8 @@ def attend_decode(
             torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
     heads_adjacent = launch.heads_adjacent and decode_parts.max_parts <= _MAX_GRID_Y
-    grid = (
-        (num_kv_heads, decode_parts.max_parts)
-        if heads_adjacent
-        else (decode_parts.max_parts, num_kv_heads)
-    )
+    grid = (num_kv_heads, decode_parts.max_parts)
+    grid = grid if heads_adjacent else grid[::-1]
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -198,11 +195,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors; on the CPU, where only the interpreter runs, those of an H200."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # Kernels

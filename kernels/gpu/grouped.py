@@ -129,11 +129,9 @@ def _packed_group_size(group_size: int) -> int:
 def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
     num_groups = len(weight.scale_YG)
-    return (
-        triton.cdiv(size_in, _BLOCK_INPUTS) * _BLOCK_INPUTS
-        if num_groups == 1
-        else size_in // num_groups
-    )
+    if num_groups == 1:
+        return triton.cdiv(size_in, _BLOCK_INPUTS) * _BLOCK_INPUTS
+    return size_in // num_groups
 
 
 def _pack_blocks(weight: GroupedCodes) -> Tensor:
@@ -169,10 +167,8 @@ def _multiply_in_registers(
 ) -> None:
     (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
     tiles = choose_tile_config(num_rows, x_TX.itemsize)
-    num_panels, num_blocks = (
-        triton.cdiv(size_out, tiles.features),
-        triton.cdiv(size_in, _BLOCK_INPUTS),
-    )
+    num_panels = triton.cdiv(size_out, tiles.features)
+    num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
     group_size = _group_size(weight, size_in)
     sums_PTY = out_TY

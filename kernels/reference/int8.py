@@ -30,11 +30,9 @@ def quantize_rows(x_MX: Tensor, max_magnitude_M: Tensor | None = None) -> tuple[
     which `x_MX` is only a part.
     """
     float_x_MX = x_MX.to(torch.float32)
-    max_magnitude_M = (
-        float_x_MX.abs().amax(dim=1)
-        if max_magnitude_M is None
-        else max_magnitude_M.to(torch.float32)
-    )
+    if max_magnitude_M is None:
+        max_magnitude_M = float_x_MX.abs().amax(dim=1)
+    max_magnitude_M = max_magnitude_M.to(torch.float32)
     # Not MAX_CODE / max_magnitude_M, which torch computes with the reciprocal: that rounds twice.
     factor_M = torch.where(
         max_magnitude_M > MIN_MAGNITUDE,

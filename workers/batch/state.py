@@ -324,11 +324,9 @@ class BatchState:
         """Admit rows. Returns the entries to write to the token table. The caller appends the
         blocks.
         """
-        slots_A, num_tokens_A, num_blocks_A = (
-            _ints(rows.slots),
-            _ints(rows.num_tokens),
-            _ints(rows.num_blocks),
-        )
+        slots_A = _ints(rows.slots)
+        num_tokens_A = _ints(rows.num_tokens)
+        num_blocks_A = _ints(rows.num_blocks)
         num_cached_A = _ints(rows.num_cached_tokens)
         num_prompt_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")

@@ -106,11 +106,9 @@ def kept_quantization(
     for scale_dtype in (FLOAT16, BFLOAT16):
         if scale_dtypes == {scale_dtype} and not plain_names:
             return dataclasses.replace(quantization, scale_dtype=scale_dtype)
-    reason = (
-        f"{plain_names[0]} is not quantized"
-        if plain_names
-        else f"scales are {sorted(scale_dtypes)}"
-    )
+    reason = f"scales are {sorted(scale_dtypes)}"
+    if plain_names:
+        reason = f"{plain_names[0]} is not quantized"
     if is_asked_for:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"

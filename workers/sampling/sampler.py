@@ -233,10 +233,8 @@ class Sampler:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
-        infinite_limit_R, empty_limit_R = (
-            torch.full_like(gap_rows.max_R, torch.inf),
-            torch.full_like(gap_rows.max_R, -1.0),
-        )
+        infinite_limit_R = torch.full_like(gap_rows.max_R, torch.inf)
+        empty_limit_R = torch.full_like(gap_rows.max_R, -1.0)
         search_limit_R, limit_R = infinite_limit_R, filters.min_p_limit_R
         if filters.max_top_k > 0:
             has_filter_R = filters.top_k_R > 0

@@ -429,11 +429,9 @@ class SamplingState:
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """An asynchronous copy on the device."""
         tensor = torch.from_numpy(values)
-        return (
-            tensor.pin_memory().to(self._device, non_blocking=True)
-            if self._device.type == "cuda"
-            else tensor
-        )
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int:
@@ -442,11 +440,8 @@ def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int
         return GREEDY_KIND
     if 0 < top_k <= MAX_LISTED_TOP_K:
         return LISTED_KIND
-    return (
-        UNFILTERED_KIND
-        if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
-        else DESCENT_KIND
-    )
+    keeps_all = top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
+    return UNFILTERED_KIND if keeps_all else DESCENT_KIND
 
 
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest
