@@ -120,12 +120,6 @@ def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> N
     parallel_for(len(x_TE), _norm_token, (x_TE, weight_E, eps, out_TE))
 
 
-@inlined_jit
-def _add_row(x_E: Array, residual_E: Array, total_E: Array) -> None:
-    for e in range(len(x_E)):
-        total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
-
-
 @fast_jit
 def _add_and_norm_token(
     t: int,
@@ -136,8 +130,10 @@ def _add_and_norm_token(
     out_TE: Array,
     total_TE: Array,
 ) -> None:
-    _add_row(x_TE[t], residual_TE[t], total_TE[t])
-    _norm_row(total_TE[t], weight_E, eps, out_TE[t])
+    x_E, residual_E, total_E = x_TE[t], residual_TE[t], total_TE[t]
+    for e in range(len(x_E)):
+        total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
+    _norm_row(total_E, weight_E, eps, out_TE[t])
 
 
 @fast_entry_jit
@@ -179,19 +175,17 @@ def _norm_rope_head(
 def _store_token(
     t: int,
     qkv_TXD: Array,
-    q_weight_D: Array,
-    k_weight_D: Array,
-    eps: np.float32,
-    cos_sin_LD: Array,
-    positions_T: Array,
-    k_NKDPW: Array,
-    v_NKPDW: Array,
-    kv_places_T: Array,
+    weights: tuple[Array, Array, np.float32],
+    rotary: tuple[Array, Array],
+    caches: tuple[Array, Array, Array],
     q_THD: Array,
 ) -> None:
     """All heads of one token: queries to `q_THD`, keys and values to the token's place of the
     caches, nowhere if it is -1.
     """
+    q_weight_D, k_weight_D, eps = weights
+    cos_sin_LD, positions_T = rotary
+    k_NKDPW, v_NKPDW, kv_places_T = caches
     qkv_XD, q_HD, place = qkv_TXD[t], q_THD[t], kv_places_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, head_dim = q_HD.shape
@@ -237,7 +231,7 @@ def _qk_norm_rope_store(
     weights = (q_weight_D, k_weight_D, eps)
     rotary = (cos_sin_LD, positions_T)
     caches = (k_NKDPW, v_NKPDW, kv_places_T)
-    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
+    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, weights, rotary, caches, q_THD))
 
 
 @fast_jit
