@@ -78,7 +78,11 @@ class RankProcess:
     def memory_by_purpose(self) -> dict[str, int]:
         """Bytes of the weights and, once it is allocated, of the KV cache."""
         assert self.worker is not None and self.worker._loaded_model is not None
-        memory = {"weights": self.worker._loaded_model.model.weight_bytes}
+        model = self.worker._loaded_model.model
+        memory = {"weights": self.worker.progress.loaded_bytes}
+        if model.head.tied and model.head.weight is not model.embedding.weight:
+            # Held twice: as rows for lookup, and packed for the product.
+            memory["weights"] += sum(piece.nbytes for piece in model.embedding.slices())
         if self.worker._runner is not None:
             memory["kv_cache"] = self.worker._runner.cache.tensor.nbytes
         return memory

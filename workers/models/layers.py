@@ -256,14 +256,11 @@ class ParallelLMHead(_VocabParallelMatrix):
         """
         return self.weight.product(hidden_BE, None)
 
-    def pack(self) -> bool:
-        """Call once, after every slice is filled. True if the packed weight is a copy, because a
-        tied embedding still needs its rows.
+    def pack(self) -> None:
+        """Call once, after every slice is filled. A tied embedding keeps its rows: its weight is
+        held twice where packing makes a copy.
         """
-        packed = self.weight.packed()
-        copied = packed is not self.weight
-        self.weight = packed
-        return copied
+        self.weight = self.weight.packed()
 
     def slices(self) -> Iterator[WeightSlice]:
         return iter(()) if self.tied else super().slices()

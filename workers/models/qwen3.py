@@ -9,6 +9,7 @@ rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -180,7 +181,6 @@ class Qwen3:
         self.cos_sin_LD = cos_sin_table(
             model_config.rope, model_config.head_dim, max_model_len, group.device
         )
-        self.weight_bytes = 0  # weights of this rank, without the padding of the vocabulary
 
     @property
     def num_kv_heads(self) -> int:
@@ -239,15 +239,8 @@ class Qwen3:
         """Convert every matrix, once it is filled, into the layout in which multiplying by it is
         fastest. Each is given to `move` then, which may give it other memory.
         """
-        self.weight_bytes = sum(piece.nbytes for piece in self.slices())
-        for layer in self.layers:
-            for matrix in layer.matrices():
-                matrix.pack()
-                move(matrix)
-                release_freed_memory()
-        copied = self.head.pack()
-        move(self.head)
-        release_freed_memory()
-        if copied and self.head.tied:
-            # Held twice: as rows for lookup, and packed for the product.
-            self.weight_bytes += self.embedding.weight.nbytes
+        layer_matrices = itertools.chain.from_iterable(layer.matrices() for layer in self.layers)
+        for matrix in (*layer_matrices, self.head):
+            matrix.pack()
+            move(matrix)
+            release_freed_memory()

@@ -64,10 +64,6 @@ class Weight(Protocol):
     def num_rows(self) -> int:
         """Y"""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes."""
-
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
     ) -> Iterator[WeightSlice]:
@@ -100,10 +96,6 @@ class PlainWeight:
     @property
     def num_rows(self) -> int:
         return len(self.values_YX)
-
-    @property
-    def nbytes(self) -> int:
-        return _num_bytes(self.values_YX)
 
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
@@ -143,10 +135,6 @@ class MixedWeight:
         self._values_YX[num_rows:] = 0
         self._packed_values: Tensor | None = None
 
-    @property
-    def nbytes(self) -> int:
-        return self._values_YX.nbytes
-
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
     ) -> Iterator[WeightSlice]:
@@ -184,11 +172,6 @@ class GroupedWeight:
     @property
     def num_rows(self) -> int:
         return self.weight.num_rows
-
-    @property
-    def nbytes(self) -> int:
-        tensors = (self.weight.words_YW, self.weight.zeros_YG, self.weight.scale_YG)
-        return sum(_num_bytes(tensor) for tensor in tensors if tensor is not None)
 
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
@@ -297,11 +280,6 @@ class WeightFormat:
             quantization=quantization,
             dtype=self.dtype,
         )
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    """Of a tensor that may be packed."""
-    return tensor.numel() * tensor.itemsize
 
 
 def release_freed_memory() -> None:
