@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu_check_attention import tuned_attention
 from kernels.decode_parts import part_starts
 from kernels.gpu import attention
 from kernels.gpu.attention_launch import LaunchConfig
@@ -256,7 +257,7 @@ def test_order_of_decode_programs_changes_no_bit(
     case = make_case(DECODE_LENS, [1] * 6, kv_heads=3, group=2, head_dim=64, dtype=dtype)
     case = divided(on_device(case), 11)
     outs = [
-        attention.paged_attention(*case, 0.125, tune=partial(replace, heads_adjacent=adjacent))
+        tuned_attention(partial(replace, heads_adjacent=adjacent))(*case, 0.125)
         for adjacent in (True, False)
     ]
     assert grids == [(3, 11), (11, 3)]
@@ -286,7 +287,7 @@ def test_launch_that_a_benchmark_chooses_is_used(tile_m: int, tile_c: int) -> No
         chosen.append(replace(launch, tile_m=tile_m, tile_c=tile_c, num_warps=4))
         return chosen[-1]
 
-    out = attention.paged_attention(*case, 0.125, tune=tune)
+    out = tuned_attention(tune)(*case, 0.125)
     want = paged_attention_reference(*case, 0.125)
     torch.testing.assert_close(out, want, atol=TOLERANCE[torch.float16], rtol=0)
     assert len(chosen) == 1, "without decode parts, one launch"
