@@ -272,16 +272,16 @@ def open_device(kind: str, index: int = 0) -> Device:
     """The device of a rank: "cpu", or "cuda", the GPU of that index among those this process sees.
     Raises `ConfigError` if it sees none, or if kernels cannot be compiled for it.
     """
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind != "cuda":
+        return Device(torch.device("cpu"))
+    if not torch.cuda.is_available():
         raise ConfigError(
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a GPU"
             " here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
-    if kind == "cuda" and (problems := toolchain_problems()):
+    if problems := toolchain_problems():
         raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(problems)}")
-    if kind == "cuda":
-        return CudaDevice(torch.device("cuda", index))
-    return Device(torch.device("cpu"))
+    return CudaDevice(torch.device("cuda", index))
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

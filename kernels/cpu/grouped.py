@@ -32,6 +32,7 @@ from kernels.cpu.codes import (
     widen_codes,
 )
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
+from kernels.cpu.panel import CACHED_ROWS
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import contiguous, empty, keep, refuse
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
@@ -39,7 +40,6 @@ from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
-_CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _ALIGNMENT = 64
 _HAS_DOT_PRODUCTS = has_dot_products()
 _NO_BIAS = torch.empty(0)
@@ -99,8 +99,8 @@ class CpuGrouped:
         x, out = as_array(contiguous(x_TX)), as_array(out_TY)
         sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
-        for first_row in range(0, len(x), _CACHED_ROWS):
-            rows = slice(first_row, first_row + _CACHED_ROWS)
+        for first_row in range(0, len(x), CACHED_ROWS):
+            rows = slice(first_row, first_row + CACHED_ROWS)
             _linear(x[rows], sums[rows], arrays, bias, out[rows])
         return out_TY
 

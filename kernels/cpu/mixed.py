@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
-from kernels.cpu.panel import multiply_widened_panel
+from kernels.cpu.panel import CACHED_ROWS, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import contiguous, empty
 from kernels.cpu.tile import LANES
 
 PANEL_FEATURES = LANES
-_CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _NO_BIAS = torch.empty(0)
 
 
@@ -60,13 +59,9 @@ class CpuMixed:
         panels = as_array(panels_NXP)
         out = as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
-        for first_row in range(0, len(x), _CACHED_ROWS):
-            _linear(
-                x[first_row : first_row + _CACHED_ROWS],
-                panels,
-                bias,
-                out[first_row : first_row + _CACHED_ROWS],
-            )
+        for first_row in range(0, len(x), CACHED_ROWS):
+            rows = slice(first_row, first_row + CACHED_ROWS)
+            _linear(x[rows], panels, bias, out[rows])
         return out_TY
 
 
