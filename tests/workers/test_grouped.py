@@ -294,7 +294,7 @@ def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
         dtype=torch.float32,
         weight_dtype=torch.float32,
         quantization=computed_quantization(form),
-    ).vocabulary_matrix(8, 128)
+    ).matrix(8, 128, is_vocabulary=True)
     assert isinstance(matrix, GroupedWeight)
     matrix.weight.words_YW.fill_(0x7F)
     matrix.weight.scale_YG.fill_(1)

@@ -44,7 +44,7 @@ class _Matrix:
         self, size_out: int, size_in: int, bias: bool, weight_format: WeightFormat
     ) -> None:
         self.size_in = size_in
-        self.weight = weight_format.layer_matrix(size_out, size_in)
+        self.weight = weight_format.matrix(size_out, size_in)
         self.bias_Y = weight_format.vector(size_out) if bias else None
 
     def pack(self) -> None:
@@ -211,7 +211,7 @@ class _VocabParallelMatrix:
         self.first_id = self.group.rank * self.shard_size
         # Without the padding.
         self.num_ids = max(0, min(self.shard_size, vocab_size - self.first_id))
-        self.weight = weight_format.vocabulary_matrix(self.shard_size, hidden_size)
+        self.weight = weight_format.matrix(self.shard_size, hidden_size, is_vocabulary=True)
         self.weight.zero(self.num_ids)
 
     def slices(self) -> Iterator[WeightSlice]:

@@ -41,7 +41,7 @@ class MoE:
 
         def empty_weight(num_rows: int, size_in: int) -> Tensor:
             shape = (experts.num_experts, num_rows, size_in)
-            return torch.empty(shape, dtype=weight_format.weight_dtype, device=weight_format.device)
+            return torch.empty(shape, dtype=weight_format.weight_dtype, device=self.group.device)
 
         self.router = ReplicatedLinear(
             f"{name}.gate", model.hidden_size, experts.num_experts, weight_format

@@ -225,53 +225,37 @@ class WeightFormat:
     weight_dtype: torch.dtype
     quantization: Quantization | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """Where weights lie."""
-        return self.group.device
-
-    def layer_matrix(self, num_rows: int, size_in: int) -> Weight:
-        """A matrix of a decoder layer."""
-        return self._matrix(num_rows, size_in, self.quantization)
-
-    def vocabulary_matrix(self, num_rows: int, size_in: int) -> Weight:
-        """An embedding, or the head."""
-        quantization = self.quantization
-        return self._matrix(
-            num_rows,
-            size_in,
-            quantization if quantization and quantization.includes_vocabulary else None,
-        )
-
     def vector(self, size: int) -> Tensor:
         """The weight of a norm, or a bias."""
-        return torch.empty(size, dtype=self.dtype, device=self.device)
+        return torch.empty(size, dtype=self.dtype, device=self.group.device)
 
-    def _matrix(self, num_rows: int, size_in: int, quantization: Quantization | None) -> Weight:
+    def matrix(self, num_rows: int, size_in: int, *, is_vocabulary: bool = False) -> Weight:
+        """A matrix of a decoder layer; with `is_vocabulary`, an embedding or the head."""
+        quantization = self.quantization
+        if quantization is not None and is_vocabulary and not quantization.includes_vocabulary:
+            quantization = None
         if quantization is None and self.weight_dtype is not self.dtype:
             mixed = self.kernels.mixed
             assert mixed is not None, "the configuration was checked against the kernels"
-            return MixedWeight(mixed, num_rows, size_in, self.device)
+            return MixedWeight(mixed, num_rows, size_in, self.group.device)
         if quantization is None:
-            values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.device)
+            values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.group.device)
             return PlainWeight(kernels=self.kernels, values_YX=values_YX)
         return self._codes(num_rows, size_in, quantization)
 
     def _codes(self, num_rows: int, size_in: int, quantization: Quantization) -> GroupedWeight:
         num_groups = size_in // quantization.held_group_size(size_in)
-        has_zeros = quantization.name == INT4
+        is_int4 = quantization.name == INT4
+        num_words = size_in // CODES_PER_WORD if is_int4 else size_in
+        scale_dtype = _SCALE_DTYPES[quantization.scale_dtype] if is_int4 else torch.float32
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:
-            return torch.empty(num_rows, columns, dtype=dtype, device=self.device)
+            return torch.empty(num_rows, columns, dtype=dtype, device=self.group.device)
 
         weight = GroupedCodes(
-            words_YW=empty(
-                size_in // (CODES_PER_WORD if has_zeros else 1), _CODE_DTYPES[quantization.name]
-            ),
-            zeros_YG=empty(num_groups, torch.uint8) if has_zeros else None,
-            scale_YG=empty(
-                num_groups, _SCALE_DTYPES[quantization.scale_dtype] if has_zeros else torch.float32
-            ),
+            words_YW=empty(num_words, _CODE_DTYPES[quantization.name]),
+            zeros_YG=empty(num_groups, torch.uint8) if is_int4 else None,
+            scale_YG=empty(num_groups, scale_dtype),
             num_rows=num_rows,
         )
         return GroupedWeight(
