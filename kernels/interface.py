@@ -283,9 +283,6 @@ class Kernels(Protocol):
         come first.
         """
 
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """One call per kernel that only other kinds of sampling need."""
-
     def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight in the layout `linear` needs, perhaps the same tensor."""
 

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from configs.engine import ResolvedConfig
 from configs.paths import SOURCE_ROOT, module_command
 from configs.quantization import Quantization
@@ -128,8 +130,10 @@ def main() -> None:
         for call in _warmup_calls(kernels, 2, dtype, weight_dtype):
             call()
     else:
-        for call in kernels.sampling_warmup_calls(torch_dtype(dtype)):
-            call()
+        from kernels.cpu.sampling import run_each_once  # imports numba
+
+        for logits_dtype in (torch_dtype(dtype), torch.float32):  # that of adjusted logits
+            run_each_once(logits_dtype)
         marker = _marker(dtype)
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
 
@@ -93,14 +92,6 @@ class CpuKernels:
             lambda: elementwise.silu_and_mul(x),
             lambda: elementwise.rms_norm(x, weight, 1e-6),
             recording.run_once,
-        ]
-
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Every sampling kernel, on one logit of this dtype and on one of float32, the dtype of
-        adjusted logits.
-        """
-        return [
-            partial(sampling.run_each_once, logits_dtype) for logits_dtype in (dtype, torch.float32)
         ]
 
 

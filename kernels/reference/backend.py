@@ -79,10 +79,6 @@ class ReferenceKernels:
         """Nothing to compile."""
         return []
 
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Nothing, as above."""
-        return []
-
     def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight, unchanged."""
         return weight_YE
