@@ -25,7 +25,7 @@ from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 class TritonKernels(ReferenceKernels):
     """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
-    `workers/model_runner.py`. Takes over cache layout, products, `call` and the empty lists of what
+    `workers/model_runner.py`. Takes over cache layout, products, `call` and the empty list of what
     to compile.
     """
 
