@@ -60,7 +60,7 @@ def expected_tensors(
     model: ModelConfig, *, merged_experts: bool = False, plain_names: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
-    of storing experts. plain: matrices that are stored as they are in a quantized checkpoint.
+    of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
     Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
     hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim

@@ -124,9 +124,9 @@ class StaticSamplingRows:
     """
 
     def __init__(self, max_rows: int, keep: PutFunction) -> None:
-        self.positions_S = np.zeros(max_rows, np.int64)
-        self.is_drawn_S = np.zeros(max_rows, np.bool_)
-        self.parameters: dict[str, npt.NDArray[Any]] = {
+        self.arrays: dict[str, npt.NDArray[Any]] = {
+            "position": np.zeros(max_rows, np.int64),
+            "is_drawn": np.zeros(max_rows, np.bool_),
             "seed": np.zeros(max_rows, np.int64),
             "top_k": np.ones(max_rows, np.int64),
             "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
@@ -134,9 +134,7 @@ class StaticSamplingRows:
             "min_p_limit": np.full(max_rows, math.inf, np.float32),
             "top_p_bound": np.full(max_rows, math.inf, np.float32),
         }
-        self._positions_S = keep(self.positions_S)
-        self._is_drawn_S = keep(self.is_drawn_S)
-        self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
+        self._tensors = {name: keep(values_S) for name, values_S in self.arrays.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
         """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
@@ -155,10 +153,10 @@ class StaticSamplingRows:
         draw_rows = DrawRows(
             rows_R=None,
             seeds_R=tensors["seed"],
-            positions_R=self._positions_S[:num_rows],
+            positions_R=tensors["position"],
             temperature_R=tensors["temperature"],
             filters=filters if kind == LISTED_KIND else None,
-            is_drawn_R=self._is_drawn_S[:num_rows],
+            is_drawn_R=tensors["is_drawn"],
         )
         return SamplingBatch(
             num_rows=num_rows,
@@ -272,17 +270,15 @@ class SamplingState:
         self, static_rows: StaticSamplingRows, slots_B: Int64Array, positions_B: Int64Array
     ) -> None:
         """Write the parameters of these rows, which a graph samples."""
-        num_rows = len(slots_B)
-        for name, values_S in static_rows.parameters.items():
-            values_S[:num_rows] = self._table[name][slots_B]
-        static_rows.positions_S[:num_rows] = positions_B
-        is_drawn_B = static_rows.parameters["temperature"][:num_rows] > 0
-        static_rows.is_drawn_S[:num_rows] = is_drawn_B
+        arrays = {name: values_S[: len(slots_B)] for name, values_S in static_rows.arrays.items()}
+        arrays["position"][:] = positions_B
+        for name in arrays.keys() & {*_INT_FIELDS, *_FLOAT_FIELDS}:
+            arrays[name][:] = self._table[name][slots_B]
+        arrays["is_drawn"][:] = arrays["temperature"] > 0
         # Greedy rows, and later the padding in their place, go through the filters of the others
         # and need numbers that filters take.
-        static_rows.parameters["temperature"][:num_rows][~is_drawn_B] = 1
-        top_k_B = static_rows.parameters["top_k"][:num_rows]
-        np.clip(top_k_B, 1, MAX_GRAPH_TOP_K, out=top_k_B)
+        arrays["temperature"][~arrays["is_drawn"]] = 1
+        np.clip(arrays["top_k"], 1, MAX_GRAPH_TOP_K, out=arrays["top_k"])
 
     def check(self) -> None:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
