@@ -35,13 +35,8 @@ from kernels.cpu.recording import empty
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension."""
     out = empty(x.shape, x.dtype)
-    rows_shape = (-1, x.shape[-1])
-    _rms_norm(
-        as_array(x.view(rows_shape)),
-        as_array(weight_E),
-        np.float32(eps),
-        as_array(out.view(rows_shape)),
-    )
+    x_TE, out_TE = (tensor.view(-1, x.shape[-1]) for tensor in (x, out))
+    _rms_norm(as_array(x_TE), as_array(weight_E), np.float32(eps), as_array(out_TE))
     return out
 
 
@@ -50,14 +45,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`."""
     out_TE, total_TE = empty(x_TE.shape, x_TE.dtype), empty(x_TE.shape, x_TE.dtype)
-    _add_rms_norm(
-        as_array(x_TE),
-        as_array(residual_TE),
-        as_array(weight_E),
-        np.float32(eps),
-        as_array(out_TE),
-        as_array(total_TE),
-    )
+    x, residual, weight = as_array(x_TE), as_array(residual_TE), as_array(weight_E)
+    _add_rms_norm(x, residual, weight, np.float32(eps), as_array(out_TE), as_array(total_TE))
     return out_TE, total_TE
 
 

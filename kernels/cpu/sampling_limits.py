@@ -247,11 +247,8 @@ def gap_histogram(
     histogram_RSX: Array,
 ) -> None:
     num_rows, num_parts, _ = histogram_RSX.shape
-    parallel_for(
-        num_rows * num_parts,
-        _count_part,
-        (*(gap_rows, limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX),),
-    )
+    arguments = (gap_rows, limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX)
+    parallel_for(num_rows * num_parts, _count_part, arguments)
 
 
 @exact_jit

@@ -148,14 +148,10 @@ class MergedColumnParallelLinear(_ColumnParallelMatrix):
         return self.weight.product(x_TE, None)
 
     def slices(self) -> Iterator[WeightSlice]:
+        size = self.shard_size
+        start = self.rank * size
         for index, name in enumerate(self.names):
-            yield from self._matrix_slices(
-                name,
-                self.full_size,
-                self.rank * self.shard_size,
-                index * self.shard_size,
-                self.shard_size,
-            )
+            yield from self._matrix_slices(name, self.full_size, start, index * size, size)
 
 
 class RowParallelLinear(_Matrix):

@@ -60,14 +60,9 @@ class ScoredTokens:
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
-        ends = np.cumsum(self.rows.num_scored)
-        numbers = zip(
-            self.rows.first_positions,
-            self.rows.num_scored,
-            self.rows.num_top,
-            ends.tolist(),
-            strict=True,
-        )
+        rows = self.rows
+        ends = np.cumsum(rows.num_scored).tolist()
+        numbers = zip(rows.first_positions, rows.num_scored, rows.num_top, ends, strict=True)
         return tuple(
             self._message(first, num_top, slice(end - count, end))
             for first, count, num_top, end in numbers

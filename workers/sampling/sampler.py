@@ -238,13 +238,9 @@ class Sampler:
         search_limit_R, limit_R = infinite_limit_R, filters.min_p_limit_R
         if filters.max_top_k > 0:
             has_filter_R = filters.top_k_R > 0
-            search_limit_R = self._limit(
-                gap_rows,
-                torch.where(has_filter_R, search_limit_R, empty_limit_R),
-                filters.top_k_R,
-                by_weight=False,
-            )
-            search_limit_R = torch.where(has_filter_R, search_limit_R, infinite_limit_R)
+            bound_R = torch.where(has_filter_R, infinite_limit_R, empty_limit_R)
+            top_k_limit_R = self._limit(gap_rows, bound_R, filters.top_k_R, by_weight=False)
+            search_limit_R = torch.where(has_filter_R, top_k_limit_R, infinite_limit_R)
         if filters.uses_top_p:
             has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(

@@ -111,10 +111,10 @@ class SamplingBatch:
 
     num_rows: int
     draws: tuple[DrawRows, ...]
-    penalties: PenaltyRows | None
-    bias: LogitBias | None
-    masked_N: Tensor | None
-    logprobs: LogprobRows | None
+    penalties: PenaltyRows | None = None
+    bias: LogitBias | None = None
+    masked_N: Tensor | None = None
+    logprobs: LogprobRows | None = None
 
 
 class StaticSamplingRows:
@@ -158,14 +158,7 @@ class StaticSamplingRows:
             filters=filters if kind == LISTED_KIND else None,
             is_drawn_R=tensors["is_drawn"],
         )
-        return SamplingBatch(
-            num_rows=num_rows,
-            draws=() if kind == GREEDY_KIND else (draw_rows,),
-            penalties=None,
-            bias=None,
-            masked_N=None,
-            logprobs=None,
-        )
+        return SamplingBatch(num_rows=num_rows, draws=() if kind == GREEDY_KIND else (draw_rows,))
 
 
 class SamplingState:
@@ -367,14 +360,11 @@ class SamplingState:
     def _logit_bias(self, slots_B: Int64Array, put: PutFunction) -> LogitBias | None:
         if not self._bias:
             return None
+        slots = slots_B.tolist()
         bias_of_rows = [
-            (row, *self._bias[slot])
-            for row, slot in enumerate(slots_B.tolist())
-            if slot in self._bias
+            (i, *self._bias[slot]) for i, slot in enumerate(slots) if slot in self._bias
         ]
-        flat_indices_N = self._flat_indices(
-            [(row, columns) for row, columns, _ in bias_of_rows], put
-        )
+        flat_indices_N = self._flat_indices([(i, columns) for i, columns, _ in bias_of_rows], put)
         if flat_indices_N is None:
             return None
         return LogitBias(
@@ -390,17 +380,9 @@ class SamplingState:
         """
         if not self._stop_columns:
             return None
-        is_short_B = (
-            positions_B - self._table["num_prompt_tokens"][slots_B]
-            < self._table["min_tokens"][slots_B]
-        )
-        return self._flat_indices(
-            [
-                (row, self._stop_columns[int(slots_B[row])])
-                for row in is_short_B.nonzero()[0].tolist()
-            ],
-            put,
-        )
+        num_output_tokens_B = positions_B - self._table["num_prompt_tokens"][slots_B]
+        rows = (num_output_tokens_B < self._table["min_tokens"][slots_B]).nonzero()[0].tolist()
+        return self._flat_indices([(i, self._stop_columns[int(slots_B[i])]) for i in rows], put)
 
     def _flat_indices(
         self, columns_of_rows: list[tuple[int, Int64Array]], put: PutFunction
