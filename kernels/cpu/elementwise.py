@@ -65,18 +65,10 @@ def qk_norm_rope_store(
     k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
-    _qk_norm_rope_store(
-        as_array(qkv_TXD),
-        as_array(q_weight_D),
-        as_array(k_weight_D),
-        np.float32(eps),
-        cos_sin_LD.numpy(),
-        positions_T.numpy(),
-        as_array(k_laid_out),
-        as_array(v_laid_out),
-        kv_places_T.numpy(),
-        as_array(q_THD),
-    )
+    weights = as_array(q_weight_D), as_array(k_weight_D), np.float32(eps)
+    rotary = cos_sin_LD.numpy(), positions_T.numpy()
+    caches = as_array(k_laid_out), as_array(v_laid_out), kv_places_T.numpy()
+    _qk_norm_rope_store(as_array(qkv_TXD), *weights, *rotary, *caches, as_array(q_THD))
     return q_THD
 
 

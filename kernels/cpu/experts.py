@@ -121,16 +121,9 @@ class CpuExperts:
         rows_PE = torch.empty(num_pairs, x_TE.shape[1], dtype=x_TE.dtype)
         gate_up_P2F = torch.empty(num_pairs, 2 * num_features, dtype=x_TE.dtype)
         hidden_PF = torch.empty(num_pairs, num_features, dtype=x_TE.dtype)
-        buffers = rows_PE, gate_up_P2F, hidden_PF
-        _mlp(
-            as_array(x_TE.contiguous()),
-            as_array(weights_TK),
-            as_array(ids_TK),
-            as_array(experts.gate_up),
-            as_array(experts.down),
-            tuple(as_array(buffer) for buffer in buffers),
-            as_array(out_TE),
-        )
+        buffers = tuple(map(as_array, (rows_PE, gate_up_P2F, hidden_PF)))
+        tokens = map(as_array, (x_TE.contiguous(), weights_TK, ids_TK))
+        _mlp(*tokens, as_array(experts.gate_up), as_array(experts.down), buffers, as_array(out_TE))
         return out_TE
 
 

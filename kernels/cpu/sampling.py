@@ -88,14 +88,9 @@ def gap_histogram(
     # One histogram per task; with few rows, each row is split so that every thread has a part.
     num_parts = -(-get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
+    bounds, histogram = (limit_R.numpy(), prefix_R.numpy()), histogram_RSX.numpy()
     sampling_limits.gap_histogram(
-        _gap_arrays(gap_rows),
-        limit_R.numpy(),
-        prefix_R.numpy(),
-        shift,
-        num_bits,
-        by_weight,
-        histogram_RSX.numpy(),
+        _gap_arrays(gap_rows), *bounds, shift, num_bits, by_weight, histogram
     )
     return histogram_RSX.sum(dim=1)
 
