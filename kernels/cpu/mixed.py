@@ -40,20 +40,17 @@ class CpuMixed:
         ]
 
     def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
-        """See `MixedKernels`."""
         size_out, size_in = weight_YX.shape
         panels_NXP = weight_YX.view(size_out // PANEL_FEATURES, size_in, PANEL_FEATURES)
         transpose_panels(as_array(panels_NXP))
         return panels_NXP
 
     def rows(self, panels_NXP: Tensor, ids_T: Tensor, /) -> Tensor:
-        """See `MixedKernels`."""
         return panels_NXP[ids_T // PANEL_FEATURES, :, ids_T % PANEL_FEATURES].to(torch.float32)
 
     def linear(
         self, x_TX: Tensor, panels_NXP: Tensor, size_out: int, bias_Y: Tensor | None, /
     ) -> Tensor:
-        """See `MixedKernels`."""
         out_TY = empty((len(x_TX), size_out), torch.float32)
         x = as_array(contiguous(x_TX))
         panels = as_array(panels_NXP)
