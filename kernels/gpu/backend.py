@@ -4,13 +4,22 @@ the rest in Triton.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kernels.gpu import attention, elementwise, sampling, tables
 from kernels.gpu.capabilities import QUANTIZATIONS, TRITON_CAPABILITIES
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.grouped import TritonGrouped
 from kernels.gpu.hybrid import hybrid_attention
-from kernels.interface import Kernels
+from kernels.interface import (
+    Capabilities,
+    ExpertKernels,
+    GroupedKernels,
+    Kernels,
+    MixedKernels,
+    SamplingKernels,
+)
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 
@@ -20,11 +29,11 @@ class TritonKernels(ReferenceKernels):
     to compile.
     """
 
-    capabilities = TRITON_CAPABILITIES
-    sampling = sampling
-    quantized = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
-    mixed = None
-    experts = TritonExperts()
+    capabilities: Capabilities = TRITON_CAPABILITIES
+    sampling: SamplingKernels = sampling
+    quantized: Mapping[str, GroupedKernels] = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
+    mixed: MixedKernels | None = None
+    experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)
     rms_norm = staticmethod(elementwise.rms_norm)

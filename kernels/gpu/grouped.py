@@ -130,7 +130,8 @@ def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
     num_groups = len(weight.scale_YG)
     if num_groups == 1:
-        return triton.cdiv(size_in, _BLOCK_INPUTS) * _BLOCK_INPUTS
+        num_blocks: int = triton.cdiv(size_in, _BLOCK_INPUTS)
+        return num_blocks * _BLOCK_INPUTS
     return size_in // num_groups
 
 

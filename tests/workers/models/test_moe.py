@@ -198,7 +198,7 @@ class Faulty(ReferenceExperts):
         logits_TX: Tensor,
         num_experts_per_token: int,
         normalizes_weights: bool,
-        num_live_tokens_1: Tensor | None,
+        num_live_tokens_1: Tensor | None = None,
         /,
     ) -> tuple[Tensor, Tensor]:
         if self.fault == "weights that are not normalized":
