@@ -181,7 +181,10 @@ def _softmax_block(
 
 @inlined_jit
 def _attend_tile(
-    tensors: tuple[Array, Array, Array, Array],
+    q_THD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
+    out_THD: Array,
     first_token: int,
     num_queries: int,
     first_position: int,
@@ -192,10 +195,8 @@ def _attend_tile(
     prefetch_address: int,
 ) -> None:
     """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
-    `head`. tensors: queries, keys, values, output. `prefetch_address`: address of the keys that the
-    thread's next tile begins with.
+    `head`. `prefetch_address`: address of the keys that the thread's next tile begins with.
     """
-    q_THD, k_NKDPW, v_NKPDW, out_THD = tensors
     num_kv_heads, block_size = k_NKDPW.shape[1], k_NKDPW.shape[3]
     num_heads, head_dim = q_THD.shape[1:]
     group_size = num_heads // num_kv_heads
@@ -246,15 +247,19 @@ def _attend(
     index: int,
     tiles: Array,
     heads_per_group: int,
-    tensors: tuple[Array, Array, Array, Array],
-    rows: tuple[Array, Array, Array],
+    q_THD: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
+    out_THD: Array,
+    starts_B1: Array,
+    lens_B: Array,
+    table_BW: Array,
     scale: np.float32,
     dtype_example: Array,
 ) -> None:
     """Task `index`: the tiles of the first `heads_per_group` heads come first, by tile, then by
     head.
     """
-    starts_B1, lens_B, table_BW = rows
     num_tiles = len(tiles)
     head_group = index // (num_tiles * heads_per_group)
     place_in_group = index % (num_tiles * heads_per_group)
@@ -269,7 +274,10 @@ def _attend(
     next_block = np.int64(table_BW[next_row, 0])
     next_head = head_group * heads_per_group + next_place_in_group % heads_per_group
     _attend_tile(
-        tensors,
+        q_THD,
+        k_NKDPW,
+        v_NKPDW,
+        out_THD,
         first_token + np.int64(first_query),
         np.int64(num_queries),
         np.int64(lens_B[row]) - (end_token - first_token) + np.int64(first_query),
@@ -277,7 +285,7 @@ def _attend(
         head,
         scale,
         dtype_example,
-        tensors[1][next_block, next_head].ctypes.data,
+        k_NKDPW[next_block, next_head].ctypes.data,
     )
 
 
@@ -300,6 +308,20 @@ def _paged_attention(
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     num_kv_heads = k_NKDPW.shape[1]
     heads_per_group = num_kv_heads // num_threads if num_kv_heads % num_threads == 0 else 1
-    tensors, rows = (q_THD, k_NKDPW, v_NKPDW, out_THD), (starts_B1, lens_B, table_BW)
-    arguments = (tiles, heads_per_group, tensors, rows, scale, dtype_example)
-    parallel_for(num_kv_heads * len(tiles), _attend, arguments)
+    parallel_for(
+        num_kv_heads * len(tiles),
+        _attend,
+        (
+            tiles,
+            heads_per_group,
+            q_THD,
+            k_NKDPW,
+            v_NKPDW,
+            out_THD,
+            starts_B1,
+            lens_B,
+            table_BW,
+            scale,
+            dtype_example,
+        ),
+    )

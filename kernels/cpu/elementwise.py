@@ -156,17 +156,19 @@ def _norm_rope_head(
 def _store_token(
     t: int,
     qkv_TXD: Array,
-    weights: tuple[Array, Array, np.float32],
-    rotary: tuple[Array, Array],
-    caches: tuple[Array, Array, Array],
+    q_weight_D: Array,
+    k_weight_D: Array,
+    eps: np.float32,
+    cos_sin_LD: Array,
+    positions_T: Array,
+    k_NKDPW: Array,
+    v_NKPDW: Array,
+    kv_places_T: Array,
     q_THD: Array,
 ) -> None:
     """All heads of one token: queries to `q_THD`, keys and values to the token's place of the
     caches, nowhere if it is -1.
     """
-    q_weight_D, k_weight_D, eps = weights
-    cos_sin_LD, positions_T = rotary
-    k_NKDPW, v_NKPDW, kv_places_T = caches
     qkv_XD, q_HD, place = qkv_TXD[t], q_THD[t], kv_places_T[t]
     cos_sin_D = cos_sin_LD[positions_T[t]]
     num_heads, head_dim = q_HD.shape
@@ -212,7 +214,7 @@ def _qk_norm_rope_store(
     weights = (q_weight_D, k_weight_D, eps)
     rotary = (cos_sin_LD, positions_T)
     caches = (k_NKDPW, v_NKPDW, kv_places_T)
-    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, weights, rotary, caches, q_THD))
+    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
 
 
 @fast_jit
