@@ -59,21 +59,9 @@ class Shape:
 # Two cores of an AMD EPYC (Zen 4) at tp 2, from steps on one of them and from `serving_load`.
 SHAPES = (
     Shape(
-        name="60M",
-        base_s=0.0070,
-        row_s=0.00045,
-        token_s=0.00015,
-        hidden_s=0.0,
-        saturation=15.97,
+        name="60M", base_s=0.0070, row_s=0.00045, token_s=0.00015, hidden_s=0.0, saturation=15.97
     ),
-    Shape(
-        name="0.6B",
-        base_s=0.041,
-        row_s=0.0024,
-        token_s=0.0022,
-        hidden_s=0.017,
-        saturation=1.55,
-    ),
+    Shape(name="0.6B", base_s=0.041, row_s=0.0024, token_s=0.0022, hidden_s=0.017, saturation=1.55),
 )
 SHARES = (12, 25, 50, 75, 100)
 SEEDS = (11, 12, 13)

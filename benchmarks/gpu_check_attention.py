@@ -9,14 +9,15 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
 
 from benchmarks.gpu_check_common import Check, Row, attention_of, refusal, with_parts
 from benchmarks.gpu_check_verdicts import judge, poisoned
-from kernels.gpu.attention import paged_attention as triton_attention
+from kernels.gpu import attention as triton_attention
 from kernels.gpu.attention_launch import LaunchConfig, prefill_launch
 from kernels.gpu.fp8 import Fp8Widening
 from kernels.interface import Kernels
@@ -140,7 +141,7 @@ def attention(check: Check, backend: str, kernels: Kernels) -> None:
             case = partial(_attention_case, check, kernels, shape, batch)
             check.add(f"{backend} {kind} {words}", case)
         if backend == "triton" and check.small:  # few tokens would never be given the large tile
-            attend = partial(triton_attention, tune=partial(_large_tile, check, dim))
+            attend = tuned_attention(partial(_large_tile, check, dim))
             case = partial(_attention_case, check, kernels, shape, _SMALL_LARGE_TILE)
             check.add(f"triton large tile {words}", partial(case, attend=attend))
     if backend == "triton":
@@ -169,7 +170,23 @@ def _attention_fp8(check: Check, kernels: Kernels) -> None:
 
 def reading_by(way: Fp8Widening) -> Attend:
     """Triton's attention, with 8-bit numbers read in this way."""
-    return partial(triton_attention, tune=partial(dataclasses.replace, fp8_widening=way))
+    return tuned_attention(partial(dataclasses.replace, fp8_widening=way))
+
+
+def tuned_attention(tune: Callable[[LaunchConfig], LaunchConfig]) -> Attend:
+    """Triton's attention, launched as `tune` makes it of the launches that are chosen."""
+    choices = {
+        name: getattr(triton_attention, name) for name in ("prefill_launch", "decode_launch")
+    }
+    tuned_choices: dict[str, Any] = {
+        name: lambda *shape, choose=choose: tune(choose(*shape)) for name, choose in choices.items()
+    }
+
+    def attend(*arguments: Any) -> torch.Tensor:
+        with mock.patch.multiple(triton_attention, **tuned_choices):
+            return triton_attention.paged_attention(*arguments)
+
+    return attend
 
 
 def _attention_case(

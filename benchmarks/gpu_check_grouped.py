@@ -15,7 +15,7 @@ from benchmarks.gpu_check_common import Call, Check, Row, median_us, num_sets, r
 from benchmarks.gpu_check_verdicts import judge, poisoned
 from configs.quantization import FP8, INT4
 from kernels.gpu import grouped
-from kernels.interface import GroupedCodes, GroupedKernels
+from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import to_fp8
 from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped
 
@@ -40,20 +40,13 @@ def _same_product(
     check: Check, form: str, num_rows: int, size_in: int, size_out: int, group: int
 ) -> Row:
     weight, bias_Y = drawn(check, form, size_in, size_out, group), check.normal(size_out)
-    kernels = kernels_of(check, form)
+    kernels = check.backends["triton"].quantized[form]
     x_TX = check.normal(num_rows, size_in)
     packed = kernels.pack_weight(weight)
     with poisoned():
         out_TY = kernels.linear(x_TX, packed, bias_Y)
     # One of the result; for many rows weights are rounded too, each way.
     return judge(out_TY, ReferenceGrouped().linear(x_TX.float(), weight, bias_Y.float()), 2)
-
-
-def kernels_of(check: Check, form: str) -> GroupedKernels:
-    triton = check.backends["triton"]
-    kernels = {INT4: triton.int4, FP8: triton.fp8}[form]
-    assert kernels is not None
-    return kernels
 
 
 def drawn(check: Check, form: str, size_in: int, size_out: int, group: int) -> GroupedCodes:
@@ -117,7 +110,7 @@ def _product_row(
 def _packed(
     check: Check, form: str, num_rows: int, size_in: int, size_out: int, group: int
 ) -> Call:
-    kernels = kernels_of(check, form)
+    kernels = check.backends["triton"].quantized[form]
     weight = kernels.pack_weight(drawn(check, form, size_in, size_out, group))
     return partial(kernels.linear, check.normal(num_rows, size_in), weight, None)
 

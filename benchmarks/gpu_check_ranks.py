@@ -25,13 +25,7 @@ import torch
 
 from benchmarks.common import QWEN3_0_6B
 from benchmarks.gpu_check_common import Check, Row, rounded
-from benchmarks.gpu_check_engine import (
-    COMPARED,
-    TINY,
-    near_zero,
-    open_engine,
-    run_all,
-)
+from benchmarks.gpu_check_engine import COMPARED, TINY, near_zero, open_engine, run_all
 from benchmarks.gpu_check_steps import decode_step
 from benchmarks.gpu_check_tokens import add_ragged
 from benchmarks.in_process import InProcessExecutor

@@ -85,7 +85,7 @@ def calls(check: Check) -> None:
         "ours, rms_norm": lambda: kernels.rms_norm(wide, weight, 1e-6),
         "ours, row_best": lambda: kernels.sampling.row_best(wide),
         "upload of 4 arrays": upload,
-        "download": lambda: device.to_host(ids),
+        "download": lambda: (device.to_host(ids), device.record_event()),
         "event": device.record_event,
     }
     if check.on_gpu:

@@ -31,6 +31,7 @@ import triton
 
 from benchmarks.common import RESULTS, commit
 from benchmarks.common import machine as describe_machine
+from benchmarks.gpu_check_attention import tuned_attention
 from benchmarks.gpu_check_common import (
     Check,
     Row,
@@ -44,7 +45,6 @@ from benchmarks.gpu_check_process import write_json
 from benchmarks.gpu_check_speed import Pool, attention_bytes, attention_us
 from benchmarks.gpu_check_verdicts import judge, poisoned
 from kernels import decode_parts
-from kernels.gpu.attention import paged_attention
 from kernels.gpu.attention_launch import LaunchConfig
 from kernels.gpu.fp8 import Fp8Widening
 from kernels.select import select_backend
@@ -167,11 +167,7 @@ def _changed(**fields: Any) -> Tune:
 
 
 def _add_launches(
-    check: Check,
-    pool: Pool,
-    case: Case,
-    launches: dict[str, Tune],
-    chosen: list[torch.Tensor],
+    check: Check, pool: Pool, case: Case, launches: dict[str, Tune], chosen: list[torch.Tensor]
 ) -> None:
     """Add the row of each launch, unless the cache is larger than the pool. `chosen`: what the
     launch as chosen gives, which this puts there if it is one of them.
@@ -181,7 +177,7 @@ def _add_launches(
     if kv_heads * dim * cached > pool.keys.numel():
         return
     for label, tune in launches.items():
-        attend = partial(paged_attention, tune=tune)
+        attend = tuned_attention(tune)
         check.add(case.name, partial(_measure, check, pool, case, label, attend, chosen))
         print(line_of(check.rows[-1]), flush=True)
 

@@ -78,7 +78,11 @@ class RankProcess:
     def memory_by_purpose(self) -> dict[str, int]:
         """Bytes of the weights and, once it is allocated, of the KV cache."""
         assert self.worker is not None and self.worker._loaded_model is not None
-        memory = {"weights": self.worker._loaded_model.model.weight_bytes}
+        model = self.worker._loaded_model.model
+        memory = {"weights": self.worker.progress.loaded_bytes}
+        if model.head.tied and model.head.weight is not model.embedding.weight:
+            # Held twice: as rows for lookup, and packed for the product.
+            memory["weights"] += sum(piece.nbytes for piece in model.embedding.slices())
         if self.worker._runner is not None:
             memory["kv_cache"] = self.worker._runner.cache.tensor.nbytes
         return memory
@@ -90,12 +94,12 @@ class RankProcess:
         assert self.worker is not None and self.worker._runner is not None
         kernels, group = self.worker._runner.model.kernels, self.worker._group
         # A replay of recorded layers calls none of the kernels.
-        self.worker._runner.layers._max_rows = 0
+        self.worker._runner.layers.max_rows = 0
         self.seconds = defaultdict[str, float](float)
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)
         # Forms may share their kernels.
-        for products in {kernels.int8, kernels.int4, kernels.fp8, kernels.mixed}:
+        for products in {*kernels.quantized.values(), kernels.mixed}:
             if products is not None:
                 self._clock(products, "linear", "linear")
         for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):

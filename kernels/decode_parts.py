@@ -53,8 +53,7 @@ def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
     max_part_chunks = max(min_part_chunks, longest_row_chunks)
     if max_parts > len(seq_lens_B):
         max_part_chunks = min(
-            max_part_chunks,
-            max(min_part_chunks, -(-total_chunks // (max_parts - len(seq_lens_B)))),
+            max_part_chunks, max(min_part_chunks, -(-total_chunks // (max_parts - len(seq_lens_B))))
         )
     while min_part_chunks < max_part_chunks:
         middle_part_chunks = (min_part_chunks + max_part_chunks) // 2

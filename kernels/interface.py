@@ -14,7 +14,7 @@ the token table; J = H + 2 K heads of queries, keys and values; S slots, W block
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,27 +72,16 @@ class GapRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int8Weight:
-    """A weight of 8-bit codes: `codes_YX * scale_Y` in the rows.
-
-    codes_YX: int8 between -127 and 127; once packed, in the layout of the backend.
-    scale_Y : float32.
-    """
-
-    codes_YX: Tensor
-    scale_Y: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedCodes:
     """A weight of codes of which groups of consecutive inputs, all of one size, share a scale.
-    "int4": whole numbers of 4 bits, which also share a zero point: (code - zero) * scale. "fp8":
-    e4m3 numbers of 8 bits: code * scale. Once packed, in the layout of the backend.
+    "int8": whole numbers of 8 bits, in one group: code * scale. "int4": whole numbers of 4 bits,
+    which also share a zero point: (code - zero) * scale. "fp8": e4m3 numbers of 8 bits: code *
+    scale. Once packed, in the layout of the backend.
 
-    words_YW: int32, eight codes in a word, in the order of `kernels/reference/grouped.py`; or
-        uint8, an e4m3 number each.
-    zeros_YG: uint8 between 0 and 15; None with e4m3 numbers, and perhaps once packed.
-    scale_YG: float16 or bfloat16; float32 with e4m3 numbers.
+    words_YW: int8 between -127 and 127; int32, eight codes of 4 bits in a word, in the order of
+        `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
+    zeros_YG: uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
+    scale_YG: float32; float16 or bfloat16 with codes of 4 bits.
     num_rows: Y.
     """
 
@@ -114,22 +103,10 @@ class ExpertWeights:
     down: Tensor
 
 
-class Int8Kernels(Protocol):
-    """Products of 8-bit codes; `kernels/reference/int8.py` defines their results, to the bit."""
-
-    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """As `Kernels.warmup_calls`, for these kernels."""
-
-    def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
-        """The weight in the layout `linear` needs, perhaps the same object."""
-
-    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
-        """x @ weight.T + bias, with x quantized per row: [T, Y] in the dtype of x."""
-
-
 class GroupedKernels(Protocol):
-    """Products with codes of one form, "int4" or "fp8"; `kernels/reference/grouped.py` defines
-    their results.
+    """Products with codes of one form. Those of "int8" quantize x too, per row;
+    `kernels/reference/int8.py` defines their results, to the bit, and `grouped.py` beside it those
+    of "int4" and "fp8".
     """
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
@@ -160,12 +137,7 @@ class MixedKernels(Protocol):
         """[T, X] in float32: the rows of the weight with these numbers."""
 
     def linear(
-        self,
-        x_TX: Tensor,
-        packed: Tensor,
-        size_out: int,
-        bias_Y: Tensor | None,
-        /,
+        self, x_TX: Tensor, packed: Tensor, size_out: int, bias_Y: Tensor | None, /
     ) -> Tensor:
         """x @ weight.T + bias, [T, Y], for the first `size_out` rows of the weight."""
 
@@ -234,12 +206,7 @@ class SamplingKernels(Protocol):
         """
 
     def pick_column(
-        self,
-        gap_rows: GapRows,
-        limit_R: Tensor,
-        sums_RX: Tensor,
-        target_weight_R: Tensor,
-        /,
+        self, gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
     ) -> Tensor:
         """The column that the target weight lies in; -1 where another rank has it."""
 
@@ -247,24 +214,14 @@ class SamplingKernels(Protocol):
         """The top_k smallest gaps of each row."""
 
     def limits_from_lists(
-        self,
-        list_NRK: Tensor,
-        top_k_R: Tensor,
-        top_p_R: Tensor,
-        min_p_limit_R: Tensor,
-        /,
+        self, list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor, /
     ) -> tuple[Tensor, Tensor]:
         """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
         every rank.
         """
 
     def mask_columns(
-        self,
-        logits_BV: Tensor,
-        rows_R: Tensor,
-        mask_words_RW: Tensor,
-        first_bit: int,
-        /,
+        self, logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int, /
     ) -> None:
         """Set the logits of tokens that a row may not choose to minus infinity, in place."""
 
@@ -305,9 +262,7 @@ class Kernels(Protocol):
 
     capabilities: Capabilities
     sampling: SamplingKernels
-    int8: Int8Kernels | None  # None: quantization "int8" is not among the capabilities
-    int4: GroupedKernels | None  # None: "int4" is not among the capabilities' quantizations
-    fp8: GroupedKernels | None  # None: "fp8" is not among the capabilities' quantizations
+    quantized: Mapping[str, GroupedKernels]  # by quantization, those of the capabilities
     mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
     recorder: type[Recorder] | None  # None: no recordings; a GPU has graphs
@@ -331,9 +286,6 @@ class Kernels(Protocol):
         """One call per kernel of a greedy step, so that each is compiled; the slowest to compile
         come first.
         """
-
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """One call per kernel that only other kinds of sampling need."""
 
     def pack_weight(self, weight_YE: Tensor, /) -> Tensor:
         """The weight in the layout `linear` needs, perhaps the same tensor."""
@@ -376,12 +328,7 @@ class Kernels(Protocol):
         """(token ids of a step, where their KV goes)."""
 
     def write_tokens(
-        self,
-        tokens_SL: Tensor,
-        slots_R: Tensor,
-        positions_R: Tensor,
-        token_ids_R: Tensor,
-        /,
+        self, tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor, /
     ) -> None:
         """Put tokens into the table, except at position 0, which marks a row of padding."""
 

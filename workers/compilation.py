@@ -16,8 +16,11 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
+from configs.engine import ResolvedConfig
 from configs.paths import SOURCE_ROOT, module_command
-from configs.quantization import FP8, INT4, INT8, Quantization
+from configs.quantization import Quantization
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.batch.kv_cache import torch_dtype
@@ -28,19 +31,12 @@ _LOWEST_PRIORITY = 19
 
 
 def compile_first_step(
-    kernels: Kernels,
-    group: TensorParallelGroup,
-    dtype: str,
-    weight_dtype: str,
-    quantization: Quantization | None,
-    has_experts: bool = False,
+    kernels: Kernels, group: TensorParallelGroup, config: ResolvedConfig
 ) -> None:
     """Make the kernels of a greedy step and of the all-reduce ready. Every rank calls this at the
     same time.
     """
-    calls = _calls_of_first_step(
-        kernels, group.size, dtype, weight_dtype, quantization, has_experts
-    )
+    calls = _first_step_calls(kernels, config)
     for call in group.claim_tasks("compile", calls):  # the slowest come first
         call()
         group.progress.num_compiled_kernels += 1
@@ -50,38 +46,36 @@ def compile_first_step(
         group.progress.num_compiled_kernels += 1
 
 
-def load_first_step(
-    kernels: Kernels,
-    num_ranks: int,
-    dtype: str,
-    weight_dtype: str,
-    quantization: Quantization | None,
-    has_experts: bool = False,
-) -> None:
+def load_first_step(kernels: Kernels, config: ResolvedConfig) -> None:
     """Load the same kernels, which are cached by now, in a process without a group."""
-    for call in _calls_of_first_step(
-        kernels, num_ranks, dtype, weight_dtype, quantization, has_experts
-    ):
+    for call in _first_step_calls(kernels, config):
         call()
 
 
-def _calls_of_first_step(
+def _first_step_calls(kernels: Kernels, config: ResolvedConfig) -> list[Callable[[], object]]:
+    return _warmup_calls(
+        kernels,
+        config.engine.tensor_parallel_size,
+        config.dtype,
+        config.weight_dtype,
+        config.quantization,
+        has_experts=config.model.experts is not None,
+    )
+
+
+def _warmup_calls(
     kernels: Kernels,
     num_ranks: int,
     dtype: str,
     weight_dtype: str,
-    quantization: Quantization | None,
+    quantization: Quantization | None = None,
     has_experts: bool = False,
 ) -> list[Callable[[], object]]:
     calls = kernels.warmup_calls(torch_dtype(dtype))
     if weight_dtype != dtype and kernels.mixed is not None:
         calls[1:1] = kernels.mixed.warmup_calls()
     if quantization is not None:
-        quantized_kernels = {INT8: kernels.int8, INT4: kernels.int4, FP8: kernels.fp8}[
-            quantization.name
-        ]
-        assert quantized_kernels is not None, "the configuration was checked against the kernels"
-        calls[1:1] = quantized_kernels.warmup_calls(torch_dtype(dtype))
+        calls[1:1] = kernels.quantized[quantization.name].warmup_calls(torch_dtype(dtype))
     if has_experts:
         calls[:0] = kernels.experts.warmup_calls(torch_dtype(dtype), torch_dtype(weight_dtype))
     if num_ranks > 1 and calls:
@@ -133,11 +127,13 @@ def main() -> None:
         weight_dtype = dtype
         if dtype == "float32" and kernels.capabilities.weight_dtypes:
             weight_dtype = kernels.capabilities.weight_dtypes[-1]
-        for call in _calls_of_first_step(kernels, 2, dtype, weight_dtype, quantization=None):
+        for call in _warmup_calls(kernels, 2, dtype, weight_dtype):
             call()
     else:
-        for call in kernels.sampling_warmup_calls(torch_dtype(dtype)):
-            call()
+        from kernels.cpu.sampling import run_each_once  # imports numba
+
+        for logits_dtype in (torch_dtype(dtype), torch.float32):  # that of adjusted logits
+            run_each_once(logits_dtype)
         marker = _marker(dtype)
         try:
             marker.parent.mkdir(parents=True, exist_ok=True)

@@ -20,12 +20,7 @@ from configs.engine import (
 )
 from configs.formats.stored import INT32
 from configs.model import ModelConfig, rope_max_length
-from configs.quantization import (
-    INT8,
-    Quantization,
-    computed_quantization,
-    stored_quantization,
-)
+from configs.quantization import INT8, Quantization, computed_quantization, stored_quantization
 from kernels.interface import Capabilities, Kernels
 from kernels.select import backends_with_quantization, choose_capabilities, select_backend
 from scheduler.errors import ConfigError
@@ -218,11 +213,8 @@ def _quantization(
     elif kept_quantization is not None:
         # Otherwise the codes are unpacked, on any backend.
         is_possible = kept_quantization.name in backend.quantizations and model.experts is None
-        kept_quantization = (
-            kept_quantization
-            if is_possible and asked_quantization in (None, kept_quantization.name)
-            else None
-        )
+        if not is_possible or asked_quantization not in (None, kept_quantization.name):
+            kept_quantization = None
     quantization = kept_quantization
     if quantization is None and asked_quantization is not None:
         quantization = computed_quantization(asked_quantization)

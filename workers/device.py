@@ -76,9 +76,7 @@ class BufferedUploads(StepUploads):
     """
 
     def __init__(
-        self,
-        buffer: Tensor,
-        copy: Callable[[Tensor, Callable[[ByteArray], None]], None],
+        self, buffer: Tensor, copy: Callable[[Tensor, Callable[[ByteArray], None]], None]
     ) -> None:
         self.buffer = buffer
         self._copy = copy
@@ -157,11 +155,9 @@ class Device:
         """Room for `num_bytes` that each step sends."""
         return StepUploads()
 
-    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
-        """(the tensors in host memory; the event after which they are valid, None if they are valid
-        now).
-        """
-        return list(tensors), None
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """The tensor in host memory, valid after the event that is recorded next."""
+        return tensor
 
     def record_event(self) -> Event | None:
         """The end of what was launched so far; None on a device where everything has run when a
@@ -229,12 +225,8 @@ class CudaDevice(Device):
         fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
 
-    def to_host(self, *tensors: Tensor) -> tuple[list[Tensor], Event | None]:
-        copies = [
-            _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
-            for tensor in tensors
-        ]
-        return copies, self.record_event()
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def record_event(self) -> Event:
         event: Event = torch.cuda.Event(enable_timing=True)
@@ -280,16 +272,16 @@ def open_device(kind: str, index: int = 0) -> Device:
     """The device of a rank: "cpu", or "cuda", the GPU of that index among those this process sees.
     Raises `ConfigError` if it sees none, or if kernels cannot be compiled for it.
     """
-    if kind == "cuda" and not torch.cuda.is_available():
+    if kind != "cuda":
+        return Device(torch.device("cpu"))
+    if not torch.cuda.is_available():
         raise ConfigError(
             f"device 'cuda': torch {torch.__version__} (CUDA {torch.version.cuda}) cannot use a GPU"
             " here. Install a torch that fits the machine's driver, or choose the device 'cpu'"
         )
-    if kind == "cuda" and (problems := toolchain_problems()):
+    if problems := toolchain_problems():
         raise ConfigError(f"GPU kernels cannot be compiled here: {'; '.join(problems)}")
-    if kind == "cuda":
-        return CudaDevice(torch.device("cuda", index))
-    return Device(torch.device("cpu"))
+    return CudaDevice(torch.device("cuda", index))
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

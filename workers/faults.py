@@ -14,20 +14,8 @@ import time
 from pathlib import Path
 
 FAULTS_VARIABLE = "EAGLERAY_FAULTS"
-# The phases of a start, then what happens in a step.
-POINTS = (
-    "rendezvous",
-    "compile",
-    "load",
-    "kv_cache",
-    "wait_for_peers",
-    "allocate_cache",
-    "step",
-    "forward",
-    "collective",
-    "sample",
-    "reply",
-)
+_START_PHASES = ("rendezvous", "compile", "load", "kv_cache", "wait_for_peers", "allocate_cache")
+POINTS = (*_START_PHASES, "step", "forward", "collective", "sample", "reply")
 _folder = Path(os.environ[FAULTS_VARIABLE]) if os.environ.get(FAULTS_VARIABLE) else None
 _num_passes: dict[str, int] = {}
 

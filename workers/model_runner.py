@@ -10,10 +10,9 @@ step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabul
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from configs.engine import ResolvedConfig
 from configs.quantization import INT8
-from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata, DecodeParts
 from kernels.reference.sampling import MAX_LISTED_TOP_K
 from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs, int32_array
@@ -35,7 +33,6 @@ from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
 from workers.memory.lasting import SharedMemfd
 from workers.models.qwen3 import Qwen3
-from workers.parallel.group import TensorParallelGroup
 from workers.sampling.next_tokens import NextTokens
 from workers.sampling.prompt_logprobs import (
     POSITIONS_AT_ONCE,
@@ -103,8 +100,6 @@ class ModelRunner:
         self,
         config: ResolvedConfig,
         model: Qwen3,
-        group: TensorParallelGroup,
-        kernels: Kernels,
         device: Device,
         num_blocks: int,
         inherited_cache: SharedMemfd | None = None,
@@ -114,16 +109,17 @@ class ModelRunner:
         """
         self.model = model
         self.device = device
+        kernels, num_kv_heads = model.kernels, model.num_kv_heads
         self.cache = KVCache(
-            config, kernels, num_blocks, model.num_kv_heads, device.torch, inherited_cache
+            config, kernels, num_blocks, num_kv_heads, device.torch, inherited_cache
         )
         rows = config.max_num_seqs
         columns = config.max_model_len + config.max_blocks_per_sequence
         with guard_allocation(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
         ):
-            self.state = BatchState(config, num_blocks, device, kernels, model.num_kv_heads)
-            self.sampler = make_sampler(config, model, group, kernels)
+            self.state = BatchState(config, num_blocks, device, kernels, num_kv_heads)
+            self.sampler = _make_sampler(config, model)
             self.uploads = device.step_uploads(
                 _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
             )
@@ -250,20 +246,16 @@ class ModelRunner:
         start_event: Event | None,
         seconds: dict[str, float],
     ) -> PendingStep:
+        to_host = self.device.to_host
+        token_ids_R = None if sampled_tokens is None else to_host(sampled_tokens.token_ids_B)
         logprobs = None if sampled_tokens is None else sampled_tokens.logprobs
-        tensors = [] if sampled_tokens is None else [sampled_tokens.token_ids_B]
-        tensors += [] if logprobs is None else logprobs.tensors
-        tensors += (
-            [] if scored_tokens is None else (*scored_tokens.tensors, scored_tokens.token_rank_P)
-        )
-        copies, end_event = self.device.to_host(*tensors)
-        host_tensors = iter(copies)
-        token_ids_R = None if sampled_tokens is None else next(host_tensors)
         if logprobs is not None:
-            logprobs = replace(logprobs, tensors=_next_logprobs(host_tensors))
+            logprobs = replace(logprobs, tensors=LogprobTensors(*map(to_host, logprobs.tensors)))
         if scored_tokens is not None:
             scored_tokens = replace(
-                scored_tokens, tensors=_next_logprobs(host_tensors), token_rank_P=next(host_tensors)
+                scored_tokens,
+                tensors=LogprobTensors(*map(to_host, scored_tokens.tensors)),
+                token_rank_P=to_host(scored_tokens.token_rank_P),
             )
         return PendingStep(
             device=self.device,
@@ -271,34 +263,26 @@ class ModelRunner:
             logprobs=logprobs,
             scored_tokens=scored_tokens,
             start_event=start_event,
-            end_event=end_event,
+            end_event=self.device.record_event(),
             seconds=seconds,
         )
 
 
-def _next_logprobs(tensors: Iterator[Tensor]) -> LogprobTensors:
-    return LogprobTensors._make(itertools.islice(tensors, len(LogprobTensors._fields)))
-
-
-def make_sampler(
-    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
-) -> Sampler:
+def _make_sampler(config: ResolvedConfig, model: Qwen3) -> Sampler:
     """The sampler of this rank's shard of the vocabulary."""
-    start, shard_size = model.head.first_id, model.head.shard_size
+    start, group = model.head.first_id, model.group
     return Sampler(
         group,
-        kernels.sampling,
+        model.kernels.sampling,
         config.model.vocab_size,
         start,
-        start + shard_size,
+        start + model.head.shard_size,
         config.max_num_seqs,
         group.device,
     )
 
 
-def run_largest_step(
-    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
-) -> None:
+def run_largest_step(config: ResolvedConfig, model: Qwen3) -> None:
     """Run the step that needs the most memory: the largest number of tokens and sampling rows, with
     every stage of sampling in use that needs memory per slot or per logit. Every rank runs it at
     the same time.
@@ -313,13 +297,11 @@ def run_largest_step(
         repetition_penalty=1.1,
         logprobs=20,
     )
-    _run_step(config, model, group, kernels, num_rows, row_len, row_len, [sampling] * num_rows)
+    _run_step(config, model, num_rows, row_len, row_len, [sampling] * num_rows)
 
 
 @torch.inference_mode()
-def warm_up(
-    config: ResolvedConfig, model: Qwen3, group: TensorParallelGroup, kernels: Kernels
-) -> None:
+def warm_up(config: ResolvedConfig, model: Qwen3) -> None:
     """Run everything that a backend compiles at its first use, so that no request waits for it:
     attention over long prompts, short prompts and single tokens, with tight and with the widest
     bounds; every kind of sampling row, with raw and with adjusted logits; updates of the tables.
@@ -340,26 +322,24 @@ def warm_up(
         (1, 1, config.max_model_len),
     )
     for num_rows, row_len, bound in steps:
-        _run_step(config, model, group, kernels, num_rows, row_len, bound, [])
+        _run_step(config, model, num_rows, row_len, bound, [])
     quantization = config.quantization
     if config.device == "cuda" and quantization and quantization.name != INT8:
         # These have kernels for some rows too, and others for the head.
         row_len = min(_MEDIUM_STEP_TOKENS, max_row_len)
-        model.logits(_run_step(config, model, group, kernels, 1, row_len, max_row_len, []))
+        model.logits(_run_step(config, model, 1, row_len, max_row_len, []))
     for sampling in sampling_kinds:
-        _run_step(config, model, group, kernels, 1, 1, 1, [sampling])
-    table = torch.zeros(1, 1, dtype=torch.int32, device=group.device)
+        _run_step(config, model, 1, 1, 1, [sampling])
+    table = torch.zeros(1, 1, dtype=torch.int32, device=model.group.device)
     zeros = table[0].clone()
-    kernels.look_up_tokens(table, table, zeros, zeros, zeros, 1)
-    kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
+    model.kernels.look_up_tokens(table, table, zeros, zeros, zeros, 1)
+    model.kernels.write_tokens(table, zeros, zeros, zeros.to(torch.int64))
 
 
 @torch.inference_mode()
 def _run_step(
     config: ResolvedConfig,
     model: Qwen3,
-    group: TensorParallelGroup,
-    kernels: Kernels,
     num_rows: int,
     row_len: int,
     max_seq_len: int,
@@ -368,7 +348,7 @@ def _run_step(
     """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
     block, which is never written. Returns the hidden states [T, E].
     """
-    device = group.device
+    device, kernels = model.group.device, model.kernels
     num_tokens = num_rows * row_len
     cache = KVCache(config, kernels, 1, model.num_kv_heads, device)
     starts_B1 = torch.arange(0, num_tokens + 1, row_len, dtype=torch.int32, device=device)
@@ -397,7 +377,7 @@ def _run_step(
     hidden_TE = model.forward(torch.zeros_like(positions_T), positions_T, attn, cache.layers)
     if not samplings:
         return hidden_TE
-    sampler = make_sampler(config, model, group, kernels)
+    sampler = _make_sampler(config, model)
     num_sampled = len(samplings)
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)

@@ -138,14 +138,11 @@ def floor_s(
     )
     num_steps = max((w.num_output_tokens for w in works), default=0)
     kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
-    bytes_per_layer_weight = (
-        weight_itemsize if quantization is None else quantization.bytes_per_weight
-    )
-    bytes_per_head_weight = (
-        bytes_per_layer_weight
-        if quantization is None or quantization.includes_vocabulary
-        else weight_itemsize
-    )
+    bytes_per_layer_weight = bytes_per_head_weight = float(weight_itemsize)
+    if quantization is not None:
+        bytes_per_layer_weight = quantization.bytes_per_weight
+        if quantization.includes_vocabulary:
+            bytes_per_head_weight = quantization.bytes_per_weight
     num_bytes = (
         layer_parameters * bytes_per_layer_weight + head_parameters * bytes_per_head_weight
     ) * num_steps + itemsize * kv_elements_per_token * decode_context_sum

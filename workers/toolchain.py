@@ -18,11 +18,8 @@ LIBCUDA = "libcuda.so.1"
 
 def toolchain_problems() -> list[str]:
     """What is missing, and what to do about each; empty on a machine that has everything."""
-    return [
-        problem
-        for problem in (_compiler_problem(), _headers_problem(), _libcuda_problem())
-        if problem
-    ]
+    problems = _compiler_problem(), _headers_problem(), _libcuda_problem()
+    return [problem for problem in problems if problem]
 
 
 def _compiler_problem() -> str:

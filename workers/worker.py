@@ -37,7 +37,6 @@ from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemory
 from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
-from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.processor import compute_platform_of
@@ -89,18 +88,14 @@ class Worker:
         """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
         on a CPU, map the weights of the rank. Needs no peers.
         """
-        config = self.config
-        kernels = find_kernels(config)
+        kernels = find_kernels(self.config)
         kernels.set_num_threads(1)
-        size = config.engine.tensor_parallel_size
-        quantization = config.quantization
-        has_experts = config.model.experts is not None
-        load_first_step(kernels, size, config.dtype, config.weight_dtype, quantization, has_experts)
+        load_first_step(kernels, self.config)
         if (weights := self._inherited_memory.weights) is not None:
             self._kernels = kernels
             self._group = self._new_group(torch.device("cpu"))
             self._loaded_model = adopt_model(
-                self._inherited_memory, weights, config, self._group, kernels
+                self._inherited_memory, weights, self.config, self._group, kernels
             )
 
     def start(
@@ -128,16 +123,7 @@ class Worker:
         with self._phase("rendezvous"):
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
-            quantization = self.config.quantization
-            has_experts = self.config.model.experts is not None
-            compile_first_step(
-                kernels,
-                group,
-                self.config.dtype,
-                self.config.weight_dtype,
-                quantization,
-                has_experts,
-            )
+            compile_first_step(kernels, group, self.config)
             if self.config.device == "cuda":
                 _launch_test_kernel(kernels, device.torch)
         group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
@@ -147,9 +133,17 @@ class Worker:
             )
         if self.config.device == "cuda":
             with self._phase("warm_up"), self._convert_memory_errors():
-                warm_up(self.config, loaded_model.model, group, kernels)
+                warm_up(self.config, loaded_model.model)
         with self._phase("kv_cache"):
-            measure_budget = partial(self._gpu_budget, loaded_model.model, group, kernels, device)
+            measure_budget = partial(
+                gpu_budget,
+                self.config,
+                device,
+                run_step=partial(run_largest_step, self.config, loaded_model.model),
+                make_runner=partial(
+                    ModelRunner, self.config, loaded_model.model, device, num_blocks=1
+                ),
+            )
             ledger = plan_kv_cache(self.config, self.rank, measure_budget, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
@@ -182,22 +176,13 @@ class Worker:
         Raises `ConfigError` if there is not enough memory; `WorkerError` if there was when the
         engine began.
         """
-        device = self._device
-        group = self._group
-        kernels = self._kernels
-        loaded_model = self._loaded_model
-        if device is None or group is None or kernels is None or loaded_model is None:
+        device, loaded_model = self._device, self._loaded_model
+        if device is None or loaded_model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._convert_memory_errors():
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
-                self.config,
-                loaded_model.model,
-                group,
-                kernels,
-                device,
-                num_blocks,
-                self._inherited_memory.cache,
+                self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
             if not is_standby:
                 self._begin_steps(self._runner)
@@ -328,17 +313,6 @@ class Worker:
             raise WorkerError(f"{step_label} came when step {self._next_step_id} was due")
         if self._runner is None:
             raise WorkerError(f"{step_label} came before allocate_cache")
-
-    def _gpu_budget(
-        self, model: Qwen3, group: TensorParallelGroup, kernels: Kernels, device: Device
-    ) -> list[tuple[str, int]]:
-        def run_step() -> None:
-            run_largest_step(self.config, model, group, kernels)
-
-        def make_runner() -> ModelRunner:
-            return ModelRunner(self.config, model, group, kernels, device, num_blocks=1)
-
-        return gpu_budget(self.config, device, run_step, make_runner)
 
     @contextmanager
     def _convert_memory_errors(self) -> Iterator[None]:

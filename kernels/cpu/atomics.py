@@ -88,9 +88,9 @@ def pause(typing_context: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if platform.machine() in ("x86_64", "AMD64"):
-            builder.call(_declare_function(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
+            builder.call(declare_function(builder, "llvm.x86.sse2.pause", ir.VoidType(), []), [])
         elif platform.machine() in ("aarch64", "arm64"):
-            barrier = _declare_function(builder, "llvm.aarch64.isb", ir.VoidType(), [_INT])
+            barrier = declare_function(builder, "llvm.aarch64.isb", ir.VoidType(), [_INT])
             builder.call(barrier, [_INT(15)])
         return context.get_dummy_value()
 
@@ -102,7 +102,7 @@ def _clock(clock_id: int) -> Callable[..., Any]:
     def read(typing_context: Any) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = cgutils.alloca_once(builder, ir.ArrayType(_WORD, 2))  # a timespec
-            function = _declare_function(builder, "clock_gettime", _INT, [_INT, pointer.type])
+            function = declare_function(builder, "clock_gettime", _INT, [_INT, pointer.type])
             builder.call(function, [_INT(clock_id), pointer])
             seconds, nanoseconds = (
                 builder.load(cgutils.gep_inbounds(builder, pointer, 0, index)) for index in (0, 1)
@@ -136,13 +136,16 @@ def _transfer(name: str) -> Callable[..., Any]:
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = cgutils.alloca_once_value(builder, _BYTE(0))
-        function = _declare_function(builder, name, _WORD, [_INT, byte.type, _WORD])
+        function = declare_function(builder, name, _WORD, [_INT, byte.type, _WORD])
         builder.call(function, [builder.trunc(args[0], _INT), byte, _WORD(1)])
         return context.get_dummy_value()
 
     return generate
 
 
-def _declare_function(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
+def declare_function(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
+    """A function of this name, to be called: of the system, of LLVM, or one of the symbols that
+    were added to it.
+    """
     function_type = ir.FunctionType(result_type, parameter_types)
     return cgutils.get_or_insert_function(builder.module, function_type, name)

@@ -44,28 +44,16 @@ _BFLOAT16_EXAMPLE, _FLOAT32_EXAMPLE = np.empty(0, np.uint16), np.empty(0, np.flo
 
 
 def paged_attention(
-    q_THD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    attn: AttentionMetadata,
-    scale: float,
+    q_THD: Tensor, k_cache: Tensor, v_cache: Tensor, attn: AttentionMetadata, scale: float
 ) -> Tensor:
     """As `paged_attention_reference`."""
     out_THD = empty(q_THD.shape, q_THD.dtype)
     k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, q_THD.dtype)
-    _paged_attention(
-        keep(_tiles(attn.query_start_B1.numpy(), _QUERIES_PER_TILE)),
-        as_array(q_THD),
-        as_array(k_laid_out),
-        as_array(v_laid_out),
-        as_array(out_THD),
-        attn.query_start_B1.numpy(),
-        attn.seq_lens_B.numpy(),
-        attn.block_table_BW.numpy(),
-        np.float32(scale),
-        _BFLOAT16_EXAMPLE if k_laid_out.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE,
-        get_num_threads(),
-    )
+    arrays = map(as_array, (q_THD, k_laid_out, v_laid_out, out_THD))
+    rows = attn.query_start_B1.numpy(), attn.seq_lens_B.numpy(), attn.block_table_BW.numpy()
+    tiles = keep(_tiles(rows[0], _QUERIES_PER_TILE))
+    example = _BFLOAT16_EXAMPLE if k_laid_out.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE
+    _paged_attention(tiles, *arrays, *rows, np.float32(scale), example, get_num_threads())
     return out_THD
 
 

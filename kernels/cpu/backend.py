@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -18,7 +17,6 @@ from kernels.cpu.tile import has_dot_products
 from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
-    Int8Kernels,
     Kernels,
     MixedKernels,
     Recorder,
@@ -36,9 +34,10 @@ class CpuKernels:
 
     capabilities = CPU_CAPABILITIES
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = CpuInt8() if "int8" in CPU_CAPABILITIES.quantizations else None
-    int4: GroupedKernels | None = CpuGrouped("int4")
-    fp8: GroupedKernels | None = CpuGrouped("fp8")
+    quantized: Mapping[str, GroupedKernels] = {
+        name: CpuInt8() if name == "int8" else CpuGrouped(name)
+        for name in CPU_CAPABILITIES.quantizations
+    }
     mixed: MixedKernels | None = CpuMixed()
     experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)
@@ -62,49 +61,38 @@ class CpuKernels:
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Calls on one token of one head."""
-        return _warmup_calls(dtype)
-
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Every sampling kernel, on one logit of this dtype and on one of float32, the dtype of
-        adjusted logits.
-        """
+        k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _HEAD_DIM)
+        k_cache = torch.zeros(k_shape, dtype=dtype)
+        v_cache = torch.zeros(v_shape, dtype=dtype)
+        x = torch.zeros(1, _HEAD_DIM, dtype=dtype)
+        weight = torch.zeros(_HEAD_DIM, dtype=dtype)
+        query_starts = torch.tensor([0, 1], dtype=torch.int32)
+        attn = AttentionMetadata(
+            query_start_B1=query_starts,
+            seq_start_B1=query_starts,
+            seq_lens_B=torch.ones(1, dtype=torch.int32),
+            block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
+            kv_places_T=torch.zeros(1, dtype=torch.int64),
+            max_query_len=1,
+            max_seq_len=1,
+        )
+        qkv, cos_sin = torch.zeros(1, 3, _HEAD_DIM, dtype=dtype), torch.zeros(1, _HEAD_DIM)
+        positions = torch.zeros(1, dtype=torch.int32)
+        few_row_products = (
+            [linear.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
+        )
         return [
-            partial(sampling.run_each_once, logits_dtype) for logits_dtype in (dtype, torch.float32)
+            lambda: attention.paged_attention(x.view(1, 1, _HEAD_DIM), k_cache, v_cache, attn, 1.0),
+            *few_row_products,
+            lambda: elementwise.qk_norm_rope_store(
+                qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.kv_places_T
+            ),
+            lambda: sampling.row_best(torch.zeros(1, 1, dtype=dtype)),
+            lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),
+            lambda: elementwise.silu_and_mul(x),
+            lambda: elementwise.rms_norm(x, weight, 1e-6),
+            recording.run_once,
         ]
-
-
-def _warmup_calls(dtype: torch.dtype) -> list[Callable[[], object]]:
-    """See `CpuKernels.warmup_calls`."""
-    k_shape, v_shape = head_major_shapes(1, BLOCK_SIZE, 1, _HEAD_DIM)
-    k_cache = torch.zeros(k_shape, dtype=dtype)
-    v_cache = torch.zeros(v_shape, dtype=dtype)
-    x = torch.zeros(1, _HEAD_DIM, dtype=dtype)
-    weight = torch.zeros(_HEAD_DIM, dtype=dtype)
-    query_starts = torch.tensor([0, 1], dtype=torch.int32)
-    attn = AttentionMetadata(
-        query_start_B1=query_starts,
-        seq_start_B1=query_starts,
-        seq_lens_B=torch.ones(1, dtype=torch.int32),
-        block_table_BW=torch.zeros(1, 1, dtype=torch.int32),
-        kv_places_T=torch.zeros(1, dtype=torch.int64),
-        max_query_len=1,
-        max_seq_len=1,
-    )
-    qkv, cos_sin = torch.zeros(1, 3, _HEAD_DIM, dtype=dtype), torch.zeros(1, _HEAD_DIM)
-    positions = torch.zeros(1, dtype=torch.int32)
-    few_row_products = [linear.run_once] if dtype is torch.bfloat16 and has_dot_products() else []
-    return [
-        lambda: attention.paged_attention(x.view(1, 1, _HEAD_DIM), k_cache, v_cache, attn, 1.0),
-        *few_row_products,
-        lambda: elementwise.qk_norm_rope_store(
-            qkv, weight, weight, 1e-6, cos_sin, positions, k_cache, v_cache, attn.kv_places_T
-        ),
-        lambda: sampling.row_best(torch.zeros(1, 1, dtype=dtype)),
-        lambda: elementwise.add_rms_norm(x, x, weight, 1e-6),
-        lambda: elementwise.silu_and_mul(x),
-        lambda: elementwise.rms_norm(x, weight, 1e-6),
-        recording.run_once,
-    ]
 
 
 CPU_KERNELS: Kernels = CpuKernels()

@@ -24,6 +24,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.atomics import declare_function
 from kernels.cpu.tile import (
     ARITHMETIC,
     LANES,
@@ -231,6 +232,5 @@ def _code_values() -> Any:
 
 
 def _look_up(builder: Any, instruction: str, table: Any, indices: Any) -> Any:
-    function_type = ir.FunctionType(table.type, [table.type, indices.type])
-    function = cgutils.get_or_insert_function(builder.module, function_type, instruction)
+    function = declare_function(builder, instruction, table.type, [table.type, indices.type])
     return builder.call(function, [table, indices])

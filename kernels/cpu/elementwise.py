@@ -35,13 +35,8 @@ from kernels.cpu.recording import empty
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
     """As `rms_norm_reference`, over the last dimension."""
     out = empty(x.shape, x.dtype)
-    rows_shape = (-1, x.shape[-1])
-    _rms_norm(
-        as_array(x.view(rows_shape)),
-        as_array(weight_E),
-        np.float32(eps),
-        as_array(out.view(rows_shape)),
-    )
+    x_TE, out_TE = (tensor.view(-1, x.shape[-1]) for tensor in (x, out))
+    _rms_norm(as_array(x_TE), as_array(weight_E), np.float32(eps), as_array(out_TE))
     return out
 
 
@@ -50,14 +45,8 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """As `add_rms_norm_reference`."""
     out_TE, total_TE = empty(x_TE.shape, x_TE.dtype), empty(x_TE.shape, x_TE.dtype)
-    _add_rms_norm(
-        as_array(x_TE),
-        as_array(residual_TE),
-        as_array(weight_E),
-        np.float32(eps),
-        as_array(out_TE),
-        as_array(total_TE),
-    )
+    x, residual, weight = as_array(x_TE), as_array(residual_TE), as_array(weight_E)
+    _add_rms_norm(x, residual, weight, np.float32(eps), as_array(out_TE), as_array(total_TE))
     return out_TE, total_TE
 
 
@@ -76,18 +65,10 @@ def qk_norm_rope_store(
     k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
-    _qk_norm_rope_store(
-        as_array(qkv_TXD),
-        as_array(q_weight_D),
-        as_array(k_weight_D),
-        np.float32(eps),
-        cos_sin_LD.numpy(),
-        positions_T.numpy(),
-        as_array(k_laid_out),
-        as_array(v_laid_out),
-        kv_places_T.numpy(),
-        as_array(q_THD),
-    )
+    weights = as_array(q_weight_D), as_array(k_weight_D), np.float32(eps)
+    rotary = cos_sin_LD.numpy(), positions_T.numpy()
+    caches = as_array(k_laid_out), as_array(v_laid_out), kv_places_T.numpy()
+    _qk_norm_rope_store(as_array(qkv_TXD), *weights, *rotary, *caches, as_array(q_THD))
     return q_THD
 
 
@@ -120,12 +101,6 @@ def _rms_norm(x_TE: Array, weight_E: Array, eps: np.float32, out_TE: Array) -> N
     parallel_for(len(x_TE), _norm_token, (x_TE, weight_E, eps, out_TE))
 
 
-@inlined_jit
-def _add_row(x_E: Array, residual_E: Array, total_E: Array) -> None:
-    for e in range(len(x_E)):
-        total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
-
-
 @fast_jit
 def _add_and_norm_token(
     t: int,
@@ -136,8 +111,10 @@ def _add_and_norm_token(
     out_TE: Array,
     total_TE: Array,
 ) -> None:
-    _add_row(x_TE[t], residual_TE[t], total_TE[t])
-    _norm_row(total_TE[t], weight_E, eps, out_TE[t])
+    x_E, residual_E, total_E = x_TE[t], residual_TE[t], total_TE[t]
+    for e in range(len(x_E)):
+        total_E[e] = narrow(widen(x_E[e]) + widen(residual_E[e]), total_E[e])
+    _norm_row(total_E, weight_E, eps, out_TE[t])
 
 
 @fast_entry_jit

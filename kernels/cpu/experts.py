@@ -36,16 +36,13 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
-from kernels.cpu.panel import multiply_bfloat16_panel, multiply_widened_panel
+from kernels.cpu.panel import CACHED_ROWS, multiply_bfloat16_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import refuse
-from kernels.cpu.tile import has_dot_products
+from kernels.cpu.tile import STEP_BYTES, has_dot_products
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import expert_mlp_reference
-
-_CACHED_ROWS = 256  # rows of an expert that stay in the second-level cache from panel to panel
-_STEP_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +95,7 @@ class CpuExperts:
         gate_up, down = weights.gate_up, weights.down
         is_mixed = gate_up.dtype is not dtype
         is_bfloat16 = dtype is torch.bfloat16
-        step = 1 if is_mixed else _STEP_BYTES // gate_up.itemsize
+        step = 1 if is_mixed else STEP_BYTES // gate_up.itemsize
         if gate_up.shape[2] % step or down.shape[2] % step:
             return weights
         if is_bfloat16 and (is_mixed or not has_dot_products()):
@@ -124,16 +121,9 @@ class CpuExperts:
         rows_PE = torch.empty(num_pairs, x_TE.shape[1], dtype=x_TE.dtype)
         gate_up_P2F = torch.empty(num_pairs, 2 * num_features, dtype=x_TE.dtype)
         hidden_PF = torch.empty(num_pairs, num_features, dtype=x_TE.dtype)
-        buffers = rows_PE, gate_up_P2F, hidden_PF
-        _mlp(
-            as_array(x_TE.contiguous()),
-            as_array(weights_TK),
-            as_array(ids_TK),
-            as_array(experts.gate_up),
-            as_array(experts.down),
-            tuple(as_array(buffer) for buffer in buffers),
-            as_array(out_TE),
-        )
+        buffers = tuple(map(as_array, (rows_PE, gate_up_P2F, hidden_PF)))
+        tokens = map(as_array, (x_TE.contiguous(), weights_TK, ids_TK))
+        _mlp(*tokens, as_array(experts.gate_up), as_array(experts.down), buffers, as_array(out_TE))
         return out_TE
 
 
@@ -215,12 +205,7 @@ def _choose_multiply_panel(panel, x_PX, weight, no_bias, out_PY):  # type: ignor
 
 @exact_jit
 def _multiply_rows(
-    task: int,
-    x_PX: Array,
-    weight_XNSC: Array,
-    experts_A: Array,
-    starts_X1: Array,
-    out_PY: Array,
+    task: int, x_PX: Array, weight_XNSC: Array, experts_A: Array, starts_X1: Array, out_PY: Array
 ) -> None:
     """One panel of one expert, with all rows of that expert. C: a step of a panel."""
     num_panels = weight_XNSC.shape[1]
@@ -230,8 +215,8 @@ def _multiply_rows(
     weight = address, panel_bytes, weight_XNSC[0, 0, 0, 0]
     no_bias = x_PX[0, :0]
     end = starts_X1[expert + 1]
-    for first_row in range(starts_X1[expert], end, _CACHED_ROWS):
-        end_row = min(first_row + _CACHED_ROWS, end)
+    for first_row in range(starts_X1[expert], end, CACHED_ROWS):
+        end_row = min(first_row + CACHED_ROWS, end)
         _multiply_panel(panel, x_PX[first_row:end_row], weight, no_bias, out_PY[first_row:end_row])
 
 

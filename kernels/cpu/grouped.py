@@ -32,6 +32,7 @@ from kernels.cpu.codes import (
     widen_codes,
 )
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
+from kernels.cpu.panel import CACHED_ROWS
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import contiguous, empty, keep, refuse
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
@@ -39,7 +40,6 @@ from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
-_CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _ALIGNMENT = 64
 _HAS_DOT_PRODUCTS = has_dot_products()
 _NO_BIAS = torch.empty(0)
@@ -99,8 +99,8 @@ class CpuGrouped:
         x, out = as_array(contiguous(x_TX)), as_array(out_TY)
         sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
-        for first_row in range(0, len(x), _CACHED_ROWS):
-            rows = slice(first_row, first_row + _CACHED_ROWS)
+        for first_row in range(0, len(x), CACHED_ROWS):
+            rows = slice(first_row, first_row + CACHED_ROWS)
             _linear(x[rows], sums[rows], arrays, bias, out[rows])
         return out_TY
 
@@ -150,11 +150,8 @@ def _multiply_panel(
     sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT, np.float32)
     first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
     sums_address = sums.ctypes.data + 4 * first_sum
-    totals, scale_P, zeros_P = (
-        np.zeros_like(sums),
-        np.empty(PANEL_FEATURES, np.float32),
-        np.zeros(PANEL_FEATURES, np.float32),
-    )
+    totals = np.zeros_like(sums)
+    scale_P, zeros_P = np.empty(PANEL_FEATURES, np.float32), np.zeros(PANEL_FEATURES, np.float32)
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):
@@ -255,11 +252,7 @@ def _write_output(
 
 @exact_entry_jit
 def _linear(
-    x_TX: Array,
-    sums_TG: Array,
-    weight: tuple[Array, Array, Array],
-    bias_Y: Array,
-    out_TY: Array,
+    x_TX: Array, sums_TG: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array
 ) -> None:
     if len(weight[1]):
         parallel_for(len(x_TX), _sum_groups, (x_TX, sums_TG))

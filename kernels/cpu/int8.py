@@ -34,7 +34,7 @@ from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import contiguous, empty, keep, refuse
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
-from kernels.interface import Int8Weight
+from kernels.interface import GroupedCodes
 from kernels.reference.int8 import MAX_CODE, MIN_MAGNITUDE
 
 _ZERO_CODE = 128  # the unsigned code of 0
@@ -42,8 +42,8 @@ _NO_BIAS = torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PackedInt8Weight(Int8Weight):
-    """`codes_YX` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each
+class PackedInt8Codes(GroupedCodes):
+    """`words_YW` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each
     product.
     """
 
@@ -52,47 +52,50 @@ class PackedInt8Weight(Int8Weight):
     @property
     def address(self) -> int | None:
         """Where the panels lie, if the layout is the known one."""
-        return panel_address(self.codes_YX)
+        return panel_address(self.words_YW)
 
 
 class CpuInt8:
-    """`Int8Kernels` with oneDNN and numba."""
+    """`GroupedKernels` with oneDNN and numba."""
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product of few rows, and one of many."""
-        codes, scale = (
-            torch.zeros(PANEL_FEATURES, PANEL_FEATURES, dtype=torch.int8),
-            torch.ones(PANEL_FEATURES),
+        codes = torch.zeros(PANEL_FEATURES, PANEL_FEATURES, dtype=torch.int8)
+        scale = torch.ones(PANEL_FEATURES, 1)
+        weight = self.pack_weight(
+            GroupedCodes(words_YW=codes, zeros_YG=None, scale_YG=scale, num_rows=PANEL_FEATURES)
         )
-        weight = self.pack_weight(Int8Weight(codes_YX=codes, scale_Y=scale))
         x = torch.zeros(
             max_few_rows(PANEL_FEATURES, PANEL_FEATURES) + 1, PANEL_FEATURES, dtype=dtype
         )
         return [partial(self.linear, x[:1], weight, None), partial(self.linear, x, weight, None)]
 
-    def pack_weight(self, weight: Int8Weight, /) -> PackedInt8Weight:
+    def pack_weight(self, weight: GroupedCodes, /) -> PackedInt8Codes:
         """The weight in oneDNN's layout, which only `linear` can read."""
-        codes_YX = weight.codes_YX
+        codes_YX = weight.words_YW
         packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
         if has_dot_products():
             set_panel_address(packed_YX, packed_address(codes_YX, packed_YX))
         # In numpy, because torch would first copy all codes to the wider type.
         sum_Y = torch.from_numpy(as_array(codes_YX).sum(axis=1, dtype=np.int32))
-        return PackedInt8Weight(
-            codes_YX=packed_YX,
-            scale_Y=weight.scale_Y,
+        return PackedInt8Codes(
+            words_YW=packed_YX,
+            zeros_YG=None,
+            scale_YG=weight.scale_YG,
+            num_rows=weight.num_rows,
             excess_Y=sum_Y * _ZERO_CODE,
         )
 
-    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
-        """See `Int8Kernels`."""
-        assert isinstance(weight, PackedInt8Weight)
-        (num_rows, size_in), size_out = x_TX.shape, len(weight.scale_Y)
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
+        """See `GroupedKernels`."""
+        assert isinstance(weight, PackedInt8Codes)
+        (num_rows, size_in), size_out = x_TX.shape, weight.num_rows
         codes_TX = empty((num_rows, size_in), torch.uint8)
         scale_T = empty((num_rows,), torch.float32)
         out_TY = empty((num_rows, size_out), x_TX.dtype)
         x, codes, out = as_array(contiguous(x_TX)), as_array(codes_TX), as_array(out_TY)
-        scales = as_array(weight.excess_Y), as_array(weight.scale_Y), as_array(scale_T)
+        scale_Y = as_array(weight.scale_YG).reshape(-1)
+        scales = as_array(weight.excess_Y), scale_Y, as_array(scale_T)
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         if weight.address is not None and num_rows <= max_few_rows(size_in, size_out):
             _multiply_few_rows(
@@ -104,7 +107,7 @@ class CpuInt8:
         refuse()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
-            *(weight.codes_YX, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
+            *(weight.words_YW, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
             *(None, 1.0, 0, torch.float32),
             *("none", [], ""),
         )
@@ -120,11 +123,9 @@ def _quantize_row(x_X: Array, codes_X: Array) -> np.float32:
         magnitude_bits = np.int32(bits_of_float(widen(x_X[i])) & np.uint32(0x7FFFFFFF))
         largest_magnitude_bits = max(largest_magnitude_bits, magnitude_bits)
     largest_magnitude = float_of_bits(np.uint32(largest_magnitude_bits))
-    factor = (
-        np.float32(MAX_CODE) / largest_magnitude
-        if largest_magnitude > np.float32(MIN_MAGNITUDE)
-        else np.float32(0.0)
-    )
+    factor = np.float32(0.0)
+    if largest_magnitude > np.float32(MIN_MAGNITUDE):
+        factor = np.float32(MAX_CODE) / largest_magnitude
     for i in range(len(x_X)):
         codes_X[i] = np.uint8(np.int32(np.rint(widen(x_X[i]) * factor)) + np.int32(_ZERO_CODE))
     return np.float32(largest_magnitude / np.float32(MAX_CODE))

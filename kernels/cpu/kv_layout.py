@@ -24,12 +24,8 @@ def head_major_shapes(
     """Keys [blocks, num_kv_heads, head_dim, block_size], values [blocks, num_kv_heads, block_size,
     head_dim].
     """
-    return (num_blocks, num_kv_heads, head_dim, block_size), (
-        num_blocks,
-        num_kv_heads,
-        block_size,
-        head_dim,
-    )
+    heads = (num_blocks, num_kv_heads)
+    return (*heads, head_dim, block_size), (*heads, block_size, head_dim)
 
 
 def kernel_cache_views(
@@ -39,11 +35,12 @@ def kernel_cache_views(
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.
     """
-    num_blocks, num_kv_heads, head_dim, block_size = k_cache.shape
+    *heads, head_dim, block_size = k_cache.shape
     group_width = width(dtype, head_dim, block_size)
-    return k_cache.view(
-        num_blocks, num_kv_heads, head_dim // group_width, block_size, group_width
-    ), v_cache.view(num_blocks, num_kv_heads, block_size // group_width, head_dim, group_width)
+    return (
+        k_cache.view(*heads, head_dim // group_width, block_size, group_width),
+        v_cache.view(*heads, block_size // group_width, head_dim, group_width),
+    )
 
 
 @functools.cache

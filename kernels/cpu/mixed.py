@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit
-from kernels.cpu.panel import multiply_widened_panel
+from kernels.cpu.panel import CACHED_ROWS, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import contiguous, empty
 from kernels.cpu.tile import LANES
 
 PANEL_FEATURES = LANES
-_CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _NO_BIAS = torch.empty(0)
 
 
@@ -41,37 +40,25 @@ class CpuMixed:
         ]
 
     def pack_weight(self, weight_YX: Tensor, /) -> Tensor:
-        """See `MixedKernels`."""
         size_out, size_in = weight_YX.shape
         panels_NXP = weight_YX.view(size_out // PANEL_FEATURES, size_in, PANEL_FEATURES)
         transpose_panels(as_array(panels_NXP))
         return panels_NXP
 
     def rows(self, panels_NXP: Tensor, ids_T: Tensor, /) -> Tensor:
-        """See `MixedKernels`."""
         return panels_NXP[ids_T // PANEL_FEATURES, :, ids_T % PANEL_FEATURES].to(torch.float32)
 
     def linear(
-        self,
-        x_TX: Tensor,
-        panels_NXP: Tensor,
-        size_out: int,
-        bias_Y: Tensor | None,
-        /,
+        self, x_TX: Tensor, panels_NXP: Tensor, size_out: int, bias_Y: Tensor | None, /
     ) -> Tensor:
-        """See `MixedKernels`."""
         out_TY = empty((len(x_TX), size_out), torch.float32)
         x = as_array(contiguous(x_TX))
         panels = as_array(panels_NXP)
         out = as_array(out_TY)
         bias = as_array(_NO_BIAS if bias_Y is None else bias_Y)
-        for first_row in range(0, len(x), _CACHED_ROWS):
-            _linear(
-                x[first_row : first_row + _CACHED_ROWS],
-                panels,
-                bias,
-                out[first_row : first_row + _CACHED_ROWS],
-            )
+        for first_row in range(0, len(x), CACHED_ROWS):
+            rows = slice(first_row, first_row + CACHED_ROWS)
+            _linear(x[rows], panels, bias, out[rows])
         return out_TY
 
 

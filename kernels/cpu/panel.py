@@ -28,6 +28,7 @@ from kernels.cpu.tile import (
     loop_over_rows,
 )
 
+CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to panel
 _CHUNK_BYTES = 8192  # of weights
 # Products of float32 added in one sum; longer rows add several such sums, which is more accurate.
 _STEPS_PER_SPAN = 1024

@@ -15,6 +15,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.atomics import declare_function
 from kernels.cpu.pool import RUN_LOOP
 
 _BYTE = ir.IntType(8)
@@ -40,7 +41,7 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
         for field_index, value in enumerate((_BYTE(0), argument_tuple)):
             builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
         run_function = _define_run_function(context, builder, task, signature, shared_struct.type)
-        run_loop = _declare_function(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
+        run_loop = declare_function(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
         num_bytes = context.get_abi_sizeof(shared_struct.type.pointee)
         assert num_bytes % 8 == 0, "the pool writes down whole words"
         addresses = [builder.ptrtoint(pointer, intp) for pointer in (run_function, shared_struct)]
@@ -100,9 +101,3 @@ def _borrow_arrays(context: Any, builder: Any, numba_type: Any, value: Any) -> A
     array.meminfo = cgutils.get_null_value(array.meminfo.type)
     array.parent = cgutils.get_null_value(array.parent.type)
     return array._getvalue()
-
-
-def _declare_function(builder: Any, name: str, result_type: Any, parameter_types: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result_type, parameter_types), name
-    )

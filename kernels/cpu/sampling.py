@@ -1,5 +1,5 @@
-"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, each in one pass over the
-logits it needs.
+"""Sampling on a CPU: the kernels of `kernels/reference/sampling.py`, where functions of the same
+names say what they compute, each in one pass over the logits it needs.
 
 bfloat16 logits are read as they are. A block whose largest logit lies beyond a limit is never read:
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
@@ -27,7 +27,6 @@ from kernels.reference.sampling import unpack_value_and_id as unpack_value_and_i
 
 
 def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     block_max_BX = torch.empty(num_rows, -(-num_columns // BLOCK_COLUMNS), dtype=torch.float32)
     max_B = torch.empty(num_rows)
@@ -39,7 +38,6 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.block_weights`."""
     sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
     sampling_weights.block_weights(
@@ -51,7 +49,6 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
 def pick_column(
     gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
 ) -> Tensor:
-    """See `kernels.reference.sampling.pick_column`."""
     column_R = torch.empty_like(target_weight_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, target_weight_R, column_R))
     sampling_weights.pick_column(_gap_arrays(gap_rows), *arrays)
@@ -59,7 +56,6 @@ def pick_column(
 
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
-    """See `kernels.reference.sampling.list_nearest`."""
     list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
     sampling_limits.list_nearest(_gap_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
     return list_RK
@@ -68,11 +64,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.limits_from_lists`."""
-    limit_R, kept_weight_NR = (
-        torch.empty_like(min_p_limit_R),
-        torch.empty(list_NRK.shape[:2], dtype=torch.int64),
-    )
+    limit_R = torch.empty_like(min_p_limit_R)
+    kept_weight_NR = torch.empty(list_NRK.shape[:2], dtype=torch.int64)
     arrays = (
         tensor.numpy()
         for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_weight_NR)
@@ -82,32 +75,21 @@ def limits_from_lists(
 
 
 def gap_histogram(
-    gap_rows: GapRows,
-    limit_R: Tensor,
-    prefix_R: Tensor,
-    radix_pass: int,
-    by_weight: bool,
+    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
-    """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
     # One histogram per task; with few rows, each row is split so that every thread has a part.
     num_parts = -(-get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
+    bounds, histogram = (limit_R.numpy(), prefix_R.numpy()), histogram_RSX.numpy()
     sampling_limits.gap_histogram(
-        _gap_arrays(gap_rows),
-        limit_R.numpy(),
-        prefix_R.numpy(),
-        shift,
-        num_bits,
-        by_weight,
-        histogram_RSX.numpy(),
+        _gap_arrays(gap_rows), *bounds, shift, num_bits, by_weight, histogram
     )
     return histogram_RSX.sum(dim=1)
 
 
 def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int) -> None:
-    """See `kernels.reference.sampling.mask_columns`."""
     logits = as_array(logits_BV)
     minus_infinity = np.uint16(0xFF80) if logits_BV.dtype is torch.bfloat16 else np.float32(-np.inf)
     sampling_limits.mask_columns(

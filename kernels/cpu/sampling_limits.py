@@ -10,14 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.jit import (
-    Array,
-    bits_of_float,
-    exact_entry_jit,
-    exact_jit,
-    float_of_bits,
-    widen,
-)
+from kernels.cpu.jit import Array, bits_of_float, exact_entry_jit, exact_jit, float_of_bits, widen
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.sampling_weights import INFINITY, GapArrays, gap_of, weight_of
 from kernels.reference.sampling import BLOCK_COLUMNS, TOP_P_ONE
@@ -95,12 +88,7 @@ def _gaps_within(
 
 
 @exact_jit
-def _list_row(
-    r: int,
-    gap_rows: GapArrays,
-    top_k_R: Array,
-    list_RK: Array,
-) -> None:
+def _list_row(r: int, gap_rows: GapArrays, top_k_R: Array, list_RK: Array) -> None:
     logits_BV, block_max_BX, rows_R, max_R, temperature_R = gap_rows
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
     max_logit = max_R[r]
@@ -124,16 +112,8 @@ def _list_row(
 
 
 @exact_entry_jit
-def list_nearest(
-    gap_rows: GapArrays,
-    top_k_R: Array,
-    list_RK: Array,
-) -> None:
-    parallel_for(
-        len(top_k_R),
-        _list_row,
-        (gap_rows, top_k_R, list_RK),
-    )
+def list_nearest(gap_rows: GapArrays, top_k_R: Array, list_RK: Array) -> None:
+    parallel_for(len(top_k_R), _list_row, (gap_rows, top_k_R, list_RK))
 
 
 @exact_jit
@@ -267,11 +247,8 @@ def gap_histogram(
     histogram_RSX: Array,
 ) -> None:
     num_rows, num_parts, _ = histogram_RSX.shape
-    parallel_for(
-        num_rows * num_parts,
-        _count_part,
-        (*(gap_rows, limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX),),
-    )
+    arguments = (gap_rows, limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX)
+    parallel_for(num_rows * num_parts, _count_part, arguments)
 
 
 @exact_jit

@@ -162,12 +162,7 @@ def _sum_of_weights(logits: Array, max_logit: Any, temperature: Any, limit: Any)
 
 
 @exact_jit
-def _weights_of_blocks(
-    task: int,
-    gap_rows: GapArrays,
-    limit_R: Array,
-    sums_RX: Array,
-) -> None:
+def _weights_of_blocks(task: int, gap_rows: GapArrays, limit_R: Array, sums_RX: Array) -> None:
     """The weight of each of `_BLOCKS_PER_TASK` blocks of one row; a block beyond the limit is not
     read.
     """
@@ -186,17 +181,10 @@ def _weights_of_blocks(
 
 
 @exact_entry_jit
-def block_weights(
-    gap_rows: GapArrays,
-    limit_R: Array,
-    sums_RX: Array,
-    total_R: Array,
-) -> None:
+def block_weights(gap_rows: GapArrays, limit_R: Array, sums_RX: Array, total_R: Array) -> None:
     num_rows, num_blocks = sums_RX.shape
     parallel_for(
-        num_rows * _num_tasks(num_blocks),
-        _weights_of_blocks,
-        (gap_rows, limit_R, sums_RX),
+        num_rows * _num_tasks(num_blocks), _weights_of_blocks, (gap_rows, limit_R, sums_RX)
     )
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()
@@ -204,11 +192,7 @@ def block_weights(
 
 @exact_entry_jit
 def pick_column(
-    gap_rows: GapArrays,
-    limit_R: Array,
-    sums_RX: Array,
-    target_weight_R: Array,
-    column_R: Array,
+    gap_rows: GapArrays, limit_R: Array, sums_RX: Array, target_weight_R: Array, column_R: Array
 ) -> None:
     logits_BV, _, rows_R, max_R, temperature_R = gap_rows
     for r in range(len(rows_R)):

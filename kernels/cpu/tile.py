@@ -29,6 +29,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kernels.cpu.atomics import declare_function
 from kernels.cpu.jit import exact_jit
 
 LANES = 16  # sums of a vector
@@ -261,10 +262,7 @@ class Emitter:
             product = builder.fmul(a_lanes, b_vector, flags=_CONTRACT_FLAGS)
             return builder.fadd(sums, product, flags=_CONTRACT_FLAGS)
         parameters = [arithmetic.sums, arithmetic.operands, arithmetic.operands]
-        function_type = ir.FunctionType(arithmetic.sums, parameters)
-        instruction = cgutils.get_or_insert_function(
-            builder.module, function_type, arithmetic.instruction
-        )
+        instruction = declare_function(builder, arithmetic.instruction, arithmetic.sums, parameters)
         return builder.call(instruction, [sums, a_lanes, b_vector])
 
     def prefetch(self, address: Any) -> None:
@@ -272,10 +270,8 @@ class Emitter:
         the first-level cache.
         """
         pointer = self.pointer(address, ir.IntType(8))
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _INT32, _INT32, _INT32])
-        prefetch = cgutils.get_or_insert_function(
-            self.builder.module, function_type, "llvm.prefetch.p0"
-        )
+        parameters = [pointer.type, _INT32, _INT32, _INT32]
+        prefetch = declare_function(self.builder, "llvm.prefetch.p0", ir.VoidType(), parameters)
         read, second_level, data = _INT32(0), _INT32(2), _INT32(1)
         self.builder.call(prefetch, [pointer, read, second_level, data])
 

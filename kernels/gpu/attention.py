@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import torch
 import triton
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.decode_parts import MAX_PARTS_PER_ROW, max_decode_parts
-from kernels.gpu.attention_launch import LaunchConfig, decode_launch, padded_dim, prefill_launch
+from kernels.gpu.attention_launch import decode_launch, padded_dim, prefill_launch
 from kernels.gpu.fp8 import choose_fp8_widening, from_cache_dtype
 from kernels.metadata import AttentionMetadata, DecodeParts
 
@@ -39,15 +38,12 @@ def paged_attention(
     v_cache_NPKD: Tensor,
     attn: AttentionMetadata,
     scale: float,
-    *,
-    tune: Callable[[LaunchConfig], LaunchConfig] | None = None,
 ) -> Tensor:
     """As `paged_attention_reference`, for queries in float32, bfloat16 and float16, `scale` above
     0. One launch for the rows of `attn.decode_parts`, one for the others.
 
     Queries may be a view with a contiguous last dimension; caches are contiguous. A token of a row
     with `seq_len` 0 gets zeros, and nothing is read for it. Never waits for the device.
-    `tune` gets each launch as it is chosen and gives the one to use: for benchmarks.
     """
     assert q_THD.stride(2) == 1 and k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous()
     assert attn.block_table_BW.stride(1) == 1
@@ -56,13 +52,11 @@ def paged_attention(
     first_row = 0
     if attn.decode_parts is not None:
         attend_decode(
-            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode_parts, scale_log2, tune
+            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, attn.decode_parts, scale_log2
         )
         first_row = attn.decode_parts.num_rows
     if first_row < len(attn.seq_lens_B):
-        _attend_prefill(
-            q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2, tune
-        )
+        _attend_prefill(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale_log2)
     return out_THD
 
 
@@ -74,7 +68,6 @@ def _attend_prefill(
     attn: AttentionMetadata,
     first_row: int,
     scale_log2: float,
-    tune: Callable[[LaunchConfig], LaunchConfig] | None,
 ) -> None:
     """The rows from `first_row` on; those before it have one query each."""
     num_tokens, num_heads, head_dim = q_THD.shape
@@ -86,7 +79,6 @@ def _attend_prefill(
     is_large_tile = fills_sms and has_registers and attn.max_query_len * group_size > 64
     is_hopper = _capability(q_THD.device)[0] == 9
     launch = prefill_launch(q_THD.dtype, head_dim, is_large_tile, is_hopper)
-    launch = tune(launch) if tune else launch
     num_rows = len(attn.seq_lens_B) - first_row
     grid = (num_tokens * group_size // launch.tile_m + num_rows, num_kv_heads)
     prefill_kernel[grid](
@@ -123,7 +115,6 @@ def attend_decode(
     attn: AttentionMetadata,
     decode_parts: DecodeParts,
     scale_log2: float,
-    tune: Callable[[LaunchConfig], LaunchConfig] | None = None,
 ) -> None:
     """The rows of `attn.decode_parts`, written to the first tokens of `out_THD`. The rest as
     `paged_attention`; `scale_log2` is the scale for powers of two.
@@ -132,7 +123,6 @@ def attend_decode(
     block_size, num_kv_heads = k_cache_NPKD.shape[1:3]
     group_size = num_heads // num_kv_heads
     launch = decode_launch(q_THD.dtype, k_cache_NPKD.dtype, head_dim, group_size)
-    launch = tune(launch) if tune else launch
     acc_XHD, max_XH, sum_XH = out_THD, out_THD, out_THD  # unused while each row is one part
     if decode_parts.max_parts > decode_parts.num_rows:
         part_shape = (decode_parts.max_parts, num_heads)
@@ -142,11 +132,8 @@ def attend_decode(
             torch.empty(part_shape, dtype=torch.float32, device=q_THD.device) for _ in range(2)
         )
     heads_adjacent = launch.heads_adjacent and decode_parts.max_parts <= _MAX_GRID_Y
-    grid = (
-        (num_kv_heads, decode_parts.max_parts)
-        if heads_adjacent
-        else (decode_parts.max_parts, num_kv_heads)
-    )
+    grid = (num_kv_heads, decode_parts.max_parts)
+    grid = grid if heads_adjacent else grid[::-1]
     decode_kernel[grid](
         q_THD,
         k_cache_NPKD,
@@ -198,11 +185,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 @functools.cache
 def _num_sms(device: torch.device) -> int:
     """Multiprocessors; on the CPU, where only the interpreter runs, those of an H200."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 132
-    )
+    if device.type != "cuda":
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # Kernels

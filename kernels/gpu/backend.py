@@ -4,8 +4,10 @@ the rest in Triton.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from kernels.gpu import attention, elementwise, sampling, tables
-from kernels.gpu.capabilities import TRITON_CAPABILITIES
+from kernels.gpu.capabilities import QUANTIZATIONS, TRITON_CAPABILITIES
 from kernels.gpu.experts import TritonExperts
 from kernels.gpu.flash_attn import FlashAttn
 from kernels.gpu.grouped import TritonGrouped
@@ -14,27 +16,22 @@ from kernels.interface import (
     Capabilities,
     ExpertKernels,
     GroupedKernels,
-    Int8Kernels,
     Kernels,
     MixedKernels,
     SamplingKernels,
 )
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
-_GROUPED = TritonGrouped()
-
 
 class TritonKernels(ReferenceKernels):
     """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
-    `workers/model_runner.py`. Takes over cache layout, products, `call` and the empty lists of what
+    `workers/model_runner.py`. Takes over cache layout, products, `call` and the empty list of what
     to compile.
     """
 
     capabilities: Capabilities = TRITON_CAPABILITIES
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = None
-    int4: GroupedKernels | None = _GROUPED
-    fp8: GroupedKernels | None = _GROUPED
+    quantized: Mapping[str, GroupedKernels] = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
     mixed: MixedKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)

@@ -67,7 +67,7 @@ class TritonExperts(ReferenceExperts):
         logits_TX: Tensor,
         num_experts_per_token: int,
         normalizes_weights: bool,
-        num_live_tokens_1: Tensor | None,
+        num_live_tokens_1: Tensor | None = None,
         /,
     ) -> tuple[Tensor, Tensor]:
         """As `route_reference`, except that NaN and minus infinity count as the smallest number.

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, int4_device_shifts
+from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped, int4_device_shifts
 
 # Above it, products in registers cost more than writing the codes once in 16 bits: each program
 # reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
@@ -80,12 +80,10 @@ def choose_tile_config(num_rows: int, itemsize: int) -> TileConfig:
     return TileConfig(rows=32, features=128, num_warps=8, num_stages=3)
 
 
-class TritonGrouped:
-    """`GroupedKernels` in Triton, for both forms. Each kernel is compiled at its first use."""
-
-    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Nothing: a GPU compiles what it runs, in the steps before the first request."""
-        return []
+class TritonGrouped(ReferenceGrouped):
+    """`GroupedKernels` in Triton, for "int4" and "fp8". Each kernel is compiled at its first use,
+    in the steps before the first request.
+    """
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """Words [Y, W], int16 or int32, of whole blocks; scales with zero points, int32 [G, Y], of
@@ -131,11 +129,10 @@ def _packed_group_size(group_size: int) -> int:
 def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
     num_groups = len(weight.scale_YG)
-    return (
-        triton.cdiv(size_in, _BLOCK_INPUTS) * _BLOCK_INPUTS
-        if num_groups == 1
-        else size_in // num_groups
-    )
+    if num_groups == 1:
+        num_blocks: int = triton.cdiv(size_in, _BLOCK_INPUTS)
+        return num_blocks * _BLOCK_INPUTS
+    return size_in // num_groups
 
 
 def _pack_blocks(weight: GroupedCodes) -> Tensor:
@@ -171,10 +168,8 @@ def _multiply_in_registers(
 ) -> None:
     (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
     tiles = choose_tile_config(num_rows, x_TX.itemsize)
-    num_panels, num_blocks = (
-        triton.cdiv(size_out, tiles.features),
-        triton.cdiv(size_in, _BLOCK_INPUTS),
-    )
+    num_panels = triton.cdiv(size_out, tiles.features)
+    num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
     group_size = _group_size(weight, size_in)
     sums_PTY = out_TY
@@ -272,32 +267,20 @@ def _e4m3_pairs(type_: str, byte: int, shift: int, mask: int, scale: int) -> str
     return "\n".join(("{", *lines, "}"))
 
 
+def _of_subblocks(ptx: Callable[[int], str]) -> tl.constexpr:
+    return tl.constexpr(tuple(map(ptx, range(_SUBBLOCKS_PER_BLOCK))))
+
+
 # The smallest power of two whose unit in the last place is 1.
 _BFLOAT16_POWER, _FLOAT16_POWER = tl.constexpr(128), tl.constexpr(1024)
-_BFLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(
-        _difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
+_BFLOAT16_DIFFERENCES = _of_subblocks(
+    lambda i: _difference_pairs("bf16x2", 4 * i, base=0x4300, one=0x3F80)
 )
-_FLOAT16_DIFFERENCES = tl.constexpr(
-    tuple(
-        _difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
+_FLOAT16_DIFFERENCES = _of_subblocks(
+    lambda i: _difference_pairs("f16x2", 4 * i, base=0x6400, one=0x3C00)
 )
-_BFLOAT16_E4M3 = tl.constexpr(
-    tuple(
-        _e4m3_pairs("bf16x2", i, shift=4, mask=0x87F0, scale=0x7B80)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
-)
-_FLOAT16_E4M3 = tl.constexpr(
-    tuple(
-        _e4m3_pairs("f16x2", i, shift=7, mask=0xBF80, scale=0x5C00)
-        for i in range(_SUBBLOCKS_PER_BLOCK)
-    )
-)
+_BFLOAT16_E4M3 = _of_subblocks(lambda i: _e4m3_pairs("bf16x2", i, 4, mask=0x87F0, scale=0x7B80))
+_FLOAT16_E4M3 = _of_subblocks(lambda i: _e4m3_pairs("f16x2", i, 7, mask=0xBF80, scale=0x5C00))
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""Sampling on a GPU: the kernels of `kernels/reference/sampling.py` in Triton.
+"""Sampling on a GPU: the kernels of `kernels/reference/sampling.py`, where functions of the same
+names say what they compute, in Triton.
 
 A program takes tiles of `_BLOCKS_PER_TILE` blocks of one row; if there are few rows, many programs
 share a row. As on a CPU, a block whose largest logit lies beyond a limit is never read. Nothing
@@ -53,7 +54,6 @@ _GOLDEN_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMI
 
 
 def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels.reference.sampling.row_best`."""
     num_rows, num_columns = logits_BV.shape
     num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
     block_max_BX = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
@@ -69,7 +69,7 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
-    """See `kernels.reference.sampling.pack_value_and_id`; of one dimension."""
+    """Arguments have one dimension."""
     packed = torch.empty_like(ids)
     _pack_value_and_id[(triton.cdiv(len(ids), _ROWS_PER_PROGRAM),)](
         values, ids, packed, len(ids), ROWS=_ROWS_PER_PROGRAM, num_warps=1
@@ -78,7 +78,7 @@ def pack_value_and_id(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.unpack_value_and_id`; of one dimension."""
+    """The argument has one dimension."""
     values = torch.empty_like(packed, dtype=torch.float32)
     ids = torch.empty_like(packed)
     _unpack_value_and_id[(triton.cdiv(len(packed), _ROWS_PER_PROGRAM),)](
@@ -88,7 +88,6 @@ def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.block_weights`."""
     sums_RX = _sums_within_limit(gap_rows, limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
@@ -96,7 +95,6 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
 def target_weight(
     seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int
 ) -> Tensor:
-    """See `kernels.reference.sampling.target_weight`."""
     num_ranks, num_rows = kept_weight_NR.shape
     assert kept_weight_NR.is_contiguous()
     target_weight_R = torch.empty_like(positions_R)
@@ -117,7 +115,6 @@ def target_weight(
 def pick_column(
     gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
 ) -> Tensor:
-    """See `kernels.reference.sampling.pick_column`."""
     assert limit_R.is_contiguous() and sums_RX.is_contiguous() and target_weight_R.is_contiguous()
     column_R = torch.empty_like(target_weight_R)
     _pick_column[(len(target_weight_R),)](
@@ -136,11 +133,9 @@ def pick_column(
 
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
-    """See `kernels.reference.sampling.list_nearest`.
-
-    The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere, so
-    these blocks alone determine the list, which `torch.topk` makes. Only ties with the last entry
-    may lie elsewhere; they are counted separately.
+    """The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere,
+    so these blocks alone determine the list, which `torch.topk` makes. Only ties with the last
+    entry may lie elsewhere; they are counted separately.
     """
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]
@@ -189,7 +184,6 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
 def limits_from_lists(
     list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.reference.sampling.limits_from_lists`."""
     num_ranks, num_rows, max_top_k = list_NRK.shape
     list_RC = (
         list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
@@ -213,13 +207,8 @@ def limits_from_lists(
 
 
 def gap_histogram(
-    gap_rows: GapRows,
-    limit_R: Tensor,
-    prefix_R: Tensor,
-    radix_pass: int,
-    by_weight: bool,
+    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
-    """See `kernels.reference.sampling.gap_histogram`."""
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]

@@ -39,10 +39,7 @@ def look_up_tokens(
 
 
 def write_tokens(
-    tokens_SL: Tensor,
-    slots_R: Tensor,
-    positions_R: Tensor,
-    token_ids_R: Tensor,
+    tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor
 ) -> None:
     """As `write_tokens_reference`; all tensors are contiguous."""
     _write_tokens[(triton.cdiv(len(slots_R), _TOKENS_PER_PROGRAM),)](

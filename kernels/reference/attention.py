@@ -19,11 +19,7 @@ from kernels.reference.fp8 import cache_as_float32
 
 
 def paged_attention_reference(
-    q_THD: Tensor,
-    k_cache_NPKD: Tensor,
-    v_cache_NPKD: Tensor,
-    attn: AttentionMetadata,
-    scale: float,
+    q_THD: Tensor, k_cache_NPKD: Tensor, v_cache_NPKD: Tensor, attn: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attention output [T, H, D] in the dtype of the queries; float32 inside. Caches have that
     dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row,
@@ -36,35 +32,25 @@ def paged_attention_reference(
         if first_query == end_query:
             continue
         k_SHD, v_SHD = (
-            cache_as_float32(
-                _gather(cache, attn.block_table_BW[row : row + 1], seq_len)[0]
-            ).repeat_interleave(q_THD.shape[1] // cache.shape[2], dim=1)
+            cache_as_float32(_gather(cache, attn.block_table_BW[row], seq_len)).repeat_interleave(
+                q_THD.shape[1] // cache.shape[2], dim=1
+            )
             for cache in (k_cache_NPKD, v_cache_NPKD)
         )
         scores_HQS = (
             torch.einsum("qhd,shd->hqs", q_THD[first_query:end_query].to(torch.float32), k_SHD)
             * scale
         )
-        scores_HQS.masked_fill_(
-            ~causal_mask(end_query - first_query, seq_len, q_THD.device), -torch.inf
-        )
+        may_attend_QS = torch.ones(scores_HQS.shape[1:], dtype=torch.bool, device=q_THD.device)
+        may_attend_QS.tril_(seq_len - (end_query - first_query))
+        scores_HQS.masked_fill_(~may_attend_QS, -torch.inf)
         out_THD[first_query:end_query] = torch.einsum(
             "hqs,shd->qhd", scores_HQS.softmax(dim=-1), v_SHD
         ).to(q_THD.dtype)
     return out_THD
 
 
-def causal_mask(query_len: int, seq_len: int, device: torch.device) -> Tensor:
-    """Bool [Q, S], true where query i, at position `seq_len - query_len + i`, may attend."""
-    return torch.ones(query_len, seq_len, dtype=torch.bool, device=device).tril_(
-        seq_len - query_len
-    )
-
-
-def _gather(cache_NPKD: Tensor, block_table_BW: Tensor, max_seq_len: int) -> Tensor:
-    """The first `max_seq_len` tokens of each sequence, [B, S, K, D]; arbitrary beyond a sequence's
-    own length.
-    """
-    num_blocks = -(-max_seq_len // cache_NPKD.shape[1])
-    blocks = cache_NPKD.index_select(0, block_table_BW[:, :num_blocks].flatten())
-    return blocks.view(len(block_table_BW), -1, *cache_NPKD.shape[2:])[:, :max_seq_len]
+def _gather(cache_NPKD: Tensor, block_table_W: Tensor, seq_len: int) -> Tensor:
+    """The tokens of a row, [S, K, D]."""
+    num_blocks = -(-seq_len // cache_NPKD.shape[1])
+    return cache_NPKD.index_select(0, block_table_W[:num_blocks]).flatten(0, 1)[:seq_len]

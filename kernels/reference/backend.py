@@ -4,7 +4,7 @@ than fast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.nn import functional
 from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
-    Int8Kernels,
     Kernels,
     MixedKernels,
     Recorder,
@@ -52,9 +51,11 @@ class ReferenceKernels:
 
     capabilities = REFERENCE_CAPABILITIES
     sampling: SamplingKernels = sampling
-    int8: Int8Kernels | None = ReferenceInt8()
-    int4: GroupedKernels | None = ReferenceGrouped()
-    fp8: GroupedKernels | None = ReferenceGrouped()
+    quantized: Mapping[str, GroupedKernels] = {
+        "int8": ReferenceInt8(),
+        "int4": ReferenceGrouped(),
+        "fp8": ReferenceGrouped(),
+    }
     mixed: MixedKernels | None = None
     experts: ExpertKernels = ReferenceExperts()
     recorder: type[Recorder] | None = None
@@ -76,10 +77,6 @@ class ReferenceKernels:
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""
-        return []
-
-    def sampling_warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Nothing, as above."""
         return []
 
     def pack_weight(self, weight_YE: Tensor, /) -> Tensor:

@@ -86,6 +86,9 @@ def expert_mlp_reference(
 class ReferenceExperts:
     """`ExpertKernels` in plain PyTorch."""
 
+    route = staticmethod(route_reference)
+    mlp = staticmethod(expert_mlp_reference)
+
     def warmup_calls(
         self, dtype: torch.dtype, weight_dtype: torch.dtype, /
     ) -> list[Callable[[], object]]:
@@ -95,22 +98,3 @@ class ReferenceExperts:
     def pack_weights(self, weights: ExpertWeights, dtype: torch.dtype, /) -> ExpertWeights:
         """The weights, unchanged."""
         return weights
-
-    def route(
-        self,
-        logits_TX: Tensor,
-        num_experts_per_token: int,
-        normalizes_weights: bool,
-        num_live_tokens_1: Tensor | None,
-        /,
-    ) -> tuple[Tensor, Tensor]:
-        """See `route_reference`."""
-        return route_reference(
-            logits_TX, num_experts_per_token, normalizes_weights, num_live_tokens_1
-        )
-
-    def mlp(
-        self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
-    ) -> Tensor:
-        """See `expert_mlp_reference`."""
-        return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

@@ -31,8 +31,5 @@ def to_cache_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cache_as_float32(cached_values: Tensor) -> Tensor:
     """Elements of a cache, as float32."""
-    return (
-        from_fp8(cached_values)
-        if cached_values.dtype is torch.uint8
-        else cached_values.to(torch.float32)
-    )
+    is_fp8 = cached_values.dtype is torch.uint8
+    return from_fp8(cached_values) if is_fp8 else cached_values.to(torch.float32)

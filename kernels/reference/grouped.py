@@ -68,12 +68,14 @@ def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]
 
 
 def dequantize(weight: GroupedCodes) -> Tensor:
-    """The values, [Y, X], of a weight that is not packed: those of whole numbers exactly, those of
-    e4m3 numbers rounded to float32.
+    """The values, [Y, X], of a weight that is not packed: those of 4-bit codes exactly, others
+    rounded to float32.
     """
     group_shape = weight.scale_YG.shape[1], -1
     if weight.zeros_YG is None:
-        numbers_YGX = from_fp8(weight.words_YW).unflatten(1, group_shape)
+        is_int8 = weight.words_YW.dtype is torch.int8
+        numbers_YX = weight.words_YW if is_int8 else from_fp8(weight.words_YW)
+        numbers_YGX = numbers_YX.unflatten(1, group_shape)
     else:
         shifts = int4_device_shifts(weight.words_YW.device)
         codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
@@ -84,7 +86,7 @@ def dequantize(weight: GroupedCodes) -> Tensor:
 
 
 class ReferenceGrouped:
-    """`GroupedKernels` in plain PyTorch, on any device, for both forms."""
+    """`GroupedKernels` in plain PyTorch, on any device, for "int4" and "fp8"."""
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""

@@ -14,12 +14,11 @@ Legend: T tokens, X features in, Y features out, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from kernels.interface import Int8Weight
+from kernels.interface import GroupedCodes
+from kernels.reference.grouped import ReferenceGrouped
 
 MAX_CODE = 127
 # Rows without a larger number become zeros, because their factor would overflow.
@@ -31,11 +30,9 @@ def quantize_rows(x_MX: Tensor, max_magnitude_M: Tensor | None = None) -> tuple[
     which `x_MX` is only a part.
     """
     float_x_MX = x_MX.to(torch.float32)
-    max_magnitude_M = (
-        float_x_MX.abs().amax(dim=1)
-        if max_magnitude_M is None
-        else max_magnitude_M.to(torch.float32)
-    )
+    if max_magnitude_M is None:
+        max_magnitude_M = float_x_MX.abs().amax(dim=1)
+    max_magnitude_M = max_magnitude_M.to(torch.float32)
     # Not MAX_CODE / max_magnitude_M, which torch computes with the reciprocal: that rounds twice.
     factor_M = torch.where(
         max_magnitude_M > MIN_MAGNITUDE,
@@ -46,22 +43,14 @@ def quantize_rows(x_MX: Tensor, max_magnitude_M: Tensor | None = None) -> tuple[
     return codes_MX, max_magnitude_M / MAX_CODE
 
 
-class ReferenceInt8:
-    """`Int8Kernels` in plain PyTorch, on any device."""
+class ReferenceInt8(ReferenceGrouped):
+    """`GroupedKernels` in plain PyTorch, on any device, for "int8"."""
 
-    def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
-        """Nothing to compile."""
-        return []
-
-    def pack_weight(self, weight: Int8Weight, /) -> Int8Weight:
-        """The weight, unchanged."""
-        return weight
-
-    def linear(self, x_TX: Tensor, weight: Int8Weight, bias_Y: Tensor | None, /) -> Tensor:
+    def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """[T, Y] in the dtype of x. Sums in float64, which are exact below 2**53."""
         codes_TX, scale_T = quantize_rows(x_TX)
-        sums_TY = codes_TX.to(torch.float64) @ weight.codes_YX.to(torch.float64).T
-        out_TY = sums_TY.to(torch.float32) * weight.scale_Y * scale_T.unsqueeze(1)
+        sums_TY = codes_TX.to(torch.float64) @ weight.words_YW.to(torch.float64).T
+        out_TY = sums_TY.to(torch.float32) * weight.scale_YG.squeeze(1) * scale_T.unsqueeze(1)
         if bias_Y is not None:
             out_TY = out_TY + bias_Y.to(torch.float32)
         return out_TY.to(x_TX.dtype)

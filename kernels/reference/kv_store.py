@@ -14,11 +14,7 @@ from kernels.reference.fp8 import to_cache_dtype
 
 
 def store_kv_reference(
-    k_TKD: Tensor,
-    v_TKD: Tensor,
-    k_cache_NPKD: Tensor,
-    v_cache_NPKD: Tensor,
-    kv_places_T: Tensor,
+    k_TKD: Tensor, v_TKD: Tensor, k_cache_NPKD: Tensor, v_cache_NPKD: Tensor, kv_places_T: Tensor
 ) -> None:
     """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
     is_written_T = kv_places_T >= 0

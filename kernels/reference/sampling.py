@@ -235,11 +235,7 @@ def _gap_at_target(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Ten
 
 
 def gap_histogram(
-    gap_rows: GapRows,
-    limit_R: Tensor,
-    prefix_R: Tensor,
-    radix_pass: int,
-    by_weight: bool,
+    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
     `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.

@@ -28,10 +28,7 @@ def look_up_tokens_reference(
 
 
 def write_tokens_reference(
-    tokens_SL: Tensor,
-    slots_R: Tensor,
-    positions_R: Tensor,
-    token_ids_R: Tensor,
+    tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor
 ) -> None:
     """Put each token at its slot and position. At position 0, which no sampled token has, nothing
     is written: it marks a row of padding. `token_ids_R` is int64, the others int32.

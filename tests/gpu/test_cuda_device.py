@@ -40,7 +40,7 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
         for step in range(3):
             target = uploads.put(np.full(8, step, np.int32))
             uploads.send()
-            pending.append(device.to_host(target + 1))
+            pending.append((device.to_host(target + 1), device.record_event()))
         return pending
 
     first = steps()  # loads the kernel and allocates host memory, which may both wait
@@ -56,7 +56,7 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
         torch.cuda.set_sync_debug_mode("default")
     with pytest.raises(StepTimeoutError, match=r"step 7 did not finish on cuda:0 within 0.05 s"):
         device.wait(event, 0.05, "step 7")
-    for step, ((copied,), event) in enumerate(pending):
+    for step, (copied, event) in enumerate(pending):
         device.wait(event, 20.0, "the copy")
         assert copied.tolist() == [step + 1] * 8
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu_check_attention import tuned_attention
 from kernels.decode_parts import part_starts
 from kernels.gpu import attention
 from kernels.metadata import AttentionMetadata, DecodeParts
@@ -175,7 +176,7 @@ def test_order_of_decode_programs_changes_nothing(
     monkeypatch.setattr(attention, "_MAX_GRID_Y", most)
     case = divided(on_device(make_case(DECODE_LENS, [1] * 6, kv_heads=3, head_dim=64)), 11)
     tune = partial(replace, heads_adjacent=adjacent)
-    out = attention.paged_attention(*case, 0.125, tune=tune)
+    out = tuned_attention(tune)(*case, 0.125)
     torch.testing.assert_close(out, paged_attention_reference(*case, 0.125), atol=2e-5, rtol=0)
     assert grids == [grid]
 

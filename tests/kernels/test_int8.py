@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.cpu import int8
 from kernels.cpu.capabilities import has_int8
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.packed import max_few_rows, packed_address
 from kernels.cpu.tile import has_dot_products
-from kernels.interface import Int8Weight
+from kernels.interface import GroupedCodes
 from kernels.reference.int8 import ReferenceInt8, quantize_rows
 
 pytestmark = [
@@ -21,10 +22,15 @@ SHAPES = [(64, 64), (128, 1024), (100, 72), (130, 96), (1, 4), (608, 130), (64, 
 OURS, DEFINITION = CpuInt8(), ReferenceInt8()
 
 
-def weight_of(size_out: int, size_in: int) -> Int8Weight:
+def weight_of(size_out: int, size_in: int) -> GroupedCodes:
     values = torch.randn(size_out, size_in, generator=torch.Generator().manual_seed(1))
-    codes, scale = quantize_rows(values)
-    return Int8Weight(codes_YX=codes, scale_Y=scale)
+    return codes_of(*quantize_rows(values))
+
+
+def codes_of(codes_YX: Tensor, scale_Y: Tensor) -> GroupedCodes:
+    return GroupedCodes(
+        words_YW=codes_YX, zeros_YG=None, scale_YG=scale_Y[:, None], num_rows=len(scale_Y)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -67,7 +73,7 @@ def test_extreme_codes_do_not_saturate() -> None:
     would overflow.
     """
     codes = torch.full((64, 4096), -127, dtype=torch.int8)
-    packed = OURS.pack_weight(Int8Weight(codes_YX=codes, scale_Y=torch.ones(64)))
+    packed = OURS.pack_weight(codes_of(codes, torch.ones(64)))
     for rows in (1, max_few_rows(4096, 64) + 1):
         for sign in (1.0, -1.0):
             out = OURS.linear(torch.full((rows, 4096), 127 * sign), packed, None)
@@ -77,8 +83,8 @@ def test_extreme_codes_do_not_saturate() -> None:
 def test_another_layout_is_left_to_onednn() -> None:
     """A later oneDNN, or one for another processor, may pack differently."""
     weight = weight_of(128, 64)
-    other = torch.ops.onednn.qlinear_prepack(weight.codes_YX.flip(0).contiguous(), None)
-    assert packed_address(weight.codes_YX, other) is None
+    other = torch.ops.onednn.qlinear_prepack(weight.words_YW.flip(0).contiguous(), None)
+    assert packed_address(weight.words_YW, other) is None
 
 
 def test_codes_of_a_part_with_the_largest_of_the_whole() -> None:

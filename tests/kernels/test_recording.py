@@ -18,7 +18,7 @@ from kernels.cpu.jit import as_array
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import Recording
 from kernels.cpu.tile import has_dot_products
-from kernels.interface import GroupedCodes, Int8Weight
+from kernels.interface import GroupedCodes
 from kernels.metadata import AttentionMetadata
 from kernels.reference.grouped import pack_codes, quantize_blocks, quantize_groups
 from kernels.reference.int8 import quantize_rows
@@ -39,7 +39,8 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def product_of(form: str, values: Tensor) -> Callable[[Tensor], Tensor]:
     """A product with a weight of these values that can be recorded."""
-    kernels: Any = getattr(CPU_KERNELS, form, CPU_KERNELS)
+    kernels: Any = CPU_KERNELS.mixed if form == "mixed" else CPU_KERNELS
+    kernels = CPU_KERNELS.quantized.get(form, kernels)
     weight: Any
     if form == "int4":
         codes, zeros, scale = quantize_groups(values, 32)
@@ -51,7 +52,9 @@ def product_of(form: str, values: Tensor) -> Callable[[Tensor], Tensor]:
         weight = GroupedCodes(words_YW=codes, zeros_YG=None, scale_YG=scale, num_rows=len(values))
     elif form == "int8":
         codes, scale = quantize_rows(values)
-        weight = Int8Weight(codes_YX=codes, scale_Y=scale)
+        weight = GroupedCodes(
+            words_YW=codes, zeros_YG=None, scale_YG=scale[:, None], num_rows=len(values)
+        )
     else:
         weight = values.to(BFLOAT16)
     packed = kernels.pack_weight(weight)

@@ -131,8 +131,8 @@ class FakeGpu(Device):
         self.uploads.append(len(target))
         fill(target.numpy())
 
-    def to_host(self, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Event | None]:
-        return [tensor.clone() for tensor in tensors], self.record_event()
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
 
     def record_event(self) -> Event | None:
         if self.late is not None or not self.moments_s:
@@ -172,13 +172,13 @@ class FakeGpu(Device):
         def recorded(part: Any, names: Iterable[str]) -> Replaced:
             return Replaced(part, **{name: self._recordable(getattr(part, name)) for name in names})
 
-        parts = {
+        parts: dict[str, Any] = {
             "sampling": recorded(kernels.sampling, functions_of(SamplingKernels)),
             "experts": recorded(kernels.experts, ("route", "mlp")),
         }
-        for form in ("int4", "fp8"):
-            if (grouped := getattr(kernels, form)) is not None:
-                parts[form] = recorded(grouped, ("linear",))
+        parts["quantized"] = {
+            form: recorded(products, ("linear",)) for form, products in kernels.quantized.items()
+        }
         # What `call` calls is recorded by itself.
         names = [name for name in functions_of(Kernels) if name != "call"]
         return cast(Kernels, Replaced(recorded(kernels, names), **parts))

@@ -17,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from configs.engine import ResolvedConfig
 from configs.paths import SOURCE_ROOT
 from kernels.interface import Kernels
 from tests.cluster.processes import wait_until
@@ -61,6 +62,13 @@ def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
     wanted = {*range(6), *(["all_reduce"] if size > 1 else [])}
     wanted |= {"mixed"} if weight_dtype == "bfloat16" else set()
     compiled: list[int | str] = []
+    config = SimpleNamespace(
+        engine=SimpleNamespace(tensor_parallel_size=size),
+        model=SimpleNamespace(experts=None),
+        dtype="float32",
+        weight_dtype=weight_dtype,
+        quantization=None,
+    )
     for rank in range(size):
         ran: list[int | str] = []
         reduce = cast(Any, ran.append)
@@ -70,9 +78,7 @@ def test_each_kernel_is_compiled_by_one_rank_and_then_loaded_by_all(
         compile_first_step(
             cast(Kernels, RecordedKernels(ran)),
             cast(TensorParallelGroup, RecordedGroup(rank, size, ran)),
-            "float32",
-            weight_dtype,
-            quantization=None,
+            cast(ResolvedConfig, config),
         )
         before = ran[: ran.index("barrier")]
         assert set(ran) - {"barrier"} == wanted

@@ -23,7 +23,8 @@ from configs.quantization import (
     stored_quantization,
 )
 from kernels.cpu.backend import CPU_KERNELS
-from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped
+from kernels.gpu.backend import TRITON_KERNELS
+from kernels.gpu.grouped import MAX_FUSED_ROWS
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import MAX_FP8
 from kernels.reference.grouped import dequantize, quantize_blocks, quantize_groups
@@ -125,7 +126,7 @@ def test_codes_that_are_kept_stand_for_the_stored_values(
     weights = stored_model(tmp_path, name).state_dict()
     for rank in range(size):
         model = loaded_model(tmp_path, rank, size, packs=False)
-        pieces = [piece for piece in model.slices() if piece.has_groups]
+        pieces = [piece for piece in model.slices() if piece.scale is not None]
         assert len(pieces) == 7 * SHAPE.layers
         for piece in pieces:
             values = dequantize(codes_of(piece))
@@ -159,7 +160,13 @@ def test_a_rank_holds_its_share_of_the_file(tmp_path: Path, name: str, size: int
         layers = loaded_model(tmp_path, rank, size).layers
         weights = [matrix.weight for layer in layers for matrix in layer.matrices()]  # type: ignore[attr-defined]
         assert all(isinstance(weight, GroupedWeight) for weight in weights)
-        assert sum(weight.nbytes for weight in weights) < 1.05 * in_file / size
+        tensors = [
+            tensor
+            for weight in weights
+            for tensor in (weight.weight.words_YW, weight.weight.zeros_YG, weight.weight.scale_YG)
+            if tensor is not None
+        ]
+        assert sum(tensor.nbytes for tensor in tensors) < 1.05 * in_file / size
 
 
 @pytest.mark.parametrize("name", ["awq_128", "fp8_bfloat16"])
@@ -188,7 +195,7 @@ def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
-        pieces = [piece for piece in ours.slices() if piece.has_groups]
+        pieces = [piece for piece in ours.slices() if piece.scale is not None]
         load_weights(pieces, tmp_path, model)
         assert len(pieces) == 7 * SHAPE.layers + 2, "with embedding and head"
         for piece in pieces:
@@ -284,11 +291,11 @@ def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
     """Of 8 rows, the last 4 padding, in memory that held codes that are not numbers."""
     matrix = WeightFormat(
         kernels=kernels,
+        group=TensorParallelGroup(0, 1, torch.device("cpu")),
         dtype=torch.float32,
         weight_dtype=torch.float32,
-        device=torch.device("cpu"),
         quantization=computed_quantization(form),
-    ).vocabulary_matrix(8, 128)
+    ).matrix(8, 128, is_vocabulary=True)
     assert isinstance(matrix, GroupedWeight)
     matrix.weight.words_YW.fill_(0x7F)
     matrix.weight.scale_YG.fill_(1)
@@ -310,7 +317,7 @@ def test_rows_that_no_vocabulary_fills_are_zero(form: str) -> None:
 def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_rows: int) -> None:
     kernels = CPU_KERNELS
     if not torch.cuda.is_available():
-        kernels = Replaced(CPU_KERNELS, int4=TritonGrouped(), fp8=TritonGrouped())
+        kernels = Replaced(CPU_KERNELS, quantized=TRITON_KERNELS.quantized)
     for held_kernels in (CPU_KERNELS, kernels):
         matrix = poisoned_vocabulary(form, held_kernels)
         assert not matrix.packed().product(torch.ones(num_rows, 128), None)[:, 4:].any()

@@ -90,7 +90,9 @@ class DecodeGraphs:
         began_s = time.perf_counter()
         self._uploads.send()
         for size in reversed(self.sizes):
-            for max_parts in {self._max_parts(size, bound) for bound in self.seq_len_bounds}:
+            for max_parts in {
+                self._state.max_decode_parts(size, bound) for bound in self.seq_len_bounds
+            }:
                 run = partial(self._run, size, max_parts)
                 self._graphs[size, max_parts] = self._device.capture(run, largest_graph)
                 largest_graph = largest_graph or self._graphs[size, max_parts]
@@ -116,7 +118,7 @@ class DecodeGraphs:
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.seq_len_bounds[bisect.bisect_left(self.seq_len_bounds, rows.max_seq_len)]
-        max_parts = self._max_parts(size, bound)
+        max_parts = self._state.max_decode_parts(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
         for row_array_S, numbers_R, padding in zip(
             self._row_arrays, numbers, _PADDING_ROW, strict=True
@@ -128,9 +130,6 @@ class DecodeGraphs:
             seq_lens_B = self._row_arrays[-1][:size]
             self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
         return self._graphs[size, max_parts].replay
-
-    def _max_parts(self, size: int, bound: int) -> int:
-        return self._state.max_decode_parts(size, bound)
 
     def _run(self, size: int, max_parts: int) -> None:
         *numbers, part_start_S1, num_live_tokens_1 = self._inputs

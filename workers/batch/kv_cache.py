@@ -55,8 +55,8 @@ def gpu_budget(
         ("share of the device", share_bytes),
         ("weights", own_bytes),
         ("largest step", peak_bytes),
+        ("batch state and graphs", runner_bytes),
     ]
-    parts.append(("batch state and graphs", runner_bytes))
     missing_bytes = share_bytes - own_bytes - memory.free
     if missing_bytes > 0:
         parts.append(("used by others", missing_bytes))

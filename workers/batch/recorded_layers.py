@@ -37,7 +37,7 @@ class _Recorded:
 
 
 class RecordedLayers:
-    """One model over one cache."""
+    """One model over one cache. `max_rows`: of the steps that are recorded."""
 
     def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache) -> None:
         self._model = model
@@ -45,14 +45,14 @@ class RecordedLayers:
         self._table_width = config.max_blocks_per_sequence
         self._max_model_len = config.max_model_len
         has_recorder = model.kernels.recorder is not None and config.model.experts is None
-        self._max_rows = MAX_RECORDED_ROWS if has_recorder else 0
+        self.max_rows = MAX_RECORDED_ROWS if has_recorder else 0
         self._by_rows: dict[int, _Recorded] = {}
 
     def forward(self, step: StepInputs) -> Tensor:
         """`Qwen3.forward`; the result may be overwritten by the next step."""
         embedded_TE = self._model.embedding(step.token_ids_T)
         num_rows = len(embedded_TE)
-        if not step.attn.is_decode or num_rows > self._max_rows:
+        if not step.attn.is_decode or num_rows > self.max_rows:
             return self._model.run_layers(
                 embedded_TE, step.positions_T, step.attn, self._cache.layers
             )
@@ -88,7 +88,7 @@ class RecordedLayers:
         with self._model.kernels.recorder() as recording:
             hidden_TE = self._model.run_layers(embedded_TE, positions_T, kept, self._cache.layers)
         if not recording.is_complete:
-            self._max_rows = num_rows - 1
+            self.max_rows = num_rows - 1
             return hidden_TE
         self._by_rows[num_rows] = _Recorded(
             embedded_TE=embedded_TE,

@@ -221,12 +221,9 @@ class BatchState:
         num_decode_rows = rows.num_decode_rows
         # Without padding, which has no queries.
         num_live_rows = int(rows.query_start_B1[num_decode_rows])
-        decode_parts = self.stage_decode(
-            rows.seq_lens_B[:num_live_rows],
-            self.max_decode_parts(num_decode_rows, rows.max_decode_len),
-            put,
-            num_decode_rows,
-        )
+        max_parts = self.max_decode_parts(num_decode_rows, rows.max_decode_len)
+        live_lens_B = rows.seq_lens_B[:num_live_rows]
+        decode_parts = self.stage_decode(live_lens_B, max_parts, put, num_decode_rows)
 
         def make_inputs() -> StepInputs:
             token_ids_T, kv_places_T = self.look_up_tokens(slots_T, positions_T, num_cached_T)
@@ -324,35 +321,21 @@ class BatchState:
         """Admit rows. Returns the entries to write to the token table. The caller appends the
         blocks.
         """
-        slots_A, num_tokens_A, num_blocks_A = (
-            _ints(rows.slots),
-            _ints(rows.num_tokens),
-            _ints(rows.num_blocks),
-        )
+        slots_A = _ints(rows.slots)
+        num_tokens_A = _ints(rows.num_tokens)
+        num_blocks_A = _ints(rows.num_blocks)
         num_cached_A = _ints(rows.num_cached_tokens)
         num_prompt_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
         _demand(~self.is_used_S[slots_A], "an admitted slot is free", slots_A)
-        _demand(
-            (num_tokens_A >= 1) & (num_tokens_A < self.max_tokens),
-            "a row has 1 to max_model_len - 1 tokens",
-            num_tokens_A,
-        )
-        _demand(
-            (num_prompt_A >= 1) & (num_prompt_A <= num_tokens_A),
-            "the prompt is part of the tokens",
-            num_prompt_A,
-        )
-        _demand(
-            (num_cached_A >= 0) & (num_cached_A <= num_tokens_A),
-            "cached tokens are part of the tokens",
-            num_cached_A,
-        )
-        _demand(
-            num_cached_A <= num_blocks_A * self.block_size,
-            "cached tokens lie in the row's blocks",
-            num_cached_A,
-        )
+        fits_A = (num_tokens_A >= 1) & (num_tokens_A < self.max_tokens)
+        _demand(fits_A, "a row has 1 to max_model_len - 1 tokens", num_tokens_A)
+        has_prompt_A = (num_prompt_A >= 1) & (num_prompt_A <= num_tokens_A)
+        _demand(has_prompt_A, "the prompt is part of the tokens", num_prompt_A)
+        has_cached_A = (num_cached_A >= 0) & (num_cached_A <= num_tokens_A)
+        _demand(has_cached_A, "cached tokens are part of the tokens", num_cached_A)
+        has_blocks_A = num_cached_A <= num_blocks_A * self.block_size
+        _demand(has_blocks_A, "cached tokens lie in the row's blocks", num_cached_A)
         _demand(int(num_tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(num_blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.is_used_S[slots_A] = True
@@ -370,11 +353,8 @@ class BatchState:
         """
         _demand(len(slots_N) == len(block_ids_N), "each appended block names a slot")
         _demand(self.is_used_S[slots_N], "blocks are appended to slots in use", slots_N)
-        _demand(
-            (block_ids_N >= 0) & (block_ids_N < self.num_blocks),
-            "blocks are of the cache",
-            block_ids_N,
-        )
+        exists_N = (block_ids_N >= 0) & (block_ids_N < self.num_blocks)
+        _demand(exists_N, "blocks are of the cache", block_ids_N)
         columns_N = self.num_table_blocks_S[slots_N] + _occurrences(slots_N)
         np.add.at(self.num_table_blocks_S, slots_N, 1)
         width = self.block_table_SW.shape[1]
@@ -409,11 +389,8 @@ class BatchState:
         end_B = self.num_computed_S[slots_B] + num_new_tokens_B
         num_tokens_B = self.num_tokens_S[slots_B]
         _demand(end_B <= num_tokens_B, "a row computes only tokens it has", slots_B)
-        _demand(
-            end_B[samples_B] == num_tokens_B[samples_B],
-            "a row samples at the end of its tokens",
-            slots_B,
-        )
+        is_at_end_R = end_B[samples_B] == num_tokens_B[samples_B]
+        _demand(is_at_end_R, "a row samples at the end of its tokens", slots_B)
         _demand(num_tokens_B[samples_B] < self.max_tokens, "a row has room for its token", slots_B)
         capacity_tokens_B = self.num_table_blocks_S[slots_B] * self.block_size
         _demand(end_B <= capacity_tokens_B, "computed tokens lie within the block table", slots_B)
@@ -422,9 +399,8 @@ class BatchState:
         _demand((slots_N >= 0) & (slots_N < len(self.is_used_S)), f"{kind} slots exist", slots_N)
         is_present_S = np.zeros(len(self.is_used_S), np.bool_)
         is_present_S[slots_N] = True
-        _demand(
-            np.count_nonzero(is_present_S) == len(slots_N), f"{kind} slots are distinct", slots_N
-        )
+        num_present = np.count_nonzero(is_present_S)
+        _demand(num_present == len(slots_N), f"{kind} slots are distinct", slots_N)
 
 
 def _ints(values: Iterable[int]) -> Int32Array:

@@ -34,16 +34,14 @@ class InheritedMemory:
     @classmethod
     def open(cls, memory: RankMemory) -> InheritedMemory:
         """Open all of it, or nothing if a part is out of reach: the log says why."""
-        opened: list[SharedMemfd | None] = []
         try:
-            for handle in (memory.weights, memory.cache):
-                opened.append(SharedMemfd.open(handle) if handle is not None else None)
+            weights, cache = (
+                None if handle is None else SharedMemfd.open(handle)
+                for handle in (memory.weights, memory.cache)
+            )
         except OSError as error:
             logger.warning("the memory of a rank cannot be shared: %s", error)
-            for part in filter(None, opened):
-                part.close()
             return cls()
-        weights, cache = opened
         return cls(
             weights=weights,
             cache=cache,

@@ -35,7 +35,7 @@ from kernels.cpu.tensor_bytes import (
 )
 from kernels.interface import Kernels
 from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned
-from workers.memory.lasting import SharedMemfd, is_supported, physical_bytes
+from workers.memory.lasting import SharedMemfd, physical_bytes
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
@@ -67,8 +67,8 @@ class WeightsFile:
     """New memory to which the weights of a model move, part by part, so that no more than one part
     is held twice. The model itself goes on with it.
 
-    Where this is not possible (not Linux, a GPU, no memory, a torch without the interface), nothing
-    moves from then on, and the model can be used all the same.
+    Where this is not possible (a GPU, no memory, a torch without the interface), nothing moves from
+    then on, and the model can be used all the same. Only where memory `is_supported`.
     """
 
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
@@ -77,21 +77,13 @@ class WeightsFile:
         self._parts = _process_local_parts(kernels, group)
         self._end = 0  # of what is written
         self._error: OSError | None = None
-        if not is_supported():
-            self._error = OSError("this system has no memory that outlives a process")
-            return
         try:
             self._memory = SharedMemfd.create(name, HUGE_PAGE_BYTES)
-        except OSError as error:
-            self._error = error
-            return
-        try:
             # The file grows into these addresses, as many as the machine has memory: what is free
             # now grows with each part that moves.
             self._memory_B = _map(self._memory, physical_bytes())
         except OSError as error:
             self._error = error
-            self._memory.close()
 
     def move(self, part: object) -> None:
         """Move the tensors of a part of the model, once it is packed."""
@@ -199,8 +191,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
 
 def _process_local_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
-    quantized = {"int8": kernels.int8, "int4": kernels.int4, "fp8": kernels.fp8}
-    return {"group": group, "kernels": kernels, "mixed": kernels.mixed} | quantized
+    return {"group": group, "kernels": kernels, "mixed": kernels.mixed, **kernels.quantized}
 
 
 # -- a model without its tensors -------------------------------------------------------------------

@@ -85,14 +85,12 @@ def expected_tensors(
     }
     for index in range(model.num_hidden_layers):
         layer = f"model.layers.{index}"
-        mlp = (
-            {}
-            if model.has_experts(index)
-            else _mlp_matrices("mlp", hidden, model.intermediate_size)
-        )
+        layer_matrices = matrices
         if model.has_experts(index):
             tensors |= _expert_tensors(model, f"{layer}.mlp", merged_experts, plain_names)
-        for name, shape in (matrices | mlp).items():
+        else:
+            layer_matrices = matrices | _mlp_matrices("mlp", hidden, model.intermediate_size)
+        for name, shape in layer_matrices.items():
             tensors |= _matrix_tensors(model, f"{layer}.{name}.weight", shape, plain_names)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
@@ -318,11 +316,8 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     # As in transformers, one file of the usual name makes an index stale.
     has_index = index_path.exists() and not (model_dir / SINGLE_FILE_NAME).exists()
     weight_map = _read_index(index_path) if has_index else {}
-    paths = (
-        [model_dir / name for name in sorted(set(weight_map.values()))]
-        if weight_map
-        else _find_files(model_dir)
-    )
+    paths = [model_dir / name for name in sorted(set(weight_map.values()))]
+    paths = paths or _find_files(model_dir)
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():

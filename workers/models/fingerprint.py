@@ -2,8 +2,7 @@
 
 Two hashes. `fingerprint` is quick and the same on every machine with the same files: it compares
 nodes at the start. `LoadedWeightsHash` covers every byte of weights that a rank loads, while it
-loads
-them: it compares epochs, so that a replacement rank never computes with other weights.
+loads them: it compares epochs, so that a replacement rank never computes with other weights.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import torch
 import xxhash
@@ -58,12 +56,7 @@ class LoadedWeightsHash:
     def __enter__(self) -> LoadedWeightsHash:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._executor.shutdown(cancel_futures=kind is not None)
         if kind is None:
             for future in self._pending_futures:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
-from workers.parallel.group import TensorParallelGroup
 
 
 class Packable(Protocol):
@@ -45,7 +44,7 @@ class _Matrix:
         self, size_out: int, size_in: int, bias: bool, weight_format: WeightFormat
     ) -> None:
         self.size_in = size_in
-        self.weight = weight_format.layer_matrix(size_out, size_in)
+        self.weight = weight_format.matrix(size_out, size_in)
         self.bias_Y = weight_format.vector(size_out) if bias else None
 
     def pack(self) -> None:
@@ -95,13 +94,8 @@ class QKVParallelLinear(_ColumnParallelMatrix):
     ranks hold the same KV head.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
+    def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
+        group = weight_format.group
         self.name = name
         self.model = model
         self.rank = group.rank
@@ -140,18 +134,13 @@ class MergedColumnParallelLinear(_ColumnParallelMatrix):
     """
 
     def __init__(
-        self,
-        names: tuple[str, ...],
-        size_in: int,
-        size_out: int,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, names: tuple[str, ...], size_in: int, size_out: int, weight_format: WeightFormat
     ) -> None:
         """`size_out`: output features of each matrix in the checkpoint."""
         self.names = names
         self.full_size = size_out
-        self.rank = group.rank
-        self.shard_size = size_out // group.size
+        self.rank = weight_format.group.rank
+        self.shard_size = size_out // weight_format.group.size
         super().__init__(len(names) * self.shard_size, size_in, False, weight_format)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
@@ -159,14 +148,10 @@ class MergedColumnParallelLinear(_ColumnParallelMatrix):
         return self.weight.product(x_TE, None)
 
     def slices(self) -> Iterator[WeightSlice]:
+        size = self.shard_size
+        start = self.rank * size
         for index, name in enumerate(self.names):
-            yield from self._matrix_slices(
-                name,
-                self.full_size,
-                self.rank * self.shard_size,
-                index * self.shard_size,
-                self.shard_size,
-            )
+            yield from self._matrix_slices(name, self.full_size, start, index * size, size)
 
 
 class RowParallelLinear(_Matrix):
@@ -176,19 +161,13 @@ class RowParallelLinear(_Matrix):
     """
 
     def __init__(
-        self,
-        name: str,
-        size_in: int,
-        size_out: int,
-        bias: bool,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, size_in: int, size_out: int, bias: bool, weight_format: WeightFormat
     ) -> None:
         self.name = name
-        self.group = group
+        self.group = weight_format.group
         self.kernels = weight_format.kernels
         self.full_size = size_in
-        self.shard_size = size_in // group.size
+        self.shard_size = size_in // self.group.size
         super().__init__(size_out, self.shard_size, bias, weight_format)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
@@ -218,22 +197,17 @@ class _VocabParallelMatrix:
     """
 
     def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, vocab_size: int, hidden_size: int, weight_format: WeightFormat
     ) -> None:
         self.name = name
-        self.group = group
+        self.group = weight_format.group
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
-        self.shard_size = -(-vocab_size // group.size)
-        self.first_id = group.rank * self.shard_size
+        self.shard_size = -(-vocab_size // self.group.size)
+        self.first_id = self.group.rank * self.shard_size
         # Without the padding.
         self.num_ids = max(0, min(self.shard_size, vocab_size - self.first_id))
-        self.weight = weight_format.vocabulary_matrix(self.shard_size, hidden_size)
+        self.weight = weight_format.matrix(self.shard_size, hidden_size, is_vocabulary=True)
         self.weight.zero(self.num_ids)
 
     def slices(self) -> Iterator[WeightSlice]:
@@ -263,28 +237,14 @@ class ParallelLMHead(_VocabParallelMatrix):
     """
 
     def __init__(
-        self,
-        name: str,
-        embedding: VocabParallelEmbedding,
-        tied: bool,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
+        self, name: str, embedding: VocabParallelEmbedding, tied: bool, weight_format: WeightFormat
     ) -> None:
         self.tied = tied
         if tied:
-            self.name = name
-            self.group = group
-            self.vocab_size = embedding.vocab_size
-            self.first_id, self.num_ids, self.shard_size = (
-                embedding.first_id,
-                embedding.num_ids,
-                embedding.shard_size,
-            )
+            self.first_id, self.shard_size = embedding.first_id, embedding.shard_size
             self.weight = embedding.weight
         else:
-            super().__init__(
-                name, embedding.vocab_size, embedding.hidden_size, group, weight_format
-            )
+            super().__init__(name, embedding.vocab_size, embedding.hidden_size, weight_format)
 
     def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
@@ -292,14 +252,11 @@ class ParallelLMHead(_VocabParallelMatrix):
         """
         return self.weight.product(hidden_BE, None)
 
-    def pack(self) -> bool:
-        """Call once, after every slice is filled. True if the packed weight is a copy, because a
-        tied embedding still needs its rows.
+    def pack(self) -> None:
+        """Call once, after every slice is filled. A tied embedding keeps its rows: its weight is
+        held twice where packing makes a copy.
         """
-        packed = self.weight.packed()
-        copied = packed is not self.weight
-        self.weight = packed
-        return copied
+        self.weight = self.weight.packed()
 
     def slices(self) -> Iterator[WeightSlice]:
         return iter(()) if self.tied else super().slices()

@@ -124,14 +124,12 @@ def _values(
     piece: WeightSlice, files: OpenFiles, model: ModelConfig, stored: dict[str, StoredTensor]
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
-    name, is_stored = _stored_name(piece.name, model, stored), False
-    if (stored_format := model.stored_format) is not None:
-        is_stored = is_quantized(model, piece.name, stored)
-        if is_stored and not stored_format.is_int8:
-            rows, columns = piece.shape
-            return StoredMatrix(stored_format, piece.name, (rows, columns), stored, files)
+    if model.stored_format is not None and is_quantized(model, piece.name, stored):
+        rows, columns = piece.shape
+        return StoredMatrix(model.stored_format, piece.name, (rows, columns), stored, files)
+    name = _stored_name(piece.name, model, stored)
     values = files.open_file(stored[name].path).get_slice(stored[name].name)
-    if not is_stored and name != piece.name and (location := merged_place(piece.name)) is not None:
+    if name != piece.name and (location := merged_place(piece.name)) is not None:
         _, expert, follows = location
         return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
     assert stored[name].shape == piece.shape, (
@@ -145,12 +143,12 @@ def _fill(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash | Non
         return
     window = [slice(None)] * len(piece.shape)
     window[piece.dim] = slice(piece.start, piece.start + piece.target.shape[piece.dim])
-    if piece.has_groups:
+    if piece.scale is not None:
         _fill_codes(piece, values, weights_hash)
-    elif piece.scale is None and not isinstance(values, StoredMatrix):
-        _copy(piece.target, values[tuple(window)], weights_hash)
+    elif isinstance(values, StoredMatrix):
+        _unpack(piece, values, window, weights_hash)
     else:
-        _fill_by_rows(piece, values, window, weights_hash)
+        _copy(piece.target, values[tuple(window)], weights_hash)
 
 
 def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash | None) -> None:
@@ -170,6 +168,7 @@ def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash
         else:
             codes, zeros, scale = _computed_codes(piece, values, rows, inputs)
         if piece.zeros is not None:
+            assert zeros is not None
             codes = pack_codes(codes)
             _copy(piece.zeros[part], zeros, weights_hash)
         _copy(piece.target[part], codes, weights_hash)
@@ -178,16 +177,21 @@ def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash
 
 def _computed_codes(
     piece: WeightSlice, values: Any, rows: range, inputs: range
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """(codes, zero points, scales) of a part, from whole rows and blocks of rows, because the
-    largest number may be in another rank's part. Of e4m3 numbers the zero points mean nothing.
+    largest number may be in another rank's part.
     """
     assert piece.scale is not None
+    if piece.target.dtype is torch.int8:
+        whole_rows = values[rows.start : rows.stop, :]
+        max_magnitude_M = whole_rows.abs().amax(dim=1)
+        codes, scale_M = quantize_rows(whole_rows[:, inputs.start : inputs.stop], max_magnitude_M)
+        return codes, None, scale_M.unsqueeze(1)
     first, end = (edge // BLOCK_ROWS * BLOCK_ROWS for edge in (rows.start, rows.stop - 1))
     whole_rows = values[first : min(end + BLOCK_ROWS, piece.shape[0]), :]
+    zeros = None
     if piece.zeros is None:
         codes, scale = quantize_blocks(whole_rows, piece.group_size)
-        zeros = scale
     else:
         codes, zeros, scale = quantize_groups(whole_rows, piece.group_size)
     own_rows = slice(rows.start - first, rows.stop - first)
@@ -195,30 +199,24 @@ def _computed_codes(
     groups = torch.arange(inputs.start, inputs.stop, step) // piece.group_size
     return (
         codes[own_rows, inputs.start : inputs.stop],
-        zeros[own_rows][:, groups],
+        None if zeros is None else zeros[own_rows][:, groups],
         scale[own_rows][:, groups],
     )
 
 
-def _fill_by_rows(
-    piece: WeightSlice, values: Any, window: list[slice], weights_hash: LoadedWeightsHash | None
+def _unpack(
+    piece: WeightSlice,
+    values: StoredMatrix,
+    window: list[slice],
+    weights_hash: LoadedWeightsHash | None,
 ) -> None:
-    """Some rows at a time. To be quantized, rows are read whole, because the largest number of a
-    row may be in another rank's part.
-    """
+    """The values of stored codes, some rows at a time."""
     rows, columns = window
     first_row = rows.start or 0
     for first in range(0, len(piece.target), _ROWS_AT_ONCE):
         end_row = min(first + _ROWS_AT_ONCE, len(piece.target))
         part = slice(first_row + first, first_row + end_row)
-        if piece.scale is None:
-            _copy(piece.target[first:end_row], values[part, columns], weights_hash)
-            continue
-        whole_rows = values[part, :]
-        max_magnitude_M = whole_rows.abs().amax(dim=1)
-        codes, scales = quantize_rows(whole_rows[:, columns], max_magnitude_M)
-        _copy(piece.target[first:end_row], codes, weights_hash)
-        _copy(piece.scale[first:end_row], scales, weights_hash)
+        _copy(piece.target[first:end_row], values[part, columns], weights_hash)
 
 
 def _copy(target: Tensor, values: Tensor, weights_hash: LoadedWeightsHash | None) -> None:

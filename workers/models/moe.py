@@ -21,92 +21,64 @@ from configs.model import ModelConfig
 from kernels.interface import ExpertWeights
 from workers.models.layers import Packable, ReplicatedLinear
 from workers.models.weights import WeightFormat, WeightSlice
-from workers.parallel.group import TensorParallelGroup
 
 
 class MoE:
-    """A router and its experts: for each token the weighted sum of the MLPs of some experts."""
-
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
-        assert model.experts is not None
-        self.kernels = weight_format.kernels
-        self.group = group
-        self.num_experts_per_token = model.experts.num_experts_per_token
-        self.normalizes_weights = model.experts.normalizes_weights
-        self.router = ReplicatedLinear(
-            f"{name}.gate", model.hidden_size, model.experts.num_experts, weight_format
-        )
-        self.experts = ExpertColumns(f"{name}.experts", model, group, weight_format)
-
-    def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
-        """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
-        kernels = self.kernels.experts
-        weights_TK, ids_TK = kernels.route(
-            self.router(x_TE),
-            self.num_experts_per_token,
-            self.normalizes_weights,
-            num_live_tokens_1,
-        )
-        out_TE = kernels.mlp(x_TE, weights_TK, ids_TK, self.experts.weights)
-        return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
-
-    def slices(self) -> Iterator[WeightSlice]:
-        yield from self.router.slices()
-        yield from self.experts.slices()
-
-    def matrices(self) -> tuple[Packable, ...]:
-        return self.router, self.experts
-
-
-class ExpertColumns:
-    """This rank's features of every expert of a layer. Slices are those of checkpoints that hold
-    each expert's matrices as tensors of their own.
+    """A router and its experts: for each token the weighted sum of the MLPs of some experts. Slices
+    are those of checkpoints that hold each expert's matrices as tensors of their own.
     """
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
+    def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
         experts = model.experts
         assert experts is not None and weight_format.quantization is None, (
             "the configuration was checked"
         )
         self.name = name
-        self.full_size = experts.intermediate_size
-        self.shard_size = self.full_size // group.size
-        self.start = group.rank * self.shard_size
+        self.experts = experts
         self.kernels, self.dtype = weight_format.kernels, weight_format.dtype
+        self.group = weight_format.group
+        self.shard_size = experts.intermediate_size // self.group.size
 
         def empty_weight(num_rows: int, size_in: int) -> Tensor:
             shape = (experts.num_experts, num_rows, size_in)
-            return torch.empty(shape, dtype=weight_format.weight_dtype, device=weight_format.device)
+            return torch.empty(shape, dtype=weight_format.weight_dtype, device=self.group.device)
 
+        self.router = ReplicatedLinear(
+            f"{name}.gate", model.hidden_size, experts.num_experts, weight_format
+        )
         self.weights = ExpertWeights(
             gate_up=empty_weight(2 * self.shard_size, model.hidden_size),
             down=empty_weight(model.hidden_size, self.shard_size),
         )
 
+    def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
+        """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
+        weights_TK, ids_TK = self.kernels.experts.route(
+            self.router(x_TE),
+            self.experts.num_experts_per_token,
+            self.experts.normalizes_weights,
+            num_live_tokens_1,
+        )
+        out_TE = self.kernels.experts.mlp(x_TE, weights_TK, ids_TK, self.weights)
+        return out_TE if self.group.size == 1 else self.group.all_reduce(out_TE)
+
     def slices(self) -> Iterator[WeightSlice]:
-        size = self.weights.down.shape[1]
+        yield from self.router.slices()
+        size, full_size = self.weights.down.shape[1], self.experts.intermediate_size
+        start = self.group.rank * self.shard_size
         for expert, (gate_up, down) in enumerate(
             zip(self.weights.gate_up, self.weights.down, strict=True)
         ):
+            name = f"{self.name}.experts.{expert}"
             gate, up = gate_up.split(self.shard_size)
-            for matrix, target in (("gate", gate), ("up", up)):
-                name = f"{self.name}.{expert}.{matrix}_proj.weight"
-                yield WeightSlice(name, (self.full_size, size), target, 0, self.start)
-            name = f"{self.name}.{expert}.down_proj.weight"
-            yield WeightSlice(name, (size, self.full_size), down, 1, self.start)
+            yield WeightSlice(f"{name}.gate_proj.weight", (full_size, size), gate, 0, start)
+            yield WeightSlice(f"{name}.up_proj.weight", (full_size, size), up, 0, start)
+            yield WeightSlice(f"{name}.down_proj.weight", (size, full_size), down, 1, start)
+
+    def matrices(self) -> tuple[Packable, ...]:
+        return (self,)
 
     def pack(self) -> None:
         """Call once, after every slice is filled."""
+        self.router.pack()
         self.weights = self.kernels.experts.pack_weights(self.weights, self.dtype)

@@ -9,6 +9,7 @@ rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabul
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -40,22 +41,16 @@ LayerCache = tuple[Tensor, Tensor]
 class Attention:
     """Projections, QK-norm, rotary embedding, KV store, paged attention, output projection."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
+    def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
         self.kernels = weight_format.kernels
         self.eps = model.rms_norm_eps
         self.scale = model.head_dim**-0.5
-        self.qkv = QKVParallelLinear(name, model, group, weight_format)
+        self.qkv = QKVParallelLinear(name, model, weight_format)
         self.q_norm = ReplicatedVector(f"{name}.q_norm", model.head_dim, weight_format)
         self.k_norm = ReplicatedVector(f"{name}.k_norm", model.head_dim, weight_format)
         width = model.num_attention_heads * model.head_dim
         self.out = RowParallelLinear(
-            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, group, weight_format
+            f"{name}.o_proj", width, model.hidden_size, model.attention_bias, weight_format
         )
 
     def __call__(
@@ -94,25 +89,14 @@ class Attention:
 class MLP:
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-    ) -> None:
+    def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
         self.kernels = weight_format.kernels
         names = (f"{name}.gate_proj", f"{name}.up_proj")
         self.gate_up = MergedColumnParallelLinear(
-            names, model.hidden_size, model.intermediate_size, group, weight_format
+            names, model.hidden_size, model.intermediate_size, weight_format
         )
         self.down = RowParallelLinear(
-            f"{name}.down_proj",
-            model.intermediate_size,
-            model.hidden_size,
-            False,
-            group,
-            weight_format,
+            f"{name}.down_proj", model.intermediate_size, model.hidden_size, False, weight_format
         )
 
     def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
@@ -132,21 +116,16 @@ class DecoderLayer:
     """
 
     def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        group: TensorParallelGroup,
-        weight_format: WeightFormat,
-        mlp: type[MLP] | type[MoE],
+        self, name: str, model: ModelConfig, weight_format: WeightFormat, mlp: type[MLP] | type[MoE]
     ) -> None:
         self.input_norm = ReplicatedVector(
             f"{name}.input_layernorm", model.hidden_size, weight_format
         )
-        self.attention = Attention(f"{name}.self_attn", model, group, weight_format)
+        self.attention = Attention(f"{name}.self_attn", model, weight_format)
         self.post_norm = ReplicatedVector(
             f"{name}.post_attention_layernorm", model.hidden_size, weight_format
         )
-        self.mlp = mlp(f"{name}.mlp", model, group, weight_format)
+        self.mlp = mlp(f"{name}.mlp", model, weight_format)
 
     def slices(self) -> Iterator[WeightSlice]:
         for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
@@ -174,9 +153,9 @@ class Qwen3:
         """`weight_dtype`: of the matrices that are not quantized; None means `dtype`."""
         weight_format = WeightFormat(
             kernels=kernels,
+            group=group,
             dtype=dtype,
             weight_dtype=weight_dtype or dtype,
-            device=group.device,
             quantization=quantization,
         )
         self.model_config = model_config
@@ -184,17 +163,12 @@ class Qwen3:
         self.group = group
         self.dtype = dtype
         self.embedding = VocabParallelEmbedding(
-            "model.embed_tokens",
-            model_config.vocab_size,
-            model_config.hidden_size,
-            group,
-            weight_format,
+            "model.embed_tokens", model_config.vocab_size, model_config.hidden_size, weight_format
         )
         self.layers = [
             DecoderLayer(
                 f"model.layers.{index}",
                 model_config,
-                group,
                 weight_format,
                 MoE if model_config.has_experts(index) else MLP,
             )
@@ -202,12 +176,11 @@ class Qwen3:
         ]
         self.norm = ReplicatedVector("model.norm", model_config.hidden_size, weight_format)
         self.head = ParallelLMHead(
-            "lm_head", self.embedding, model_config.tie_word_embeddings, group, weight_format
+            "lm_head", self.embedding, model_config.tie_word_embeddings, weight_format
         )
         self.cos_sin_LD = cos_sin_table(
             model_config.rope, model_config.head_dim, max_model_len, group.device
         )
-        self.weight_bytes = 0  # weights of this rank, without the padding of the vocabulary
 
     @property
     def num_kv_heads(self) -> int:
@@ -266,15 +239,8 @@ class Qwen3:
         """Convert every matrix, once it is filled, into the layout in which multiplying by it is
         fastest. Each is given to `move` then, which may give it other memory.
         """
-        self.weight_bytes = sum(piece.nbytes for piece in self.slices())
-        for layer in self.layers:
-            for matrix in layer.matrices():
-                matrix.pack()
-                move(matrix)
-                release_freed_memory()
-        copied = self.head.pack()
-        move(self.head)
-        release_freed_memory()
-        if copied and self.head.tied:
-            # Held twice: as rows for lookup, and packed for the product.
-            self.weight_bytes += self.embedding.weight.nbytes
+        layer_matrices = itertools.chain.from_iterable(layer.matrices() for layer in self.layers)
+        for matrix in (*layer_matrices, self.head):
+            matrix.pack()
+            move(matrix)
+            release_freed_memory()

@@ -99,10 +99,8 @@ class StoredMatrix:
 
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
-        packed_dim, num_codes = (
-            (0 if self._format.packs_rows else 1),
-            len(self._format.code_order) or 1,
-        )
+        packed_dim = 0 if self._format.packs_rows else 1
+        num_codes = len(self._format.code_order) or 1
         span = spans[packed_dim]
         first_word = span.start // num_codes
         spans[packed_dim] = range(first_word, -(-span.stop // num_codes))
@@ -131,10 +129,8 @@ class StoredMatrix:
         """int64 [X]: the group of each input."""
         stored_format, size_in = self._format, self._shape[1]
         if stored_format.group_index_part is not None:
-            group_X, num_groups = (
-                self._read(stored_format.group_index_part).long(),
-                self._scale_RG.shape[1],
-            )
+            group_X = self._read(stored_format.group_index_part).long()
+            num_groups = self._scale_RG.shape[1]
             if -1 not in group_X:  # otherwise it was never filled in, and inputs are in order
                 if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
                     raise self._error(

@@ -103,15 +103,12 @@ class TorchTransport:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
         return self._reduce(tensor, "SUM")
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Maximum over the ranks, in place; returns `tensor`."""
         return self._reduce(tensor, "MAX")
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, *tensor.shape], in rank order."""
         out_R = torch.empty((self._size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
         options = _torch_distributed().distributed_c10d.AllgatherOptions()
         options.asyncOp = False  # as in `_reduce`
@@ -128,12 +125,10 @@ class TorchTransport:
             raise WorkerError(f"{self._rank_label}: rank 0 is gone: {error}") from None
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Limit of every operation from now on."""
         if self._backend is not None:
             self._backend._set_default_timeout(timedelta(seconds=timeout_s))
 
     def close(self) -> None:
-        """Leave the group; never waits for a peer."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.abort() if self.device.type == "cuda" else backend.shutdown()

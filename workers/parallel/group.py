@@ -37,11 +37,7 @@ class TensorParallelGroup:
     """
 
     def __init__(
-        self,
-        rank: int,
-        size: int,
-        device: torch.device,
-        progress: Progress | None = None,
+        self, rank: int, size: int, device: torch.device, progress: Progress | None = None
     ) -> None:
         self.progress = progress or Progress()
         self.rank = rank
@@ -211,10 +207,7 @@ class TensorParallelGroup:
 
     def _transports(self) -> list[Transport]:
         """Every transport, once: the barrier's may also be the chosen one."""
-        transports = [
-            self._chosen_transport,
-            self._backend if self._backend is not self._chosen_transport else None,
-        ]
+        transports = dict.fromkeys((self._chosen_transport, self._backend))
         return [transport for transport in transports if transport is not None]
 
     def _connect(self, ranks: Sequence[int], timeout_s: float) -> TorchTransport:

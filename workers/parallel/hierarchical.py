@@ -22,6 +22,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 class HierarchicalReducer:
     """A `Transport`. `intra_host`: the ranks of this host; `inter_host`: the first ranks of all
     hosts, only on these ranks; `host_ranks`: the ranks of each host, in the order of `inter_host`.
+    Dtypes as `SharedMemoryReducer`. Ranks that wait for one that closes fail at once.
     """
 
     name = "shared memory within hosts, gloo between them"
@@ -43,17 +44,14 @@ class HierarchicalReducer:
         self._order_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`. Dtypes as `SharedMemoryReducer`."""
         inter_host = None if self._inter_host is None else self._inter_host.all_reduce
         return self._reduce(tensor, self._intra_host.all_reduce, inter_host)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Maximum over the ranks, in place; returns `tensor`."""
         inter_host = None if self._inter_host is None else self._inter_host.all_reduce_max
         return self._reduce(tensor, self._intra_host.all_reduce_max, inter_host)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, *tensor.shape], in rank order. Any dtype, on the CPU."""
         own_bytes = tensor.contiguous().view(-1).view(torch.uint8)
         bytes_of_host = self._intra_host.all_gather(own_bytes)
         out_R = torch.empty((len(self._order_R), len(own_bytes)), dtype=torch.uint8)
@@ -69,13 +67,11 @@ class HierarchicalReducer:
         return out_R.view(-1).view(tensor.dtype).view(len(out_R), *tensor.shape)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Limit of every operation from now on."""
         self._intra_host.set_timeout(timeout_s)
         if self._inter_host is not None:
             self._inter_host.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Leave the group; ranks that wait for this one fail at once."""
         self._intra_host.close()
         if self._inter_host is not None:
             self._inter_host.close()

@@ -186,7 +186,6 @@ class SharedMemoryReducer:
         self._run("broadcast", address, address, tensor.nbytes, BROADCAST)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Limit of every operation from now on."""
         self.timeout_s = timeout_s
 
     def close(self) -> None:
@@ -250,11 +249,9 @@ class SharedMemoryReducer:
     def _dead_peer(self) -> int | None:
         poll_events = self._poll.poll(0)
         # Checked second: a watch that another thread has closed is not a sign of death.
-        return (
-            self._peer_by_pidfd[poll_events[0][0]]
-            if poll_events and self._memory is not None
-            else None
-        )
+        if not poll_events or self._memory is None:
+            return None
+        return self._peer_by_pidfd[poll_events[0][0]]
 
     def _describe_peer(self, peer: int) -> str:
         return f"rank {self._ranks[peer]} (process {self._process_ids[peer]})"

@@ -101,7 +101,6 @@ class SymmetricMemoryReducer:
         return f"wrong sums of {', '.join(wrong_sums)}" if wrong_sums else ""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
         if not self._fits(tensor):
             return self._nccl.all_reduce(tensor)
         try:
@@ -110,11 +109,9 @@ class SymmetricMemoryReducer:
             raise WorkerError(f"{self._rank_label}: all_reduce failed: {error}") from None
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Maximum over the ranks, in place; returns `tensor`."""
         return self._nccl.all_reduce_max(tensor)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[R, *tensor.shape], in rank order."""
         return self._nccl.all_gather(tensor)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -122,7 +119,6 @@ class SymmetricMemoryReducer:
         self._nccl.set_timeout(timeout_s)
 
     def close(self) -> None:
-        """Leave the group; never waits for a peer."""
         self._nccl.close()
 
     def _fits(self, tensor: torch.Tensor) -> bool:

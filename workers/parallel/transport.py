@@ -23,20 +23,15 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """Sum over the ranks, in place; returns `tensor`, with the same bits on every rank."""
-        ...
 
     def all_reduce_max(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """Maximum over the ranks, in place; returns `tensor`."""
-        ...
 
     def all_gather(self, tensor: torch.Tensor, /) -> torch.Tensor:
         """[R, *tensor.shape], in rank order."""
-        ...
 
     def set_timeout(self, timeout_s: float, /) -> None:
         """Limit of every operation from now on."""
-        ...
 
     def close(self) -> None:
         """Leave the group. Never waits for a peer."""
-        ...

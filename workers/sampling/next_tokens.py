@@ -77,9 +77,9 @@ class NextTokens:
         self._hidden_SE: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, hidden_SE: Tensor, largest_graph: Graph | None = None) -> None:
-        """Capture every size and kind over `hidden_SE`, the largest first: all share the memory of
-        `largest_graph`. Waits for the device.
+    def capture(self, hidden_SE: Tensor, largest_graph: Graph) -> None:
+        """Capture every size and kind over `hidden_SE`; all share the memory of `largest_graph`.
+        Waits for the device.
         """
         began_s = time.perf_counter()
         self._hidden_SE = hidden_SE
@@ -87,7 +87,6 @@ class NextTokens:
             for kind in GRAPH_KINDS:
                 run = partial(self._run, size, kind)
                 self.graphs[size, kind] = self._device.capture(run, largest_graph)
-                largest_graph = largest_graph or self.graphs[size, kind]
         seconds = time.perf_counter() - began_s
         logger.info("%d graphs of sampling captured in %.1f s", len(self.graphs), seconds)
 

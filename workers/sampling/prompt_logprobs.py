@@ -60,14 +60,9 @@ class ScoredTokens:
 
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
-        ends = np.cumsum(self.rows.num_scored)
-        numbers = zip(
-            self.rows.first_positions,
-            self.rows.num_scored,
-            self.rows.num_top,
-            ends.tolist(),
-            strict=True,
-        )
+        rows = self.rows
+        ends = np.cumsum(rows.num_scored).tolist()
+        numbers = zip(rows.first_positions, rows.num_scored, rows.num_top, ends, strict=True)
         return tuple(
             self._message(first, num_top, slice(end - count, end))
             for first, count, num_top, end in numbers
@@ -130,9 +125,7 @@ class PromptScorer:
                 self._head, self._shard, hidden_TE.index_select(0, indices_S), ids_S, num_top
             )
             for indices_S, ids_S in zip(
-                rows.indices_P.split(POSITIONS_AT_ONCE),
-                ids_P.split(POSITIONS_AT_ONCE),
-                strict=True,
+                rows.indices_P.split(POSITIONS_AT_ONCE), ids_P.split(POSITIONS_AT_ONCE), strict=True
             )
         ]
         tensors_of_slices, token_ranks_of_slices = zip(*slices, strict=True)
@@ -145,11 +138,7 @@ class PromptScorer:
 
 
 def score_slice(
-    head: Head,
-    shard: VocabularyShard,
-    hidden_SE: Tensor,
-    ids_S: Tensor,
-    num_top: int,
+    head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top: int
 ) -> tuple[LogprobTensors, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)

@@ -38,12 +38,9 @@ from workers.sampling.state import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledLogprobs:
-    """Logprobs of the rows that asked for them. `rows` (indices in the batch) and `num_top`
-    (numbers of alternatives) are on the host.
-    """
+    """Logprobs of the rows that asked for them."""
 
-    rows: tuple[int, ...]
-    num_top: tuple[int, ...]
+    rows: LogprobRows
     tensors: LogprobTensors
 
 
@@ -75,7 +72,7 @@ def to_logprobs(
     out: list[TokenLogprobs | None] = [None] * num_rows
     lists = [tensor.tolist() for tensor in logprobs.tensors]
     for row, num_top, logprob, ids, values, _ in zip(
-        logprobs.rows, logprobs.num_top, *lists, strict=True
+        logprobs.rows.rows, logprobs.rows.num_top, *lists, strict=True
     ):
         out[row] = TokenLogprobs(
             logprob=logprob,
@@ -173,7 +170,7 @@ class Sampler:
             token_ids_B.index_select(0, rows.rows_L),
             max(1, *rows.num_top),
         )
-        return SampledLogprobs(rows=rows.rows, num_top=rows.num_top, tensors=tensors)
+        return SampledLogprobs(rows=rows, tensors=tensors)
 
     def _adjust(self, logits_BV: Tensor, batch: SamplingBatch, masks: RowMasks | None) -> Tensor:
         """Apply penalties, bias and masks, if there are any, to a copy: in float32, unless there
@@ -236,20 +233,14 @@ class Sampler:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
-        infinite_limit_R, empty_limit_R = (
-            torch.full_like(gap_rows.max_R, torch.inf),
-            torch.full_like(gap_rows.max_R, -1.0),
-        )
+        infinite_limit_R = torch.full_like(gap_rows.max_R, torch.inf)
+        empty_limit_R = torch.full_like(gap_rows.max_R, -1.0)
         search_limit_R, limit_R = infinite_limit_R, filters.min_p_limit_R
         if filters.max_top_k > 0:
             has_filter_R = filters.top_k_R > 0
-            search_limit_R = self._limit(
-                gap_rows,
-                torch.where(has_filter_R, search_limit_R, empty_limit_R),
-                filters.top_k_R,
-                by_weight=False,
-            )
-            search_limit_R = torch.where(has_filter_R, search_limit_R, infinite_limit_R)
+            bound_R = torch.where(has_filter_R, infinite_limit_R, empty_limit_R)
+            top_k_limit_R = self._limit(gap_rows, bound_R, filters.top_k_R, by_weight=False)
+            search_limit_R = torch.where(has_filter_R, top_k_limit_R, infinite_limit_R)
         if filters.uses_top_p:
             has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(

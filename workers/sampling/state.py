@@ -111,10 +111,10 @@ class SamplingBatch:
 
     num_rows: int
     draws: tuple[DrawRows, ...]
-    penalties: PenaltyRows | None
-    bias: LogitBias | None
-    masked_N: Tensor | None
-    logprobs: LogprobRows | None
+    penalties: PenaltyRows | None = None
+    bias: LogitBias | None = None
+    masked_N: Tensor | None = None
+    logprobs: LogprobRows | None = None
 
 
 class StaticSamplingRows:
@@ -124,9 +124,9 @@ class StaticSamplingRows:
     """
 
     def __init__(self, max_rows: int, keep: PutFunction) -> None:
-        self.positions_S = np.zeros(max_rows, np.int64)
-        self.is_drawn_S = np.zeros(max_rows, np.bool_)
-        self.parameters: dict[str, npt.NDArray[Any]] = {
+        self.arrays: dict[str, npt.NDArray[Any]] = {
+            "position": np.zeros(max_rows, np.int64),
+            "is_drawn": np.zeros(max_rows, np.bool_),
             "seed": np.zeros(max_rows, np.int64),
             "top_k": np.ones(max_rows, np.int64),
             "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
@@ -134,9 +134,7 @@ class StaticSamplingRows:
             "min_p_limit": np.full(max_rows, math.inf, np.float32),
             "top_p_bound": np.full(max_rows, math.inf, np.float32),
         }
-        self._positions_S = keep(self.positions_S)
-        self._is_drawn_S = keep(self.is_drawn_S)
-        self._tensors = {name: keep(values_S) for name, values_S in self.parameters.items()}
+        self._tensors = {name: keep(values_S) for name, values_S in self.arrays.items()}
 
     def batch(self, num_rows: int, kind: int) -> SamplingBatch:
         """The first `num_rows` rows, of this kind or greedy. Every top-k is 1 to
@@ -155,19 +153,12 @@ class StaticSamplingRows:
         draw_rows = DrawRows(
             rows_R=None,
             seeds_R=tensors["seed"],
-            positions_R=self._positions_S[:num_rows],
+            positions_R=tensors["position"],
             temperature_R=tensors["temperature"],
             filters=filters if kind == LISTED_KIND else None,
-            is_drawn_R=self._is_drawn_S[:num_rows],
+            is_drawn_R=tensors["is_drawn"],
         )
-        return SamplingBatch(
-            num_rows=num_rows,
-            draws=() if kind == GREEDY_KIND else (draw_rows,),
-            penalties=None,
-            bias=None,
-            masked_N=None,
-            logprobs=None,
-        )
+        return SamplingBatch(num_rows=num_rows, draws=() if kind == GREEDY_KIND else (draw_rows,))
 
 
 class SamplingState:
@@ -272,17 +263,15 @@ class SamplingState:
         self, static_rows: StaticSamplingRows, slots_B: Int64Array, positions_B: Int64Array
     ) -> None:
         """Write the parameters of these rows, which a graph samples."""
-        num_rows = len(slots_B)
-        for name, values_S in static_rows.parameters.items():
-            values_S[:num_rows] = self._table[name][slots_B]
-        static_rows.positions_S[:num_rows] = positions_B
-        is_drawn_B = static_rows.parameters["temperature"][:num_rows] > 0
-        static_rows.is_drawn_S[:num_rows] = is_drawn_B
+        arrays = {name: values_S[: len(slots_B)] for name, values_S in static_rows.arrays.items()}
+        arrays["position"][:] = positions_B
+        for name in arrays.keys() & {*_INT_FIELDS, *_FLOAT_FIELDS}:
+            arrays[name][:] = self._table[name][slots_B]
+        arrays["is_drawn"][:] = arrays["temperature"] > 0
         # Greedy rows, and later the padding in their place, go through the filters of the others
         # and need numbers that filters take.
-        static_rows.parameters["temperature"][:num_rows][~is_drawn_B] = 1
-        top_k_B = static_rows.parameters["top_k"][:num_rows]
-        np.clip(top_k_B, 1, MAX_GRAPH_TOP_K, out=top_k_B)
+        arrays["temperature"][~arrays["is_drawn"]] = 1
+        np.clip(arrays["top_k"], 1, MAX_GRAPH_TOP_K, out=arrays["top_k"])
 
     def check(self) -> None:
         """Laws: a free slot holds no bias, no stop ids and is in no set; every column lies in this
@@ -371,14 +360,11 @@ class SamplingState:
     def _logit_bias(self, slots_B: Int64Array, put: PutFunction) -> LogitBias | None:
         if not self._bias:
             return None
+        slots = slots_B.tolist()
         bias_of_rows = [
-            (row, *self._bias[slot])
-            for row, slot in enumerate(slots_B.tolist())
-            if slot in self._bias
+            (i, *self._bias[slot]) for i, slot in enumerate(slots) if slot in self._bias
         ]
-        flat_indices_N = self._flat_indices(
-            [(row, columns) for row, columns, _ in bias_of_rows], put
-        )
+        flat_indices_N = self._flat_indices([(i, columns) for i, columns, _ in bias_of_rows], put)
         if flat_indices_N is None:
             return None
         return LogitBias(
@@ -394,17 +380,9 @@ class SamplingState:
         """
         if not self._stop_columns:
             return None
-        is_short_B = (
-            positions_B - self._table["num_prompt_tokens"][slots_B]
-            < self._table["min_tokens"][slots_B]
-        )
-        return self._flat_indices(
-            [
-                (row, self._stop_columns[int(slots_B[row])])
-                for row in is_short_B.nonzero()[0].tolist()
-            ],
-            put,
-        )
+        num_output_tokens_B = positions_B - self._table["num_prompt_tokens"][slots_B]
+        rows = (num_output_tokens_B < self._table["min_tokens"][slots_B]).nonzero()[0].tolist()
+        return self._flat_indices([(i, self._stop_columns[int(slots_B[i])]) for i in rows], put)
 
     def _flat_indices(
         self, columns_of_rows: list[tuple[int, Int64Array]], put: PutFunction
@@ -429,11 +407,9 @@ class SamplingState:
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
         """An asynchronous copy on the device."""
         tensor = torch.from_numpy(values)
-        return (
-            tensor.pin_memory().to(self._device, non_blocking=True)
-            if self._device.type == "cuda"
-            else tensor
-        )
+        if self._device.type != "cuda":
+            return tensor
+        return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
 def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int:
@@ -442,11 +418,8 @@ def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int
         return GREEDY_KIND
     if 0 < top_k <= MAX_LISTED_TOP_K:
         return LISTED_KIND
-    return (
-        UNFILTERED_KIND
-        if top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
-        else DESCENT_KIND
-    )
+    keeps_all = top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
+    return UNFILTERED_KIND if keeps_all else DESCENT_KIND
 
 
 # Kinds of rows: the best token; any token; filters whose limits follow from a list of the nearest

@@ -50,7 +50,7 @@ class MakeRunner:
         load_weights(model.slices(), Path(config.model_dir), config.model)
         model.pack()
         num_blocks = num_blocks or max_num_seqs * 4
-        return ModelRunner(config, model, group, kernels, device, num_blocks)
+        return ModelRunner(config, model, device, num_blocks)
 
 
 class Pair:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from configs.quantization import FP8, INT4
 from kernels.gpu import grouped
-from kernels.gpu.grouped import MAX_FUSED_ROWS, TritonGrouped, choose_tile_config
+from kernels.gpu.backend import TRITON_KERNELS
+from kernels.gpu.grouped import MAX_FUSED_ROWS, choose_tile_config
 from kernels.interface import GroupedCodes, Kernels
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
 from tests.checkpoints import Shape, make_checkpoint
@@ -62,7 +63,7 @@ def test_replayed_steps_give_what_eager_ones_give_with_the_reference(
     monkeypatch.setattr(grouped, "_BLOCKS_PER_PART", 1)
     assert grouped.choose_split(1, SIZES["intermediate"] // 128)[1] > 1
     options = make(tmp_path)
-    kernels = cast(Kernels, Replaced(REFERENCE, int4=TritonGrouped(), fp8=TritonGrouped()))
+    kernels = cast(Kernels, Replaced(REFERENCE, quantized=TRITON_KERNELS.quantized))
     pair = Pair(MakeRunner(tmp_path), 2, kernels, **options)
     rows = admitted(pair, 2)
     pair.step([(row, 10) for row in rows])
@@ -81,7 +82,7 @@ def warmed_up(model_dir: Path, kernels: Any, quantization: str | None) -> None:
     )
     for piece in model.slices():
         piece.target.zero_()
-    warm_up(config, model, group, kernels)
+    warm_up(config, model)
 
 
 @pytest.mark.parametrize("form", [INT4, FP8])
@@ -94,8 +95,8 @@ def test_no_kind_of_product_is_compiled_while_a_request_waits(tmp_path: Path, fo
         rows_of[weight.num_rows].add(len(x_TX))
         return torch.zeros(len(x_TX), weight.num_rows, dtype=x_TX.dtype)
 
-    replaced = Replaced(getattr(REFERENCE, form), linear=linear)
-    warmed_up(tmp_path, Replaced(REFERENCE, **{form: replaced}), form)
+    replaced = Replaced(REFERENCE.quantized[form], linear=linear)
+    warmed_up(tmp_path, Replaced(REFERENCE, quantized={form: replaced}), form)
     every = {choose_tile_config(count, 2) for count in range(1, MAX_FUSED_ROWS + 1)}
     for num_rows in rows_of.values():
         assert {

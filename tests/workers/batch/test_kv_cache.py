@@ -171,7 +171,7 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     config = dataclasses.replace(config, max_model_len=max_model_len)
     with pytest.raises(ConfigError, match=message):
-        ModelRunner(config, model, group, KERNELS, Device(group.device), num_blocks)
+        ModelRunner(config, model, Device(group.device), num_blocks)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
     load_weights(model.slices(), Path(config.model_dir), config.model)
-    run_largest_step(config, model, group, KERNELS)
+    run_largest_step(config, model)
 
 
 def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
@@ -221,7 +221,7 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
     model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
     for piece in model.slices():
         piece.target.normal_()
-    warm_up(config, model, group, kernels)
+    warm_up(config, model)
     attention = {(128, 64, 64), (2, 2, 64), (1, 1, 1), (1, 1, 64)}
     assert {key[1:] for key in seen if key[0] == "paged_attention"} == attention
     for dtype in (torch.bfloat16, torch.float32):

@@ -108,6 +108,7 @@ class State:
 
     model: Qwen3 | None = None
     memory: SharedMemfd | None = None
+    weight_bytes: int = 0  # as loaded
 
     def forget(self) -> None:
         if self.memory is not None:
@@ -136,6 +137,7 @@ def load(state: State, form: Form) -> None:
             piece.scale.uniform_(1e-3, 2e-3)
         if piece.zeros is not None:
             piece.zeros.random_(0, 16)
+    state.weight_bytes = sum(piece.nbytes for piece in model.slices())
     model.pack()
 
 
@@ -151,7 +153,7 @@ def keep(state: State, name: str) -> MemoryHandle:
 
 def weight_bytes(state: State) -> int:
     assert state.model is not None
-    return state.model.weight_bytes
+    return state.weight_bytes
 
 
 def adopt(state: State, handle: MemoryHandle, config: ModelConfig, rank: int = 0) -> MemoryHandle:
