@@ -80,13 +80,11 @@ class StructuredOutputs:
     structural_tag: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given_names = [
-            field.name for field in dataclasses.fields(self) if self._is_given(field.name)
-        ]
+        names = [field.name for field in dataclasses.fields(self)]
+        given_names = [name for name in names if self._is_given(name)]
         if len(given_names) != 1:
-            names = ", ".join(field.name for field in dataclasses.fields(self))
             raise _structure_error(
-                f"needs exactly one of {names}; has {', '.join(given_names) or 'none'}"
+                f"needs exactly one of {', '.join(names)}; has {', '.join(given_names) or 'none'}"
             )
         if not isinstance(self.json, Mapping | bool | str | None):
             raise _structure_error(f"json must be a JSON schema, got {short_repr(self.json)}")
@@ -241,15 +239,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, metadata = getattr(self, field.name), field.metadata
-            if value is not None and metadata["low"] is not None:
-                _check_number(
-                    field.name,
-                    value,
-                    metadata["low"],
-                    metadata["high"],
-                    is_integer=metadata["is_integer"],
-                )
+            value, low = getattr(self, field.name), field.metadata["low"]
+            if value is not None and low is not None:
+                high, is_integer = field.metadata["high"], field.metadata["is_integer"]
+                _check_number(field.name, value, low, high, is_integer=is_integer)
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
@@ -290,12 +283,9 @@ class SamplingParams:
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with unset ones taken from `defaults`."""
-        taken_from_defaults = {
-            field.name: getattr(defaults, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is None
-        }
-        return dataclasses.replace(self, **taken_from_defaults)
+        names = [field.name for field in dataclasses.fields(self)]
+        unset_names = [name for name in names if getattr(self, name) is None]
+        return dataclasses.replace(self, **{name: getattr(defaults, name) for name in unset_names})
 
     def _check_structured_outputs(self) -> None:
         if self.structured_outputs is None:
@@ -315,26 +305,19 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(
-        self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()
-    ) -> ResolvedSampling:
-        """The engine's message for output number `index`; `seed` is the request's, or drawn if it
-        had none.
-
-        Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
+    def resolve(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> ResolvedSampling:
+        """The engine's message for the first output; `seed` is the request's, or drawn if it had
+        none. Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
         """
         params = self.with_defaults(DEFAULT_SAMPLING_PARAMS)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        values = {
-            field.name: getattr(params, field.name)
-            for field in dataclasses.fields(ResolvedSampling)
-        }
+        fields = dataclasses.fields(ResolvedSampling)
         return ResolvedSampling(
-            **values
+            **{field.name: getattr(params, field.name) for field in fields}
             | {
-                "seed": derive_seed(seed, index),
+                "seed": derive_seed(seed, 0),
                 "top_k": max(0, params.top_k or 0),
                 "logit_bias": tuple(sorted((params.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
@@ -350,10 +333,8 @@ class SamplingParams:
     ) -> list[ResolvedSampling]:
         """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
         first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
-        output_seeds = (derive_seed(seed, index) for index in range(self.n or 1))
-        return [
-            dataclasses.replace(first_sampling, seed=output_seed) for output_seed in output_seeds
-        ]
+        seeds = (derive_seed(seed, index) for index in range(self.n or 1))
+        return [dataclasses.replace(first_sampling, seed=output_seed) for output_seed in seeds]
 
 
 def _structure_error(problem: str) -> RequestError:

@@ -194,29 +194,9 @@ def _status_text(status: int) -> str:
         return f"signal {os.WTERMSIG(status)}"
 
 
-def may_have_corrupted_memory(error: BaseException | str) -> bool:
-    """Whether what a living rank reports, an error or its message, means that the memory of the
+def may_have_corrupted_memory(reason: str) -> bool:
+    """Whether the error that a living rank reports, with its class, means that the memory of the
     ranks cannot be trusted: an error of the device, or of the interpreter, or ranks that contradict
     each other. Other exceptions, no room, a peer that is gone: no.
     """
-    if isinstance(error, str):
-        return CORRUPTING_ERRORS.search(error) is not None
-    return any(
-        CORRUPTING_ERRORS.search(f"{type(cause).__name__}: {cause}")
-        for cause in _error_and_causes(error)
-    )
-
-
-def _error_and_causes(error: BaseException) -> list[BaseException]:
-    """An error and all that led to it, each once: two may name each other as their cause."""
-    errors = [error]
-    for current in errors:  # which grows
-        causes = (
-            current.__cause__,
-            current.__context__,
-            getattr(current, "cause", None),
-        )  # the last: Ray's
-        for cause in causes:
-            if isinstance(cause, BaseException) and not any(cause is other for other in errors):
-                errors.append(cause)
-    return errors
+    return CORRUPTING_ERRORS.search(reason) is not None
