@@ -176,13 +176,10 @@ class ModelConfig:
                 f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
                 f" num_key_value_heads ({self.num_key_value_heads})"
             )
-        if (
-            self.experts is not None
-            and self.stored_format is not None
-            and self.stored_format.is_int8
-        ):
+        stored_format = self.stored_format
+        if self.experts is not None and stored_format is not None and stored_format.is_int8:
             raise ConfigError(
-                f"{where}: {self.stored_format.name} is not possible for a model with experts"
+                f"{where}: {stored_format.name} is not possible for a model with experts"
                 f" (model_type {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
             )
         if self.head_dim % 2:
@@ -241,10 +238,8 @@ def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
             f"{where}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
-    if scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor")) not in (
-        None,
-        1,
-    ):
+    rotary_share = scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor"))
+    if rotary_share not in (None, 1):
         raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
     thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw_config.get("rope_theta"))
     theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
@@ -277,9 +272,8 @@ def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
 
 
 def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
-    dtype = str(raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    dtype = raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32"
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
             f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"
@@ -290,11 +284,8 @@ def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
 def _as_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    return (
-        tuple(int(token_id) for token_id in value)
-        if isinstance(value, list)
-        else (int(str(value)),)
-    )
+    values = value if isinstance(value, list) else [str(value)]
+    return tuple(int(token_id) for token_id in values)
 
 
 def rope_max_length(model: ModelConfig) -> int:

@@ -364,15 +364,14 @@ def _check_number(name: str, value: object, low: float, high: float, *, is_integ
         )
 
 
-def _check_stop(stop: object) -> None:
-    stop_strings = [stop] if isinstance(stop, str) else stop
-    if stop_strings is None:
+def _check_stop(stop: Any) -> None:
+    if stop is None:
         return
-    if isinstance(stop_strings, list | tuple):
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stop_strings, list | tuple)
+    if is_list:
         check_bound("stop", len(stop_strings), "stop")
-    if not isinstance(stop_strings, list | tuple) or not all(
-        isinstance(text, str) and text for text in stop_strings
-    ):
+    if not is_list or not all(isinstance(text, str) and text for text in stop_strings):
         raise RequestError(
             f"stop must be a non-empty string or a list of them, got {short_repr(stop)}", "stop"
         )
@@ -380,14 +379,13 @@ def _check_stop(stop: object) -> None:
         check_bound("stop text", len(text), f"the stop text {short_repr(text)}", "stop")
 
 
-def _check_stop_token_ids(stop_token_ids: object) -> None:
+def _check_stop_token_ids(stop_token_ids: Any) -> None:
     if stop_token_ids is None:
         return
-    if isinstance(stop_token_ids, list | tuple):
+    is_list = isinstance(stop_token_ids, list | tuple)
+    if is_list:
         check_bound("stop_token_ids", len(stop_token_ids), "stop_token_ids")
-    if not isinstance(stop_token_ids, list | tuple) or not all(
-        is_token_id(token_id) for token_id in stop_token_ids
-    ):
+    if not is_list or not all(map(is_token_id, stop_token_ids)):
         raise RequestError(
             f"stop_token_ids must be a list of token ids, got {short_repr(stop_token_ids)}",
             "stop_token_ids",

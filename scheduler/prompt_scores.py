@@ -24,11 +24,9 @@ def needs_scoring(seq: Sequence) -> bool:
 
 def scoring_flags(scored_sequence_by_row: dict[int, Sequence], num_rows: int) -> bytes:
     """See `StepPlan.scoring_flags`; `scored_sequence_by_row` holds the sequences by row."""
-    return (
-        bytes(row in scored_sequence_by_row for row in range(num_rows))
-        if scored_sequence_by_row
-        else b""
-    )
+    if not scored_sequence_by_row:
+        return b""
+    return bytes(row in scored_sequence_by_row for row in range(num_rows))
 
 
 def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:

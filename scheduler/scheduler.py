@@ -363,15 +363,14 @@ class Scheduler:
         is in the cache might be to blame.
         """
         failed_sequences: list[Sequence] = []
+        last_read_step_id = self._last_step_id
         if self.submitted_steps:
-            in_flight_sequences = self.queues.in_flight_sequences(self.submitted_steps[0].step_id)
+            last_read_step_id = self.submitted_steps[0].step_id - 1
+            in_flight_sequences = self.queues.in_flight_sequences(last_read_step_id + 1)
             failed_sequences = self.suspects.strike(in_flight_sequences)
         for seq in failed_sequences:
             self.finish(seq, "error")
         self.suspects.start_epoch((*self.running, *self.waiting))
-        last_read_step_id = (
-            self.submitted_steps[0].step_id - 1 if self.submitted_steps else self._last_step_id
-        )
         roll_back(self.running, self.submitted_steps)
         kept_sequences: set[Sequence] = set()
         is_cache_kept = cache_survives and not self.suspects.sequences
@@ -404,12 +403,9 @@ class Scheduler:
         """Raise AssertionError, naming the law and the values, unless every invariant holds."""
         self.queues.check()
         if suspects := self.suspects.sequences:
-            in_flight_sequences = {
-                seq for step in self.submitted_steps for seq in step.sampling_sequences
-            }
-            assert not self.running or {*self.running, *in_flight_sequences} == {suspects[0]}, (
-                f"a suspect does not run alone: {self.running}, {in_flight_sequences}, suspects"
-                f" {suspects}"
+            in_flight = {seq for step in self.submitted_steps for seq in step.sampling_sequences}
+            assert not self.running or {*self.running, *in_flight} == {suspects[0]}, (
+                f"a suspect does not run alone: {self.running}, {in_flight}, suspects {suspects}"
             )
         elif self.running and self.waiting:
             last_running, first_waiting = self.running[-1], self.waiting[0]

@@ -35,8 +35,7 @@ class StoredFormat:
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
     code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
-    points
-        of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
+        points of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
     is_transposed: the tensors are [X, Y] and [G, Y].
     block_rows: rows that share a scale, -1 for all.
     group_size: inputs that share a scale, -1 for all.
