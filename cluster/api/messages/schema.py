@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.api.fields import FIELDS_WITHOUT_EFFECT, ValuePredicate
+from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, ValuePredicate
 from cluster.api.schema import (
     ListOf,
     Options,
@@ -190,10 +190,6 @@ class OutputConfig(Options):
     format: OutputFormat | None = None
 
 
-def _accept_any(_: Any) -> bool:
-    return True
-
-
 class ConversationRequest(RequestModel):
     """What both requests have in common: all that becomes tokens."""
 
@@ -204,7 +200,7 @@ class ConversationRequest(RequestModel):
                 *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
                 *("speed", "user_profile_id"),
             ),
-            (_accept_any, ""),
+            ANY_VALUE,
         )
     )
 
@@ -237,6 +233,6 @@ class CountTokensRequest(ConversationRequest):
         ConversationRequest.FIELDS_WITHOUT_EFFECT
         | dict.fromkeys(
             sorted(MessagesRequest.field_names() - ConversationRequest.field_names()),
-            (_accept_any, ""),
+            ANY_VALUE,
         )
     )
