@@ -153,10 +153,8 @@ class Upload:
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        max_small_bytes, max_total_bytes = (
-            self._limits.max_small_body_bytes,
-            self._limits.max_total_body_bytes,
-        )
+        max_small_bytes = self._limits.max_small_body_bytes
+        max_total_bytes = self._limits.max_total_body_bytes
         if self.num_bytes > max_small_bytes and self._admission.num_body_bytes > max_total_bytes:
             raise OverloadedError(
                 f"{max_total_bytes // MIB} MiB of other requests are being received; try again"

@@ -105,14 +105,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     __slots__ = (
-        "_framing_bytes",
-        "_has_head_begun",
-        "_head_bytes",
-        "_is_reading_body",
-        "_is_reading_head",
-        "_num_headers",
-        "_timer",
-        "_unfinished_head_bytes",
+        *("_framing_bytes", "_has_head_begun", "_head_bytes", "_is_reading_body"),
+        *("_is_reading_head", "_num_headers", "_timer", "_unfinished_head_bytes"),
     )
 
     # A test shortens these.
@@ -178,15 +172,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._feed(data)
         if self.transport.is_closing():
             return
+        max_bytes = HTTP_BOUNDS["head"].maximum
         if self._is_reading_head and not self._has_head_begun:
             self._unfinished_head_bytes += len(data)
-            if self._unfinished_head_bytes > HTTP_BOUNDS["head"].maximum:
+            if self._unfinished_head_bytes > max_bytes:
                 self._refuse(_head_too_large())
-        elif (
-            was_in_body
-            and self._is_reading_body
-            and self._framing_bytes > HTTP_BOUNDS["head"].maximum
-        ):
+        elif was_in_body and self._is_reading_body and self._framing_bytes > max_bytes:
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:

@@ -57,12 +57,8 @@ class HttpError(EaglerayError):
     ) -> None:
         """`error_type`: OpenAI's `type`. `details`: what clients read besides the message."""
         super().__init__(message)
-        self.status, self.error_type, self.parameter, self.code = (
-            status,
-            error_type,
-            parameter,
-            code,
-        )
+        self.status, self.error_type = status, error_type
+        self.parameter, self.code = parameter, code
         self.details = {"details": details} if details else {}
         self.headers = headers or {}
 

@@ -65,10 +65,8 @@ class Exchange:
         # With "app", Starlette's routes raise what they refuse.
         scope_changes = {"path": self.path, "root_path": "", "app": None, "exchange": self}
         self.scope: Scope = {**scope, **scope_changes}
-        self.headers = {
-            name.decode("latin-1"): value.decode("latin-1").strip()
-            for name, value in scope["headers"]
-        }
+        headers = scope["headers"]  # pairs of bytes
+        self.headers = {k.decode("latin-1"): v.decode("latin-1").strip() for k, v in headers}
         self.answer_headers: dict[str, str] = {}
         if echo_id:
             given_id = self.headers.get("x-request-id") or secrets.token_hex(16)

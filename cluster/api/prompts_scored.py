@@ -89,17 +89,12 @@ class Echo:
         self._num_sent_chars = self._next_offset
         return text, {
             "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
-            "token_logprobs": [
-                None if entry is None else clamped_logprob(entry.logprob) for entry in entries
-            ],
-            "top_logprobs": (self._top(entry) for entry in entries),
+            "token_logprobs": [entry and clamped_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": (
+                entry and top_by_text(self._tokenizer, entry, self._num_top) for entry in entries
+            ),
             "text_offset": offsets,
         }
-
-    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
-        if entry is None:
-            return None
-        return top_by_text(self._tokenizer, entry, self._num_top)
 
 
 def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
