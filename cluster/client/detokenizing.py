@@ -78,10 +78,8 @@ class _ContextDetokenizer:
             del self._recent_token_ids[:-NUM_CONTEXT_TOKENS]
             num_dropped = len(text) - len(self._tokenizer.decode(self._recent_token_ids))
         num_certain = max(num_certain, num_dropped, self._num_certain)
-        new_text, self._num_certain = (
-            text[self._num_certain : num_certain],
-            num_certain - num_dropped,
-        )
+        new_text = text[self._num_certain : num_certain]
+        self._num_certain = num_certain - num_dropped
         return new_text
 
     def finish(self) -> str:

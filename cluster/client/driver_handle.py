@@ -276,9 +276,8 @@ class DriverHandle:
                     actor, error = successor, failure
                 else:
                     request_ids = (request.request_id for request in requests)
-                    self.finish(
-                        [i for i in request_ids if i not in self._outstanding_requests], "abort"
-                    )
+                    ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
+                    self.finish(ended_ids, "abort")
 
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""

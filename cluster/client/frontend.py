@@ -79,9 +79,7 @@ class Frontend:
         """Send the requests of these generations, all or none, with the tokens they have. Raises
         `RequestError`, `EngineDeadError`, `OverloadedError`.
         """
-        requests = [
-            output.continued_request() for g in generations for output in g.unfinished_outputs
-        ]
+        requests = [o.continued_request() for g in generations for o in g.unfinished_outputs]
         with self._change_condition:
             self.driver.check_not_shut_down()
             self._outstanding_requests.add(generations)

@@ -54,9 +54,8 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     greedy.
     """
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {
-        name: generation_config[name] for name in names if generation_config.get(name) is not None
-    }
+    set_names = [name for name in names if generation_config.get(name) is not None]
+    values = {name: generation_config[name] for name in set_names}
     for name, value in values.items():
         if name != "top_k" and isinstance(value, int | float) and math.isfinite(value):
             values[name] = float(value)

@@ -25,12 +25,8 @@ _CONVERSATION_KEYS = ("tools", "chat_template_kwargs", "continue_final_message")
 EXTRA_KEYS = ("cache_salt", "session_id", *_CONVERSATION_KEYS)
 # Variables of templates that have another place in a prompt, or in this server.
 _RESERVED_VARIABLES = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "tokenize",
-    "chat_template",
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("tokenize", "chat_template"),
 )
 
 
@@ -153,13 +149,12 @@ def one_per_prompt(
     `RequestError`.
     """
     params_list: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-    wrong_types = [
-        type(p).__name__ for p in params_list if not isinstance(p, SamplingParams | None)
-    ]
-    if wrong_types:
+    wrong_params = [p for p in params_list if not isinstance(p, SamplingParams | None)]
+    if wrong_params:
         raise RequestError(
             "sampling_params must be a SamplingParams or a list with one per prompt, got"
-            f" {wrong_types[0]}; use SamplingParams.from_dict to make one from a dict",
+            f" {type(wrong_params[0]).__name__}; use SamplingParams.from_dict to make one from a"
+            " dict",
             "sampling_params",
         )
     if len(params_list) != count:
@@ -191,10 +186,8 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
         )
     if not isinstance(variables, Mapping):
         raise _variables_error(variables)
-    messages, continues_flag = (
-        check_messages(prompt["messages"]),
-        prompt.get("continue_final_message"),
-    )
+    messages = check_messages(prompt["messages"])
+    continues_flag = prompt.get("continue_final_message")
     if not isinstance(continues_flag, bool | None):
         raise RequestError(
             f"continue_final_message must be true or false, got {short_repr(continues_flag)}",

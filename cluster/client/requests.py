@@ -96,14 +96,10 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
+            text_stream = self._text_stream(params, rendered_prompt)
+            is_prompt_only = params.max_tokens == 0
             outputs.append(
-                OutputFollower(
-                    request,
-                    index,
-                    self._text_stream(params, rendered_prompt),
-                    sink,
-                    is_prompt_only=params.max_tokens == 0,
-                )
+                OutputFollower(request, index, text_stream, sink, is_prompt_only=is_prompt_only)
             )
         return Generation(rendered_prompt.text, outputs, rendered_prompt.session_id, loosened_tools)
 
@@ -164,9 +160,8 @@ class RequestBuilder:
         if prompt.conversation is not None:
             state = self._state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
-            return self._grammar_compiler.check(
-                source_of(format_after_thinking(format_of(structure), state))
-            ), ()
+            source = source_of(format_after_thinking(format_of(structure), state))
+            return self._grammar_compiler.check(source), ()
         refusal: RequestError | None = None
         for candidate in candidate_formats(structure):
             source = source_of(format_after_thinking(candidate.format, state))
@@ -191,11 +186,8 @@ class RequestBuilder:
         non_thinking_conversation = dataclasses.replace(
             conversation, template_variables=variables | {switch: False}
         )
-        return (
-            AnswerState.CONTENT
-            if self._tokenizer.render_chat(non_thinking_conversation) == text
-            else state
-        )
+        is_same_text = self._tokenizer.render_chat(non_thinking_conversation) == text
+        return AnswerState.CONTENT if is_same_text else state
 
     def _render(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """A conversation as text; other prompts unchanged."""

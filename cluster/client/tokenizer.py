@@ -45,11 +45,8 @@ class Tokenizer:
         self._backend, self._template = files.backend, files.template
         self._eos_token = files.eos_token
         self._bytes_by_token_id = _LazyTokenBytes(self._bytes_of)
-        self._special_ids = {
-            token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added_tokens = self._backend.get_added_tokens_decoder().items()
+        self._special_ids = {token_id for token_id, token in added_tokens if token.special}
         text_bytes = _LazyTokenBytes(self._bytes_in_text)
         self.text_bytes = text_bytes.__getitem__ if files.decodes_bytes else None
         self.file = path / "tokenizer.json" if files.is_byte_level else None
@@ -107,9 +104,7 @@ class Tokenizer:
         """
         if len(text) <= MAX_SHORT_LENGTH:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        [encoding] = batch
-        return encoding
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, without special tokens. Many at once would hold the interpreter, as in
@@ -156,10 +151,9 @@ class Tokenizer:
                 "this checkpoint has no chat template; send a prompt instead of messages",
                 "messages",
             )
-        requested_variables = {
-            *conversation.template_variables,
-            *(["tools"] if conversation.tools else []),
-        }
+        requested_variables = {*conversation.template_variables}
+        if conversation.tools:
+            requested_variables.add("tools")
         for name in sorted(requested_variables - self.template_variables):
             raise RequestError(
                 f"the chat template of this checkpoint does not use {name!r}, so it would have no"
@@ -174,11 +168,9 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        return (
-            _text_before_end_mark(text, conversation)
-            if conversation.continues_last_message
-            else text
-        )
+        if conversation.continues_last_message:
+            return _text_before_end_mark(text, conversation)
+        return text
 
     @cached_property
     def always_thinks(self) -> bool:
@@ -202,9 +194,8 @@ class Tokenizer:
         """What the chat template puts behind a message of the assistant."""
         answer = {"role": "assistant", "content": _MESSAGE_END_MARK}
         try:
-            text = self.render_chat(
-                Conversation(messages=[{"role": "user", "content": "Hello"}, answer])
-            )
+            question = {"role": "user", "content": "Hello"}
+            text = self.render_chat(Conversation(messages=[question, answer]))
         except RequestError:  # no template, or one that refuses this
             return ""
         _, end_mark, after_answer = text.rpartition(_MESSAGE_END_MARK)

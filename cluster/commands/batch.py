@@ -44,14 +44,10 @@ def read_requests(path: Path) -> list[BatchRequest]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
-    lines = [
-        (f"{path}, line {number}", line)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
-    if not lines:
+    numbered_lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not numbered_lines:
         raise RequestError(f"the input file {str(path)!r} holds no requests")
-    return [_read_line(source, line) for source, line in lines]
+    return [_read_line(f"{path}, line {number}", line) for number, line in numbered_lines]
 
 
 def _read_line(source: str, line: str) -> BatchRequest:

@@ -102,9 +102,8 @@ def _run(job: BenchJob, model_name: str) -> None:
         run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
-        run = run_timed(
-            llm, requests, arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
-        )
+        due_s = arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
+        run = run_timed(llm, requests, due_s)
         result = _result(llm, config, run, stats_before, machine) | {"model": model_name}
     print(json.dumps(result), flush=True)
 
@@ -137,13 +136,8 @@ def synthetic_requests(
         params = SamplingParams(
             temperature=temperature, max_tokens=draw_length(max_output), ignore_eos=True
         )
-        requests.append(
-            BatchRequest(
-                source=f"synthetic request {i}",
-                prompt={"prompt_token_ids": token_ids},
-                params=params,
-            )
-        )
+        source, prompt = f"synthetic request {i}", {"prompt_token_ids": token_ids}
+        requests.append(BatchRequest(source=source, prompt=prompt, params=params))
     return requests
 
 
@@ -219,10 +213,8 @@ def _check_shape(job: BenchJob) -> None:
 def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
-    max_input, max_output = (
-        job.max_input or DEFAULT_MAX_INPUT_TOKENS,
-        job.max_output or DEFAULT_MAX_OUTPUT_TOKENS,
-    )
+    max_input = job.max_input or DEFAULT_MAX_INPUT_TOKENS
+    max_output = job.max_output or DEFAULT_MAX_OUTPUT_TOKENS
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
             f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
@@ -263,10 +255,7 @@ def _result(
     stats_before: EngineStats,
     machine: Machine | None,
 ) -> dict[str, Any]:
-    stats = llm.stats()
-    engine_config = config.engine
-    device = llm.report.device
-    generations = run.generations
+    stats, device, generations = llm.stats(), llm.report.device, run.generations
     completions = [completion for g in generations for completion in g.completions]
     works = make_works(
         [generation.prompt_token_ids for generation in generations for _ in generation.completions],
@@ -277,7 +266,7 @@ def _result(
         "model": None,
         "dtype": config.dtype,
         "quantization": config.quantization and config.quantization.name,
-        "tp": engine_config.tensor_parallel_size,
+        "tp": config.engine.tensor_parallel_size,
         "device": device,
         "requests": len(generations),
         "input_tokens": sum(len(generation.prompt_token_ids) for generation in generations),

@@ -162,12 +162,9 @@ class DriverOwner:
         while True:
             self._fence_driver(recovery)
             recovery.note_fenced()
-            while (
-                not self._is_stopped
-                and recovery.state is RecoveryState.BACKOFF
-                and not recovery.retry()
-            ):
-                time.sleep(min(0.1, recovery.wait_s()))
+            while recovery.state is RecoveryState.BACKOFF and not self._is_stopped:
+                if not recovery.retry():
+                    time.sleep(min(0.1, recovery.wait_s()))
             if recovery.state is RecoveryState.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
@@ -228,10 +225,7 @@ class DriverOwner:
 
 
 def start_driver(
-    config: ResolvedConfig,
-    placement: Placement,
-    engine_id: str,
-    num_kv_blocks: int | None = None,
+    config: ResolvedConfig, placement: Placement, engine_id: str, num_kv_blocks: int | None = None
 ) -> Any:
     """A handle of a new driver actor, on the node of rank 0. The driver takes no bundle, so it
     outlives the placement group when that has to be replaced. The processes of its first ranks,

@@ -85,10 +85,8 @@ def format_after_thinking(answer: Format, state: AnswerState) -> Format:
     if state is AnswerState.UNDECIDED:
         thinking = {"type": "tag", "begin": THINK, "content": reasoning_text, "end": END_THINK}
         reasoning_block = {"type": "sequence", "elements": [thinking, blank_line]}
-        return {
-            "type": "sequence",
-            "elements": [{"type": "optional", "content": reasoning_block}, answer],
-        }
+        optional_block = {"type": "optional", "content": reasoning_block}
+        return {"type": "sequence", "elements": [optional_block, answer]}
     return answer
 
 
@@ -120,11 +118,7 @@ def _call_format(tool: CallFormat) -> Format:
 
 
 def _json_format(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
-    return {
-        "type": "json_schema",
-        "json_schema": schema,
-        "max_whitespace_cnt": max_whitespace,
-    }
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": max_whitespace}
 
 
 def one_of(formats: list[Format]) -> Format:

@@ -137,21 +137,15 @@ def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
             _with_only(schema, (*_NUMBER_KEYWORDS, "format")), types, where
         )
         if "enum" in number_bounds:
-            return (
-                number_bounds
-                if len(types) == 1
-                else {"anyOf": [number_bounds, _without_numbers(result)]}
-            )
+            other_types = [name for name in types if name not in ("integer", "number")]
+            others = result | {"type": other_types}
+            return {"anyOf": [number_bounds, others]} if other_types else number_bounds
         result |= number_bounds
     return result
 
 
 def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
     return {name: schema[name] for name in names if name in schema}
-
-
-def _without_numbers(schema: Schema) -> Schema:
-    return schema | {"type": [name for name in schema["type"] if name not in ("integer", "number")]}
 
 
 def _check_listed_values(values: list[Any], types: list[Any] | None, where: str) -> None:
@@ -196,10 +190,8 @@ def _object(schema: Schema, where: str) -> Schema:
     """Properties that are not named come only with `additionalProperties` or the like, or if none
     is named.
     """
-    properties, additional_schema = (
-        dict(schema.get("properties", {})),
-        schema.get("additionalProperties"),
-    )
+    properties = dict(schema.get("properties", {}))
+    additional_schema = schema.get("additionalProperties")
     required_names = list(dict.fromkeys(schema.get("required", ())))
     names_schema = _names_schema(schema, where)
     if names_schema is not None:
@@ -247,11 +239,9 @@ def _names_schema(schema: Schema, where: str) -> Schema | None:
     other_keywords = ("properties", "required", "patternProperties")
     conflicting_keyword = next((name for name in other_keywords if schema.get(name)), None)
     if conflicting_keyword or not is_enforceable or schema.get("additionalProperties") is False:
-        obstacle = (
-            f"together with {conflicting_keyword!r}"
-            if conflicting_keyword
-            else _PROPERTY_NAMES_OBSTACLE
-        )
+        obstacle = _PROPERTY_NAMES_OBSTACLE
+        if conflicting_keyword:
+            obstacle = f"together with {conflicting_keyword!r}"
         raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names_schema)
 

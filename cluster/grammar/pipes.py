@@ -12,15 +12,8 @@ from typing import Any
 
 # What reading or writing raises when the peer is lost in the middle of a message.
 _LOST_PEER_ERRORS = (
-    OSError,
-    EOFError,
-    pickle.UnpicklingError,
-    AttributeError,
-    ImportError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
+    *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError),
+    *(IndexError, KeyError, TypeError, ValueError),
 )
 _CHUNK_BYTES = 256 * 1024
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -74,13 +67,10 @@ class Pipe:
     def _fill(self, num_bytes: int, deadline_s: float | None) -> None:
         """Receive until so many bytes are there."""
         while len(self._receive_buffer) < num_bytes:
-            if deadline_s is not None:
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(remaining_s)
-            else:
-                self._socket.settimeout(None)
+            remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(remaining_s)
             data = self._socket.recv(_CHUNK_BYTES)
             if not data:
                 raise EOFError("the peer has closed its end")

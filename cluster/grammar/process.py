@@ -90,11 +90,10 @@ class ChildCalls:
         index_of_mask: dict[bytes, int] = {}
         for index, (number, token_ids) in enumerate(new_tokens):
             began_s = time.process_time()
-            answer = self._mask_or_reason(number, token_ids)
-            first_index = (
-                index_of_mask.setdefault(answer, index) if isinstance(answer, bytes) else index
-            )
-            yield (first_index if first_index < index else answer), time.process_time() - began_s
+            answer: bytes | int | str | None = self._mask_or_reason(number, token_ids)
+            if isinstance(answer, bytes) and index_of_mask.setdefault(answer, index) < index:
+                answer = index_of_mask[answer]
+            yield answer, time.process_time() - began_s
 
     def reason(self, error: Exception) -> str:
         """Why a call failed."""

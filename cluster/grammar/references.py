@@ -15,11 +15,8 @@ ErrorMaker = Callable[[str], Exception]
 
 # Keywords with schemas by name, a list of schemas, and a schema.
 SCHEMA_MAP_KEYWORDS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
+    *("properties", "patternProperties", "dependentSchemas"),
+    *("$defs", "definitions"),
 )
 SCHEMA_LIST_KEYWORDS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 SCHEMA_KEYWORDS = (
@@ -186,11 +183,8 @@ def _missing_ids(
     types = schema.get("type")
     missing_of_types: list[list[int]] = []
     for type_name in types if isinstance(types, list) else [types]:
-        needed_schemas = (
-            _REQUIRED_PARTS_BY_TYPE[type_name](schema)
-            if type_name in _REQUIRED_PARTS_BY_TYPE
-            else []
-        )
+        needed_parts = _REQUIRED_PARTS_BY_TYPE.get(type_name)
+        needed_schemas = needed_parts(schema) if needed_parts is not None else []
         missing = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
         if not missing:
             return []
