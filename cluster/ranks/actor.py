@@ -54,10 +54,9 @@ class RankActor:
         """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`;
         `inherited_memory`, the memory of its rank.
         """
-        # At once, since the rank may die at any moment.
-        self._inherited_memory = (
-            InheritedMemory.open(inherited_memory) if inherited_memory is not None else None
-        )
+        self._inherited_memory: InheritedMemory | None = None
+        if inherited_memory is not None:  # at once, since the rank may die at any moment
+            self._inherited_memory = InheritedMemory.open(inherited_memory)
         # Importing torch and compiling create no garbage, but so many objects that visiting them
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()

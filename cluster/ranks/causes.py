@@ -34,13 +34,8 @@ from enum import Enum
 
 from cluster.ranks.processes import ProcessId, has_pidfds, open_pidfd
 
-SIGNALS_FROM_OUTSIDE = {
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGKILL,
-}
+SIGNALS_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
+SIGNALS_FROM_OUTSIDE |= {signal.SIGTERM, signal.SIGKILL}
 
 # linux/pidfd.h: the first published `struct pidfd_info`, with the mask first and the status last
 PIDFD_INFO = struct.Struct("=QQ11Ii")

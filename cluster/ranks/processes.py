@@ -301,12 +301,10 @@ def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
 def end_marked_local_processes(engine_id: str) -> None:
     """See `end_marked_processes`. Spares this process."""
     processes = []
-    for pid in marked_local_pids(engine_id):
+    for pid in set(marked_local_pids(engine_id)) - {os.getpid()}:
         with suppress(OSError):  # it has ended since
             processes.append((pid, _start_ticks(pid)))
-    end_local_processes(
-        [(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()]
-    )
+    end_local_processes(processes)
 
 
 def marked_local_pids(engine_id: str) -> list[int]:

@@ -39,9 +39,8 @@ class Recovery:
     give_up_after_s: float = GIVE_UP_AFTER_S
     state: RecoveryState = RecoveryState.SERVING
     num_recoveries: int = 0
-    failures: list[str] = field(
-        default_factory=list
-    )  # since the last result: the loss, then starts
+    # Since the last result: the loss, then starts.
+    failures: list[str] = field(default_factory=list)
     _first_fault_s: float = 0.0
     _next_attempt_s: float = 0.0
     _serving_since_s: float = 0.0

@@ -61,11 +61,9 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
                 sockets.append(_bind(family, address))
             except OSError as error:
                 failures.append(error)
-        serious_failures = [
-            error for error in failures if error.errno not in _NO_SUCH_PROTOCOL_ERRNOS
-        ]
-        if serious_failures or not sockets:
-            raise (serious_failures or failures)[0]
+        serious = [error for error in failures if error.errno not in _NO_SUCH_PROTOCOL_ERRNOS]
+        if serious or not sockets:
+            raise (serious or failures)[0]
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: no valid port, name
         for bound_socket in sockets:
             bound_socket.close()

@@ -241,13 +241,10 @@ class Placement:
                 [bundle_of(self.device)] * self.num_bundles, strategy=strategy, name=name
             )
 
-            def is_strategy_outdated(strategy: str = strategy) -> bool:
-                return placement_strategy(self.num_bundles, self.device) != strategy
+            def is_still_wanted(strategy: str = strategy) -> bool:
+                return is_wanted() and strategy == placement_strategy(self.num_bundles, self.device)
 
-            remaining_s = deadline_s - time.monotonic()
-            if self._wait_until_placed(
-                remaining_s, lambda: is_wanted() and not is_strategy_outdated()
-            ):
+            if self._wait_until_placed(deadline_s - time.monotonic(), is_still_wanted):
                 return True
             self.remove()
             if time.monotonic() >= deadline_s or not is_wanted():

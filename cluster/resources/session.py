@@ -155,12 +155,9 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
             )
         # A program that was submitted as a job has the cluster's working directory already.
         is_job = JOB_VARIABLE in os.environ
-        own_runtime_env = (
-            {"py_modules": [str(SOURCE_ROOT)]}
-            if IS_INSTALLED
-            else {"working_dir": str(SOURCE_ROOT)}
-        )
-        options = {} if is_job else {"runtime_env": own_runtime_env}
+        source = str(SOURCE_ROOT)
+        environment = {"py_modules": [source]} if IS_INSTALLED else {"working_dir": source}
+        options = {} if is_job else {"runtime_env": environment}
         action = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:

@@ -61,10 +61,8 @@ class SharedPortOwner:
             file.truncate(2 * 8 * num_places)
             self._memory_fd = file.fileno()
             counts = memoryview(mmap.mmap(self._memory_fd, 0)).cast("q")
-            self._open_output_counts, self._connection_counts = (
-                counts[:num_places],
-                counts[num_places:],
-            )
+            self._open_output_counts = counts[:num_places]
+            self._connection_counts = counts[num_places:]
             for place in range(num_places):
                 self._connection_counts[place] = ABSENT
             self._free_places = deque(range(num_places))

@@ -98,14 +98,8 @@ class PrefixTable:
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open_requests = self._num_open_requests[engine]
             is_full, is_new_to_session = num_open_requests > max_load, engine not in session_engines
-            last_choice_number = self._last_choice_number[engine]
-            return (
-                is_full,
-                is_new_to_session,
-                -num_matching[engine],
-                num_open_requests,
-                last_choice_number,
-            )
+            load = (num_open_requests, self._last_choice_number[engine])
+            return is_full, is_new_to_session, -num_matching[engine], *load
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine

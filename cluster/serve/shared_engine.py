@@ -20,12 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
-from cluster.timeouts import (
-    CALL_TIMEOUT_S,
-    DRIVER_CHECK_PERIOD_S,
-    ENGINE_STATS_TIMEOUT_S,
-    Timeouts,
-)
+from cluster.timeouts import CALL_TIMEOUT_S, DRIVER_CHECK_PERIOD_S, ENGINE_STATS_TIMEOUT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
 RETRY_PAUSE_S = 0.2
