@@ -39,8 +39,7 @@ class ExpertsConfig:
 
 def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | None:
     """The experts in a decoded `config.json`, None if it is of another model type or no layer has
-    them. Raises `ConfigError` for values that cannot be, `KeyError` with the name of what is
-    missing.
+    them. Raises `ConfigError` for values that cannot be, `KeyError` with the missing key.
     """
     if raw_config.get("model_type") != MOE_MODEL_TYPE:
         return None

@@ -27,9 +27,7 @@ MAX_TENSOR_PARALLEL_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see
-    `workers/rope`).
-    """
+    """Rotary embedding: type, base `theta`, and the parameters of the scaling (`workers/rope`)."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -69,9 +67,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read a decoded `config.json`. Raises `ConfigError` naming what is missing or
-        not supported.
-        """
+        """Read a `config.json`. Raises `ConfigError` naming what is missing or not supported."""
         _check_supported(raw_config, where)
         try:
             num_heads = int(raw_config["num_attention_heads"])
@@ -125,9 +121,7 @@ class ModelConfig:
         return dataclasses.replace(self, eos_token_ids=self.eos_token_ids + added_ids)
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
-        """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
-        and every MLP divide.
-        """
+        """Numbers of ranks that split heads, KV heads (or replicate them evenly) and every MLP."""
         sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
         return [size for size in sizes if self._splits_into(size)]
 

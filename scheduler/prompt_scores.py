@@ -16,9 +16,7 @@ Scores = list[tuple[Sequence, PromptLogprobs]]
 
 
 def needs_scoring(seq: Sequence) -> bool:
-    """Whether the chunk that a sequence computes next is followed by prompt tokens whose log
-    probabilities are wanted.
-    """
+    """Whether prompt tokens follow those of the next chunk whose log probabilities are wanted."""
     return seq.needs_prompt_logprobs and seq.num_computed + 1 < seq.num_prompt_tokens
 
 

@@ -31,9 +31,7 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """State of one request in the scheduler. `max_total` is the length, prompt included, at which
-    it ends.
-    """
+    """State of one request. `max_total` is the length, prompt included, at which it ends."""
 
     request: InitVar[Request]
     arrival_index: int
@@ -97,9 +95,7 @@ class Sequence:
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether it may begin with blocks that others filled, which leaves it without logits of
-        their tokens.
-        """
+        """Whether it may begin with blocks of others, which leaves their tokens without logits."""
         return not self.needs_prompt_logprobs
 
     @property

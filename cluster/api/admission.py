@@ -122,8 +122,7 @@ class Upload:
 
     deadline_s: when it is too late for the next part, by `time.monotonic` and the event loop's
     clock. Each part moves it by the time that the part may take at `MIN_BODY_BYTES_PER_S`, but a
-    fast start earns no long pause: all that waits for a body holds memory that other bodies cannot
-    have.
+    fast start earns no long pause: all that waits for a body holds memory that others lack.
     """
 
     def __init__(self, admission: Admission) -> None:

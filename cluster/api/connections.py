@@ -113,8 +113,7 @@ class BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float = HTTP_BOUNDS["head time"].maximum
     unread_body_timeout_s: float = HTTP_BOUNDS["rest time"].maximum
     max_connections: int = HTTP_BOUNDS["connections"].maximum
-    # `server_config` sets these. The second: connections that have no complete request, oldest
-    # first.
+    # `server_config` sets these. The second: connections without a complete request, oldest first.
     slow_reader_timeout_s: float
     connections_without_request: ClassVar[dict[BoundedProtocol, None]]
 

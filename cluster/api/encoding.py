@@ -17,9 +17,7 @@ MAX_WINDOW_BYTES = 8 * MIB  # of zstd; as much as RFC 9659 asks for
 
 
 def encoding_of(headers: Mapping[str, str]) -> str:
-    """The encoding of a body; empty if there is none. Raises `HttpError` 415 for one that cannot be
-    decoded.
-    """
+    """The encoding of a body; empty for none. Raises `HttpError` 415 for one not supported."""
     content_encoding = headers.get("content-encoding", "").lower()
     name = {"x-gzip": "gzip", "identity": ""}.get(content_encoding, content_encoding)
     if name and name not in SUPPORTED_ENCODINGS.split(", "):

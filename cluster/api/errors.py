@@ -1,6 +1,4 @@
-"""Every error as an answer: the one table from the error tree to HTTP statuses and OpenAI's error
-bodies.
-"""
+"""Errors as answers: the one table from the error tree to HTTP statuses and OpenAI's bodies."""
 
 from __future__ import annotations
 

@@ -82,8 +82,7 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
-        long, 408 for one that takes too long, `OverloadedError` for one too many, and
-        `ClientDisconnected`.
+        long, 408 for one that takes too long, `OverloadedError`, and `ClientDisconnected`.
         """
         upload = self.upload
         upload.check_length(int(self.headers.get("content-length", 0)))
@@ -135,8 +134,7 @@ class Exchange:
 
     def _after_comment(self, data: bytes) -> bytes:
         """Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
-        take what follows for a part of it. So what follows begins with another comment, which ends
-        the first.
+        take what follows for a part of it. So what follows begins with a comment, which ends it.
         """
         if not self._was_comment_last:
             return data

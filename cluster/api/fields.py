@@ -15,8 +15,7 @@ ValuePredicate = Callable[[Any], bool]
 
 
 ANY_VALUE: tuple[ValuePredicate, str] = (lambda _: True, "")
-# Fields of OpenAI's that change nothing here, with the values for which that is true. Clients send
-# them unasked.
+# Fields of OpenAI's that change nothing here, with the values for which that holds.
 FIELDS_WITHOUT_EFFECT: dict[str, tuple[ValuePredicate, str]] = {
     **dict.fromkeys(("user", "metadata", "service_tier", "safety_identifier"), ANY_VALUE),
     **dict.fromkeys(("verbosity", "prompt_cache_key", "prompt_cache_options"), ANY_VALUE),

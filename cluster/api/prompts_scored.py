@@ -69,9 +69,7 @@ class Echo:
     def __init__(
         self, tokenizer: Tokenizer, text: str, token_ids: list[int], num_top: int, *, is_text: bool
     ) -> None:
-        """`text`: what is repeated. `is_text`: it was given as text, in which special tokens are
-        spelled out.
-        """
+        """`text`: what is repeated. `is_text`: it was given as text, special tokens spelled out."""
         self._tokenizer, self._text, self._num_top = tokenizer, text, num_top
         self._token_ids = iter(token_ids)
         offsets = Offsets(tokenizer, shows_special_tokens=is_text)

@@ -89,9 +89,7 @@ def _escaped(unsafe: re.Match[str]) -> str:
 
 
 class TextEventTemplate:
-    """An event of which only a text changes from one to the next, so that the rest of it is encoded
-    once.
-    """
+    """An event of which only a text changes from one to the next: the rest is encoded once."""
 
     _PLACEHOLDER = uuid.uuid4().hex  # in the place of the text
 

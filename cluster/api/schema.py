@@ -235,9 +235,7 @@ class ChatMessage(RequestModel):
     function_call: None = None
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """The message as chat templates expect it. Raises `RequestError` for a question without
-        content.
-        """
+        """The message for chat templates. Raises `RequestError` for a question without content."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
@@ -399,9 +397,7 @@ def schema_structure(schema: Any) -> StructuredOutputs:
 def template_call(
     call_id: str | None, name: str, arguments: str, *, arguments_as_text: bool
 ) -> dict[str, Any]:
-    """A call as chat templates expect it; `arguments_as_text`: see `ChatTemplate`. Raises
-    `RequestError`.
-    """
+    """A call for chat templates; `arguments_as_text`: see `ChatTemplate`. Raises `RequestError`."""
     function = {
         "name": name,
         "arguments": arguments if arguments_as_text else _arguments_object(arguments),

@@ -1,6 +1,4 @@
-"""A client of one engine: builds requests, sends them, and follows them. `LLM` is a facade over
-one.
-"""
+"""A client of one engine: builds, sends and follows requests. `LLM` is a facade over one."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class Client:
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
-        """The finished requests; one that failed has its `error`. Raises the error if all of them
-        failed.
-        """
+        """The finished requests; one that failed has its `error`. Raises it if all have failed."""
         try:
             for generation in generations:
                 generation.done_future.exception()
@@ -151,9 +147,7 @@ class Client:
     async def stream(
         self, prompts: Prompt | Seq[Prompt], params: Params = None
     ) -> AsyncGenerator[tuple[list[Generation], ChunkStream], None]:
-        """Submit prompts and read their chunks on this event loop; leaving the block aborts what
-        has not ended.
-        """
+        """Submit prompts and read their chunks on this loop; leaving aborts what has not ended."""
         prompts = as_list(prompts)
         chunks = ChunkStream(self._relay())
         sinks = [functools.partial(chunks.put, index) for index in range(len(prompts))]
@@ -169,9 +163,7 @@ class Client:
         self._link.abort(generations)
 
     def stats(self) -> EngineStats:
-        """The engine's counters. Raises `OverloadedError` while its driver is replaced,
-        `EngineDeadError`.
-        """
+        """Counters. Raises `OverloadedError` while the driver is replaced, `EngineDeadError`."""
         return self._link.stats()
 
     def records(self, seconds: float) -> list[StepRecord]:

@@ -10,11 +10,9 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# An unfinished character has at most three bytes, each of which may decode to one replacement
-# character.
+# An unfinished character has at most three bytes, each of which may become a replacement.
 _MAX_UNFINISHED_CHARS = 3
-# Tokens that are decoded together with new ones. The context must hold at least one whole
-# character.
+# Tokens that are decoded together with new ones. They must hold at least one whole character.
 NUM_CONTEXT_TOKENS = 10
 
 

@@ -1,6 +1,4 @@
-"""News of a request on the way from the engine to its frontend, and the flat message that carries
-it.
-"""
+"""News of a request on its way from the engine to its frontend, and the flat message for it."""
 
 from __future__ import annotations
 

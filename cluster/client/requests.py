@@ -1,6 +1,4 @@
-"""From a prompt and parameters to requests: form, token ids, complete parameters, request, each
-step once.
-"""
+"""From a prompt and parameters to requests: token ids, complete parameters, request."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class RequestBuilder:
         limits: SchedulerLimits,
         seed: int | None,
     ) -> None:
-        """`sampling_defaults` fill what a request leaves unset. `seed` makes the seeds of requests
-        without one repeatable.
-        """
+        """`sampling_defaults` fill what is left unset. `seed` makes drawn seeds repeatable."""
         self._grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None and tokenizer.file is not None:
             self._grammar_compiler = GrammarCompiler(
@@ -112,17 +108,13 @@ class RequestBuilder:
     def checked_token_ids(
         self, prompt: Prompt, requested_params: SamplingParams | None
     ) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
-        seed.
-        """
+        """The token ids of a prompt. Raises `RequestError` if it could not run. Draws no seed."""
         [params] = one_per_prompt(requested_params, 1)
         seeded_params = dataclasses.replace(params or SamplingParams(), seed=0)
         return self.build(prompt, seeded_params, None).prompt_token_ids
 
     def parameters(self, requested_params: SamplingParams | None) -> SamplingParams:
-        """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint
-        cannot do.
-        """
+        """Parameters with defaults. Raises `RequestError` for what this checkpoint cannot do."""
         params = (requested_params or SamplingParams()).with_defaults(self.sampling_defaults)
         if params.stop_strings() and self._tokenizer is None:
             raise RequestError(
@@ -173,9 +165,7 @@ class RequestBuilder:
         raise refusal
 
     def _state_after(self, conversation: Conversation, text: str | None) -> AnswerState:
-        """How the answer begins. If the template renders the same with thinking off, the model does
-        not think.
-        """
+        """How the answer begins. Where thinking off renders the same, the model does not think."""
         assert self._tokenizer is not None and text is not None
         state, switch = state_after(text), THINKING_SWITCH
         if state is not AnswerState.UNDECIDED:

@@ -64,8 +64,7 @@ def make_engine_setup(
 ) -> EngineSetup:
     """Find and check everything; downloads a hub id. Raises `ConfigError`.
 
-    `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the
-    rest.
+    `sampling_defaults` fill what a request leaves unset, the checkpoint's own the rest.
     """
     if not isinstance(sampling_defaults, SamplingParams | None):
         raise ConfigError(

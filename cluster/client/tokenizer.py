@@ -67,9 +67,7 @@ class Tokenizer:
         return self._encode(text, max_num_tokens, "prompt", add_special_tokens=True)
 
     def encode_rendered(self, text: str, max_num_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered conversation, which contains its special tokens already. Raises
-        as `encode`.
-        """
+        """Token ids of a rendered conversation, with its special tokens. Raises as `encode`."""
         return self._encode(text, max_num_tokens, "messages", add_special_tokens=False)
 
     def _encode(
@@ -126,9 +124,7 @@ class Tokenizer:
         return b"" if is_left_out else _spelled_bytes(str(token))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, which may be part of a character; a special token's
-        name.
-        """
+        """The bytes a token stands for, maybe part of a character; a special token's name."""
         return self._bytes_by_token_id[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -221,9 +217,7 @@ def _with_end_mark(conversation: Conversation) -> Conversation:
 
 
 def _text_before_end_mark(text: str, conversation: Conversation) -> str:
-    """The text up to the mark: without what the template puts behind the content of the last
-    message.
-    """
+    """The text up to the mark, without what the template puts behind the last content."""
     content = conversation.messages[-1]["content"].removesuffix(_MESSAGE_END_MARK)
     text = text[: max(0, text.rfind(_MESSAGE_END_MARK))]
     if not text.endswith(content.lstrip()):

@@ -136,9 +136,7 @@ def _is_qwen2_pipeline(tokenizer_json: dict[str, Any]) -> bool:
 def _check_added_tokens(
     config: dict[str, Any], tokenizer_json: dict[str, Any], special_tokens: dict[str, str]
 ) -> None:
-    """Raise `ConfigError` if the configuration adds a token to those of `tokenizer.json`, or
-    changes one.
-    """
+    """Raise `ConfigError` if the configuration adds or changes a token of `tokenizer.json`."""
     stored_tokens = {str(token["id"]): token for token in tokenizer_json.get("added_tokens", [])}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         stored_token = stored_tokens.get(token_id, {})

@@ -75,8 +75,7 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, unless only the started engine knows whether a prompt
-    fits.
+    `ClientError` before the engine starts, unless only the engine knows whether a prompt fits.
     """
     _check_job(job)
     if job.shape is None:
@@ -232,9 +231,7 @@ def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchR
 
 
 def _warmup_request(llm: LLM) -> BatchRequest:
-    """A warm-up request: three prompt tokens and four output tokens, or as many as the engine
-    takes.
-    """
+    """Three prompt tokens and four output tokens, or as many as the engine takes."""
     prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     return BatchRequest(source="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)

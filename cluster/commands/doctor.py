@@ -1,6 +1,4 @@
-"""`launch.py doctor`: what is installed, which devices there are, which kernels would run, and what
-is wrong.
-"""
+"""`launch.py doctor`: packages, devices, the kernels that would run, and what is wrong."""
 
 from __future__ import annotations
 

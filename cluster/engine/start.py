@@ -41,9 +41,7 @@ logger = logging.getLogger("eagleray")
 
 
 class EngineProcesses:
-    """The processes of one engine, and this program's frontend to it. `close`, or the end of the
-    program, ends them.
-    """
+    """The processes of an engine, until `close` or the end of the program, and a frontend to it."""
 
     def __init__(self, setup: EngineSetup, placement_group: PlacementGroup | None = None) -> None:
         """Start everything. If that fails, raises the reason and leaves nothing behind.
@@ -269,9 +267,7 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
 
 
 def _undo_unless_ray_ended(session_lease: str, undo: Callable[[], None]) -> None:
-    """Call `undo` unless Ray was shut down, which has ended everything: the call would start a new
-    Ray.
-    """
+    """Call `undo` unless Ray was shut down, and all has ended: the call would start a new Ray."""
     if SESSION.holds(session_lease):
         undo()
 

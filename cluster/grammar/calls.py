@@ -49,9 +49,7 @@ class CallStructure(StructuredOutputs):
     no_call_structure: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        """The bounds of schemas hold for each tool; see `candidate_formats` for those of all
-        together.
-        """
+        """Bounds hold for each schema; for those of all together see `candidate_formats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,9 +57,7 @@ class Follower:
         lock: threading.Lock,
         on_answers: Callable[[list[FollowedSequence]], None],
     ) -> None:
-        """`on_answers` is called with sequences that have been answered, by a thread that holds the
-        lock.
-        """
+        """A thread that holds the lock calls `on_answers` with sequences that have answers."""
         self.grammar = grammar
         self.num_followed = 0
         self.is_quick = False  # loaded, and every mask came quickly

@@ -127,9 +127,7 @@ class Helper:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the process, which takes seconds, so that the next call does not have to. Raises
-        `HelperError`.
-        """
+        """Start the process, which takes seconds, before the next call. Raises `HelperError`."""
         with self._lock:
             self._start()
 

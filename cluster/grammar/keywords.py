@@ -108,9 +108,7 @@ def check_value(keyword: str, value: object, where: str) -> None:
 
 
 def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
-    """The form of a schema, without references and alternatives, in which xgrammar enforces it.
-    Raises `NotHonored`.
-    """
+    """A schema without references and alternatives as xgrammar enforces it. Raises `NotHonored`."""
     for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:
             raise NotHonored(
@@ -187,9 +185,7 @@ def _is_of_type(value: object, type_name: object) -> bool:
 
 
 def _object(schema: Schema, where: str) -> Schema:
-    """Properties that are not named come only with `additionalProperties` or the like, or if none
-    is named.
-    """
+    """Unnamed properties come only with `additionalProperties` or the like, or if none is named."""
     properties = dict(schema.get("properties", {}))
     additional_schema = schema.get("additionalProperties")
     required_names = list(dict.fromkeys(schema.get("required", ())))
@@ -288,9 +284,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
 def _check_property_count(
     schema: Schema, num_required: int, num_named_properties: int | None, where: str
 ) -> None:
-    """A name may come twice, and then counts once. `num_named_properties`: None if any names are
-    possible.
-    """
+    """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
     if num_named_properties is not None and minimum > num_named_properties:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")

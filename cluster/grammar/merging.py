@@ -169,9 +169,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[Any] | None:
-    """The types that a schema names itself, None for any: one that has only keywords of objects
-    fits everything else.
-    """
+    """The types that a schema names, None for any: keywords of objects alone say none."""
     types = declared_types(schema) if "type" in schema else None
     if types is None and (values := listed_values(schema)) is not None:
         types = [_type_of(value) for value in values]

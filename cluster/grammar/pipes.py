@@ -1,6 +1,4 @@
-"""Messages between a process and its helpers: pickled, each after its length in 8 bytes, over a
-socket.
-"""
+"""Messages to and from helper processes, over a socket: pickled, after their length in 8 bytes."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class Pipe:
             raise PipeError(str(error)) from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """The next message. Raises `PipeError`, and `TimeoutError`, after which it may be called
-        again.
-        """
+        """The next message. Raises `PipeError`, and `TimeoutError`: it may be called again then."""
         deadline_s = None if limit_s is None else time.monotonic() + limit_s
         try:
             self._fill(8, deadline_s)

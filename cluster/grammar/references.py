@@ -107,8 +107,7 @@ def check_satisfiable(
     root: Any, original_references: Mapping[str, str], where: str, make_error: ErrorMaker
 ) -> None:
     """Raise what `make_error` makes of a reason, for a schema that no finite value fits. `root` has
-    only keywords and values that are honored; `original_references`: what its references were
-    called.
+    only keywords and values that are honored; `original_references`: how those were called.
     """
     if not isinstance(root, Mapping):
         return
@@ -163,9 +162,7 @@ def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any
 def _missing_ids(
     schema: Mapping[str, Any], targets: Mapping[str, Any], satisfiable_ids: set[int]
 ) -> list[int]:
-    """The ids of schemas that are not known to be finite, one of which would have to be; empty for
-    a schema that is.
-    """
+    """The ids of schemas of which one must be finite for this one to be; empty if it is."""
 
     def is_satisfiable(part: Any) -> bool:
         return part is not False if isinstance(part, bool) else id(part) in satisfiable_ids

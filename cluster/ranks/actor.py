@@ -94,9 +94,7 @@ class RankActor:
         return self._process
 
     def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
-        """Rank 0: listen on a port that the system picks; only for this machine if all ranks are
-        `on_one_node`.
-        """
+        """Rank 0: listen on a port the system picks; for this machine alone if `on_one_node`."""
         host = LOOPBACK_ADDRESS if on_one_node else ray.util.get_node_ip_address()
         return self._wait_for_worker().open_rendezvous(host)
 
@@ -270,8 +268,6 @@ class RankActor:
 
 
 def show_gpus(gpus: list[str]) -> None:
-    """Let this process see these GPUs. Ray does this itself for GPUs that it assigns, unless the
-    cluster is set up otherwise.
-    """
+    """Let this process see these GPUs, where Ray does not: that depends on the cluster's setup."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -120,9 +120,7 @@ class DeathWatch:
         self._pidfd = self._mark_fd = -1
 
     def ending(self, limit_s: float) -> Ending:
-        """How the process ended. Waits up to `limit_s` for its end, and for its parent to notice.
-        May be asked again.
-        """
+        """How it ended. Waits up to `limit_s` until its parent has noticed. May be asked again."""
         deadline_s = time.monotonic() + limit_s
         if self._pidfd == -1:
             return Ending(kind=EndingKind.UNKNOWN, text="it was not watched when it ended")

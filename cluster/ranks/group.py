@@ -76,8 +76,7 @@ class RankMaker:
         self.config = config
         self.num_ranks = config.engine.tensor_parallel_size
         self.placement = placement
-        # By node id and bundle: the GPUs that Ray gave the first process there. Later ones use them
-        # too.
+        # By node id and bundle: the GPUs that Ray gave the first process there, for later ones too.
         self._gpus_of_bundle: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
         self._rank_actor = rank_actor_class
@@ -173,9 +172,7 @@ class RankGroup:
         self._start_ranks(places, first_report, first_report.num_blocks, is_standby=True)
 
     def take_over(self, epoch: int) -> None:
-        """Begin an epoch with ranks that have stood by. The processes of the last epoch have ended.
-        Raises as `start`.
-        """
+        """Begin an epoch, once the last has ended, with ranks that stand by. Raises as `start`."""
         self.epoch = epoch
         if not self._rank_maker.placement.is_whole():
             raise WorkerError("a node was lost")
@@ -296,9 +293,7 @@ class RankGroup:
         return self._calls_by_step[step_id]
 
     def _answers(self, calls: StepCalls, action: str) -> list[bytes]:
-        """The answers to the calls of a step, by rank. Calls that were lost are made again while
-        there is time.
-        """
+        """The answers to the calls of a step, by rank. Lost calls are made again in time."""
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -388,9 +383,7 @@ class RankGroup:
 
 
 class LostCallsError(WorkerError):
-    """Calls to living ranks, or their answers, were lost; they may be made again. `indices`: of
-    their refs.
-    """
+    """Lost calls to living ranks, or answers, which may be made again. `indices`: of the refs."""
 
     def __init__(self, message: str, indices: list[int]) -> None:
         super().__init__(message)

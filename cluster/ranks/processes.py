@@ -239,9 +239,7 @@ def _use_normal_priority(pid: int) -> None:
 
 @functools.cache
 def has_pidfds() -> bool:
-    """Whether this system has file descriptors of processes: Linux since 5.3, except some
-    sandboxes.
-    """
+    """Whether this system has descriptors of processes: Linux since 5.3, but some sandboxes."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -263,9 +261,7 @@ def open_pidfd(pid: int, start_ticks: int) -> int | None:
 
 
 def _end_without_pidfds(pids: list[int]) -> None:
-    """`end_local_processes` for systems that have neither descriptors nor start times
-    of processes.
-    """
+    """`end_local_processes` where processes have neither descriptors nor start times."""
     deadline_s = time.monotonic() + END_TIMEOUT_S
     living_pids = list(pids)
     while living_pids and time.monotonic() < deadline_s:

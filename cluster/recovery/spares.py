@@ -38,9 +38,7 @@ class Spares:
         self._due_s = time.monotonic() + SPARES_DELAY_S
 
     def prepare(self, memories: Seq[RankMemory | None]) -> None:
-        """Make spares if they are due, and note those that have become ready. `memories`: of the
-        present ranks.
-        """
+        """Make spares if they are due, and note those that are ready. `memories`: of the ranks."""
         if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
             try:
                 self._create(memories)

@@ -46,9 +46,7 @@ class Recovery:
     _serving_since_s: float = 0.0
 
     def note_fault(self, reason: str) -> bool:
-        """A rank was lost, or a new group could not be assembled. Returns False if a fault is
-        already being handled.
-        """
+        """A rank was lost, or a group not assembled. False if a fault is already being handled."""
         if self.state not in (RecoveryState.SERVING, RecoveryState.ASSEMBLING):
             return False
         now_s = self.clock()

@@ -49,9 +49,7 @@ class _RankHealth:
 
 
 class Watch:
-    """Watches the ranks of a group, once their processes are known. One thread calls
-    `find_fault`; `wake` wakes it.
-    """
+    """Watches the ranks of a group whose processes are known. One thread, which `wake` wakes."""
 
     def __init__(
         self, group: RankGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None

@@ -39,9 +39,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` unless a server can listen on this port of `host`, a name or an
-    address.
-    """
+    """Raise `ConfigError` unless a server can listen on this port of `host`, name or address."""
     for bound_socket in bound_sockets(host, port):
         bound_socket.close()
 

@@ -104,8 +104,7 @@ class Placement:
     ) -> None:
         """`group`: a placement group of the caller's, with one bundle per rank; it is used and
         never removed. Otherwise `reserve` makes one whose name begins with `name`, which no other
-        engine has. `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have
-        yet.
+        engine has. `wait_for_nodes_s`: how long to wait for nodes that do not exist yet.
         """
         self.num_bundles = num_bundles
         self.device = device
@@ -119,8 +118,7 @@ class Placement:
     def reserve(self) -> None:
         """Reserve a bundle per rank.
 
-        Raises `ConfigError` when the cluster lacks the resources, or when they do not become free
-        in time.
+        Raises `ConfigError` when the cluster lacks the resources, or does not free them in time.
         """
         if self._caller_group is not None:
             return
@@ -189,9 +187,7 @@ class Placement:
         ]
 
     def bundle_strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        """The scheduling strategy for an actor that should run in the bundle. Raises `WorkerError`
-        without a group.
-        """
+        """How to schedule an actor into the bundle. Raises `WorkerError` without a group."""
         self._table()
         if self._group is None:
             raise WorkerError(f"the placement group {self.name} is gone")

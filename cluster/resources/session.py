@@ -74,9 +74,7 @@ class RaySession:
         return ray.is_initialized() and _running_ray_id() == lease
 
     def owns(self, lease: str) -> bool:
-        """Whether the Ray of this lease is a local one that we started, which ends with its last
-        lease.
-        """
+        """Whether the Ray of this lease is a local one of ours, which ends with its last lease."""
         return lease == self._own_ray_id and self._address == "local"
 
     def release(self, lease: str) -> None:
@@ -176,9 +174,7 @@ def find_address(address: str | None) -> str:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raise `ConfigError` unless all are UTF-8: Ray records the command line of the program and
-    fails otherwise.
-    """
+    """Raise `ConfigError` for arguments that are not UTF-8: Ray records them, and would fail."""
     for argument in arguments:
         try:
             argument.encode()

@@ -46,9 +46,7 @@ LAST_NEWS_DELAY_S = 0.5  # more than the last token takes from the driver to a p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The engine to which a request should be sent. replica_id: Ray Serve's; driver: None while it
-    is being replaced.
-    """
+    """The engine for a request. replica_id: Ray Serve's; driver: None while it is replaced."""
 
     replica_id: str
     driver: Any | None

@@ -110,9 +110,7 @@ class EnginePool:
         self._call_news_callbacks()
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
-        """Register `callback`, to be called after each batch of news, on the thread that handled
-        it.
-        """
+        """Have `callback` called after each batch of news, on the thread that handled it."""
         self._news_callbacks.append(callback)
 
     def stats(self) -> EngineStats:

@@ -25,8 +25,7 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
     what an engine has cached under another salt is of no use.
 
     For a long prompt, only every n-th block has one. n is the smallest power of two that leaves at
-    most `MAX_HASHES_PER_PROMPT`, so prompts of different lengths share the hashes of their common
-    prefixes.
+    most `MAX_HASHES_PER_PROMPT`, so prompts of any length share hashes of common prefixes.
     """
     stride = block_size
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:

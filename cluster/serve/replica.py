@@ -61,9 +61,7 @@ class ApiReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
     ) -> None:
-        """`engines`: the deployment whose engines are shared or leased; without it, this replica
-        starts its own engine.
-        """
+        """`engines`: a deployment whose engines to share or lease; without it, this starts one."""
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return_large_allocations()

@@ -56,9 +56,7 @@ class ServeJob:
 
 
 def run_serve(job: ServeJob) -> None:
-    """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` if the
-    application does not start.
-    """
+    """Serve until a signal. Raises `ConfigError`, and `EngineError` if it does not start."""
     began_s = time.perf_counter()
     job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_names(job)

@@ -32,9 +32,7 @@ class SharedEngine:
     """Follows the engine of a deployment. frontend: this process's, to the present driver."""
 
     def __init__(self, engine: DeploymentHandle[Any], timeouts: Timeouts) -> None:
-        """Waits for the engine, so not for an event loop. Raises `EngineDeadError` if it does not
-        come.
-        """
+        """Blocks until the engine is there. Raises `EngineDeadError` if it does not come."""
         self._engine = engine
         self._replacement_limit_s = timeouts.replacement_s
         self.frontend = Frontend(

@@ -17,9 +17,7 @@ SUPPORTED_VARIANTS = tuple(stored_format.SUPPORTED_VARIANTS for stored_format in
 
 
 def read_format(raw_config: Mapping[str, Any], where: str) -> StoredFormat | None:
-    """The format in a decoded `config.json`, None if matrices are not quantized. Raises
-    `ConfigError`.
-    """
+    """The format in a `config.json`, None if it is not quantized. Raises `ConfigError`."""
     config = raw_config.get("quantization_config")
     if not config:
         return None

@@ -143,9 +143,7 @@ class CustomTool(Options):
 
 
 class TypedTool(RequestModel):
-    """A tool without a schema, which Anthropic's models know by its type. Some are run by the
-    server.
-    """
+    """A tool without a schema, known to Anthropic's models by its type; the server runs some."""
 
     type: str
     name: str | None = None

@@ -1,6 +1,4 @@
-"""OpenAI's Responses API: a request becomes a `Chat`, and `writer.py` writes the answer. Nothing is
-kept between requests.
-"""
+"""OpenAI's Responses API: requests become `Chat`s, and nothing is kept between them."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ _SUMMARY = _ItemNaming(
 
 
 class ResponseWriter:
-    """Answers one request of one output. A whole answer consists of the same items that the events
-    of a stream describe.
-    """
+    """Answers one request of one output, with the same items, whole or as events."""
 
     def __init__(
         self,
@@ -67,8 +65,7 @@ class ResponseWriter:
     ) -> None:
         """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
         that may be called. `summarizes`: reasoning is written as a summary. `encrypts`: it is
-        repeated in the form in which clients send it back. `logprobs`: messages have those of
-        their tokens.
+        repeated in the form in which clients send it back. `logprobs`: of messages.
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
         self._tools, self._encrypts = tools, encrypts
