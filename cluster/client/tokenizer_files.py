@@ -146,7 +146,7 @@ def _check_added_tokens(
                 f" {short_repr(token.get('content'))}"
             )
     names = ("extra_special_tokens", "additional_special_tokens")
-    extra_tokens = next((config[name] for name in names if config.get(name)), [])
+    extra_tokens: Any = next((config[name] for name in names if config.get(name)), [])
     if not isinstance(extra_tokens, list):
         raise ConfigError(
             f"its extra_special_tokens must be a list, got {short_repr(extra_tokens)}"
