@@ -85,7 +85,7 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = (Error, *(post.model for post in POST_ENDPOINTS.values()))
+    models: list[type[BaseModel]] = [Error, *(post.model for post in POST_ENDPOINTS.values())]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=SCHEMA_REFERENCE
     )
