@@ -111,11 +111,8 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """`command`, with those of its parameters that `FLAG_GROUPS` names replaced by flags."""
     command_parameters = inspect.signature(command, eval_str=True).parameters
     groups = {name: FLAG_GROUPS[name] for name in command_parameters if name in FLAG_GROUPS}
-    parameters = [
-        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for parameter in command_parameters.values()
-        if parameter.name not in groups
-    ]
+    own_parameters = [p for p in command_parameters.values() if p.name not in groups]
+    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own_parameters]
     for flags, _ in groups.values():
         parameters += flags.values()
 
@@ -261,11 +258,8 @@ def serve(
 
     if serve_options["api_key"] is None:
         serve_options["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
-    sampling = {
-        name: value
-        for name, value in dataclasses.asdict(sampling_defaults).items()
-        if value is not None
-    }
+    sampling = dataclasses.asdict(sampling_defaults)
+    sampling = {name: value for name, value in sampling.items() if value is not None}
     run_serve(
         ServeJob(
             config=ServeConfig(engine=config, sampling=sampling, **serve_options),
@@ -279,6 +273,8 @@ def serve(
 
 
 RAY_ADDRESS_OPTION = typer.Option("--ray-address", help="Ray cluster to ask.")
+URL_OPTION = typer.Option("--url", help="Address of the server.")
+DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 @app.command()
@@ -304,9 +300,7 @@ def down(
 
 @app.command()
 def top(
-    url: Annotated[
-        str, typer.Option("--url", help="Address of the server.")
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, URL_OPTION] = DEFAULT_URL,
     once: Annotated[bool, typer.Option("--once", help="Print the numbers once and end.")] = False,
 ) -> None:
     """Show a running server live: requests, tokens per second, cache use, step times."""
@@ -318,9 +312,7 @@ def top(
 
 @app.command()
 def trace(
-    url: Annotated[
-        str, typer.Option("--url", help="Address of the server.")
-    ] = "http://127.0.0.1:8000",
+    url: Annotated[str, URL_OPTION] = DEFAULT_URL,
     seconds: Annotated[float, typer.Option("--seconds", help="How far to look back.")] = 10.0,
     output: Annotated[Path, typer.Option("--output", help="File to write.")] = Path("trace.json"),
 ) -> None:

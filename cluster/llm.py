@@ -192,17 +192,13 @@ class LLM:
         return self._engine_processes.report
 
     def stats(self) -> EngineStats:
-        """Counters of the scheduler. Raises `OverloadedError` while the driver is replaced,
-        `EngineDeadError`.
-        """
+        """Counters. Raises `OverloadedError` while the driver is replaced, `EngineDeadError`."""
         return self._engine_processes.frontend.stats()
 
     def check_prompt(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` if it could not be run; nothing is
-        sent.
-        """
+        """The token ids of a prompt. Raises `RequestError` if it could not run. Sends nothing."""
         return self.client.builder.checked_token_ids(prompt, sampling_params)
 
     def shutdown(self) -> None:

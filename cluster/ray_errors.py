@@ -43,9 +43,7 @@ class LostCallError(NoAnswerError):
 
 
 def result_of(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
-    """The value of `ref`. `action` completes "could not ...". Raises the errors of the table at the
-    top.
-    """
+    """The value of `ref`. `action` completes "could not ...". Raises the errors of the table."""
     try:
         return ray.get(ref, timeout=limit_s)
     except GetTimeoutError:

@@ -15,8 +15,8 @@ waits longer than the one that it calls.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from configs.engine import EngineConfig
 from scheduler.errors import ConfigError
 
 # How often the supervisor checks the ranks, and asks those that work. With the next limit, this
@@ -61,26 +61,12 @@ SHUTDOWN_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 5.0
 
 
-class _Options(Protocol):
-    """The options of `EngineConfig` from which the limits follow."""
-
-    @property
-    def stuck_after_s(self) -> float: ...
-
-    @property
-    def start_timeout_s(self) -> float: ...
-
-    @property
-    def wait_for_nodes_s(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """The limits of one engine, in seconds."""
 
-    stuck_after_s: (
-        float  # until ranks without progress are replaced; also for an answer of the driver
-    )
+    # Until ranks without progress are replaced; also for an answer of the driver.
+    stuck_after_s: float
     driver_silent_s: float  # until a hanging driver is noticed while requests run
     start_s: float  # for one start of a driver
     give_up_s: float  # how long a replacement is tried, not counting the last attempt
@@ -90,7 +76,7 @@ class Timeouts:
     first_engine_wait_s: float  # how long an API waits for the first engine
 
     @classmethod
-    def from_options(cls, options: _Options) -> Timeouts:
+    def from_options(cls, options: EngineConfig) -> Timeouts:
         """The limits that fit the options of an engine: those that would be too short are raised.
         Raises `ConfigError` for options that no limits fit.
         """

@@ -214,9 +214,7 @@ class EngineConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from decoded JSON or keyword arguments. An unknown key raises `ConfigError` naming
-        the known keys.
-        """
+        """Build from JSON or keyword arguments. Raises `ConfigError`, naming an unknown key."""
         known_names = [field.name for field in dataclasses.fields(cls)]
         unknown_names = [key for key in values if key not in known_names]
         if unknown_names:

@@ -39,31 +39,30 @@ class ExpertsConfig:
 
 def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | None:
     """The experts in a decoded `config.json`, None if it is of another model type or no layer has
-    them. Raises `ConfigError` for values that cannot be, `KeyError` with the name of what is
-    missing.
+    them. Raises `ConfigError` for values that cannot be, `KeyError` with the missing key.
     """
     if raw_config.get("model_type") != MOE_MODEL_TYPE:
         return None
+
+    def integer(key: str, default: int | None = None) -> int:
+        value = raw_config[key] if default is None else raw_config.get(key, default)
+        return _integer(value, key, where)
+
+    normalizes_weights = raw_config.get("norm_topk_prob", False)
+    if type(normalizes_weights) is not bool:
+        raise ConfigError(
+            f"{where}: norm_topk_prob must be true or false, got {normalizes_weights!r}"
+        )
+    dense_layers = raw_config.get("mlp_only_layers") or ()
     name = "num_local_experts" if "num_local_experts" in raw_config else "num_experts"
     experts = ExpertsConfig(
-        num_experts=_integer(raw_config[name], name, where),
-        num_experts_per_token=_integer(
-            raw_config["num_experts_per_tok"], "num_experts_per_tok", where
-        ),
-        intermediate_size=_integer(
-            raw_config["moe_intermediate_size"], "moe_intermediate_size", where
-        ),
-        normalizes_weights=_boolean(
-            raw_config.get("norm_topk_prob", False), "norm_topk_prob", where
-        ),
-        sparse_step=_integer(
-            raw_config.get("decoder_sparse_step", 1), "decoder_sparse_step", where
-        ),
+        num_experts=integer(name),
+        num_experts_per_token=integer("num_experts_per_tok"),
+        intermediate_size=integer("moe_intermediate_size"),
+        normalizes_weights=normalizes_weights,
+        sparse_step=integer("decoder_sparse_step", 1),
         dense_layers=tuple(
-            sorted(
-                _integer(index, "each of mlp_only_layers", where)
-                for index in raw_config.get("mlp_only_layers") or ()
-            )
+            sorted(_integer(index, "each of mlp_only_layers", where) for index in dense_layers)
         ),
     )
     for key, value, maximum in (
@@ -75,19 +74,11 @@ def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | N
         if value < 1 or (maximum is not None and value > maximum):
             possible_range = "at least 1" if maximum is None else f"between 1 and {maximum}"
             raise ConfigError(f"{where}: {key} must be {possible_range}, got {value}")
-    num_layers = _integer(raw_config["num_hidden_layers"], "num_hidden_layers", where)
-    if not any(experts.is_moe_layer(layer) for layer in range(num_layers)):
-        return None
-    return experts
+    has_moe_layers = any(map(experts.is_moe_layer, range(integer("num_hidden_layers"))))
+    return experts if has_moe_layers else None
 
 
 def _integer(value: object, name: str, where: str) -> int:
     if type(value) is not int:
         raise ConfigError(f"{where}: {name} must be a whole number, got {value!r}")
-    return value
-
-
-def _boolean(value: object, name: str, where: str) -> bool:
-    if type(value) is not bool:
-        raise ConfigError(f"{where}: {name} must be true or false, got {value!r}")
     return value

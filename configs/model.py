@@ -27,9 +27,7 @@ MAX_TENSOR_PARALLEL_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: `rope_type`, base `theta`, and the parameters of the scaling (see
-    `workers/rope`).
-    """
+    """Rotary embedding: type, base `theta`, and the parameters of the scaling (`workers/rope`)."""
 
     rope_type: str = "default"
     theta: float = 10000.0
@@ -69,9 +67,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, raw_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
-        """Read a decoded `config.json`. Raises `ConfigError` naming what is missing or
-        not supported.
-        """
+        """Read a `config.json`. Raises `ConfigError` naming what is missing or not supported."""
         _check_supported(raw_config, where)
         try:
             num_heads = int(raw_config["num_attention_heads"])
@@ -125,9 +121,7 @@ class ModelConfig:
         return dataclasses.replace(self, eos_token_ids=self.eos_token_ids + added_ids)
 
     def possible_tensor_parallel_sizes(self) -> list[int]:
-        """Numbers of ranks over which the query heads, the KV heads (split or replicated evenly)
-        and every MLP divide.
-        """
+        """Numbers of ranks that split heads, KV heads (or replicate them evenly) and every MLP."""
         sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
         return [size for size in sizes if self._splits_into(size)]
 
@@ -176,13 +170,10 @@ class ModelConfig:
                 f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
                 f" num_key_value_heads ({self.num_key_value_heads})"
             )
-        if (
-            self.experts is not None
-            and self.stored_format is not None
-            and self.stored_format.is_int8
-        ):
+        stored_format = self.stored_format
+        if self.experts is not None and stored_format is not None and stored_format.is_int8:
             raise ConfigError(
-                f"{where}: {self.stored_format.name} is not possible for a model with experts"
+                f"{where}: {stored_format.name} is not possible for a model with experts"
                 f" (model_type {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
             )
         if self.head_dim % 2:
@@ -241,10 +232,8 @@ def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
             f"{where}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
-    if scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor")) not in (
-        None,
-        1,
-    ):
+    rotary_share = scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor"))
+    if rotary_share not in (None, 1):
         raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
     thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw_config.get("rope_theta"))
     theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
@@ -277,9 +266,8 @@ def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
 
 
 def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
-    dtype = str(raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32").removeprefix(
-        "torch."
-    )
+    dtype = raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32"
+    dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
             f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"
@@ -290,11 +278,8 @@ def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
 def _as_ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    return (
-        tuple(int(token_id) for token_id in value)
-        if isinstance(value, list)
-        else (int(str(value)),)
-    )
+    values = value if isinstance(value, list) else [str(value)]
+    return tuple(int(token_id) for token_id in values)
 
 
 def rope_max_length(model: ModelConfig) -> int:

@@ -26,9 +26,8 @@ _INPUTS_PER_WORD = {INT8: 1, INT4: 8, FP8: 4}
 class Quantization:
     """The matrices of the decoder layers are codes. is_stored: the checkpoint holds codes;
     otherwise they are computed as weights are loaded. includes_vocabulary: embedding and head are
-    codes as well.
-    group_size: of "int4" and "fp8", inputs that share a scale, -1 for all. scale_dtype: of "int4",
-    spelled as in safetensors; "fp8" has float32.
+    codes as well. group_size: of "int4" and "fp8", inputs that share a scale, -1 for all.
+    scale_dtype: of "int4", spelled as in safetensors; "fp8" has float32.
     """
 
     is_stored: bool

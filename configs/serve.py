@@ -170,11 +170,8 @@ class ServeConfig:
         """Build from decoded YAML or JSON: `engine` is a mapping of engine options. An unknown key
         raises `ConfigError` naming the known keys.
         """
-        known_names = [
-            option_field.name
-            for option_field in dataclasses.fields(cls)
-            if option_field.name not in _LAUNCH_FIELDS
-        ]
+        names = [option_field.name for option_field in dataclasses.fields(cls)]
+        known_names = [name for name in names if name not in _LAUNCH_FIELDS]
         unknown_names = [key for key in values if key not in known_names]
         if unknown_names:
             raise ConfigError(

@@ -1,6 +1,4 @@
-"""Shapes of published Qwen3 models by name, to measure them without their weights: what their
-`config.json` says.
-"""
+"""Shapes of published Qwen3 models by name, to measure without weights: their `config.json`."""
 
 from __future__ import annotations
 

@@ -38,9 +38,7 @@ ROOT_SERIAL = 0
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block of the cache. `ref_count` 0 is free, 1 owned, more shared; `hash` is `NO_HASH`
-    until published.
-    """
+    """A block. `ref_count` 0: free, 1: owned, more: shared; `hash`: `NO_HASH` until published."""
 
     block_id: int
     ref_count: int = 0
@@ -66,9 +64,7 @@ class BlockUser(Protocol):
 
 
 class BlockManager:
-    """A pool of `num_blocks` blocks of `block_size` tokens with a prefix index over the published
-    ones.
-    """
+    """`num_blocks` blocks of `block_size` tokens, with a prefix index over the published ones."""
 
     def __init__(
         self,
@@ -99,9 +95,7 @@ class BlockManager:
     # -- sequences ---------------------------------------------------------------------------------
 
     def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether there are blocks for all tokens of a sequence; cached blocks that are free count
-        as taken.
-        """
+        """Whether there are blocks for all tokens of a sequence, some of them cached and free."""
         cached_blocks = self._find_cached_blocks(seq)
         num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
         num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
@@ -131,9 +125,7 @@ class BlockManager:
         return self.num_blocks_for(num_tokens) - len(seq.block_table) <= self.num_free_blocks
 
     def append(self, seq: BlockUser, num_tokens: int) -> list[int]:
-        """Grow a table to hold `num_tokens` and return the new block ids. Call only if `can_append`
-        is true.
-        """
+        """Grow a table to hold `num_tokens`; returns the new ids. Call only if `can_append`."""
         num_new_blocks = self.num_blocks_for(num_tokens) - len(seq.block_table)
         new_block_ids = [self._take_free_block() for _ in range(num_new_blocks)]
         seq.block_table.extend(new_block_ids)
@@ -242,9 +234,7 @@ class BlockManager:
             self._prefix_index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
-        """Chained hash of block `index`: it covers the tokens and the parent's hash, or in the
-        first block the salt.
-        """
+        """Chained hash of block `index`: of its tokens and the parent's hash, or the salt."""
         block_hashes = seq.block_hashes
         while len(block_hashes) <= index:
             start = len(block_hashes) * self.block_size
@@ -276,9 +266,7 @@ class BlockManager:
     # -- laws --------------------------------------------------------------------------------------
 
     def check(self, users: Iterable[BlockUser]) -> None:
-        """Raise AssertionError, naming the law and the values, unless every invariant holds over
-        all `users`.
-        """
+        """Raise AssertionError, naming law and values, unless all laws hold over all `users`."""
         num_users = [0] * len(self.blocks)
         for user in users:
             for index, block_id in enumerate(user.block_table):

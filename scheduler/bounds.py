@@ -258,9 +258,7 @@ def check_bound(
 
 
 def check_schema_bounds(value: object, place: str, parameter: str) -> None:
-    """Raise `RequestError` unless a decoded JSON value is within the bounds of schemas. Reads
-    hardly more of it than they allow.
-    """
+    """Raise `RequestError` for JSON beyond the bounds of schemas, reading hardly more of it."""
     num_values, num_characters, depth = 0, 0, 0
     values_at_depth: list[object] = [value]
     while values_at_depth:

@@ -103,9 +103,7 @@ class Engine:
         self._failures: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. If its tokens already end it, the sequence is returned finished. Raises
-        `RequestError`.
-        """
+        """Queue a request; if its tokens end it, it comes back finished. Raises `RequestError`."""
         if request.request_id in self._sequences:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
         seq = self.scheduler.add(request)
@@ -181,9 +179,7 @@ class Engine:
         return failures
 
     def _schedule(self) -> StepPlan | None:
-        """Plan the next step. Asks for the masks that can be known already, and holds sequences
-        whose grammars are not quick.
-        """
+        """Plan the next step. Asks for what masks it can; holds sequences of slow grammars."""
         plan = self.scheduler.schedule()
         if plan is None or not plan.mask_flags:
             return plan

@@ -38,9 +38,7 @@ class ConfigError(ClientError):
 
 
 class UnreadableError(ConfigError):
-    """The system could not read a file of the checkpoint. To an engine that read it before, that
-    may pass.
-    """
+    """The system cannot read a file of the checkpoint. If it could before, that may pass."""
 
 
 class RequestError(ClientError):

@@ -34,22 +34,15 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
     """
     token_ids, max_total_tokens = request.token_ids, limits.max_total_tokens
     if not 1 <= request.num_prompt_tokens <= len(token_ids):
-        problem = (
-            f"{request.num_prompt_tokens} of {len(token_ids)} tokens are the prompt"
-            if token_ids
-            else "it is empty"
-        )
+        problem = "it is empty"
+        if token_ids:
+            problem = f"{request.num_prompt_tokens} of {len(token_ids)} tokens are the prompt"
         raise RequestError(f"the prompt needs at least one token; {problem}", "prompt")
     if request.num_prompt_tokens >= max_total_tokens:
-        limited_by_model_len = max_total_tokens == limits.max_model_len
-        bound_name = (
-            "max_model_len"
-            if limited_by_model_len
-            else f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
-        )
-        remedy = (
-            "max_model_len" if limited_by_model_len else "num_kv_blocks or the memory of the cache"
-        )
+        bound_name = remedy = "max_model_len"
+        if max_total_tokens < limits.max_model_len:
+            bound_name = f"the KV cache of {limits.num_blocks} blocks of {limits.block_size}"
+            remedy = "num_kv_blocks or the memory of the cache"
         raise PromptTooLongError(
             f"the prompt has {request.num_prompt_tokens} tokens; at most {max_total_tokens - 1} are"
             f" possible, one less than {bound_name} allows for prompt and output. Shorten the"

@@ -72,8 +72,7 @@ class StepPlan:
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk
     where `sampling_flags` is 1. If a row that samples has a grammar, `mask_flags` is 1 for each
     such row and a `StepMask` follows; otherwise it is empty. If prompt tokens are to be given log
-    probabilities, `scoring_flags` is 1 for each row that has them to compute; otherwise it is
-    empty.
+    probabilities, `scoring_flags` is 1 for each row that has them to compute, else empty.
     """
 
     step_id: int
@@ -123,8 +122,7 @@ class PromptLogprobs:
     logits: of the token at place `first_position` of the prompt and of those that follow it.
 
     `first_position` is at least 1, since nothing comes before the first token. `ranks` as in
-    `TokenLogprobs`; `top_token_ids` and `top_logprobs` hold the `num_top` best tokens of each
-    place, best first.
+    `TokenLogprobs`; `top_token_ids` and `top_logprobs` hold `num_top` tokens per place, best first.
     """
 
     first_position: int
@@ -166,9 +164,7 @@ class PromptLogprobs:
         )
 
     def followed_by(self, later_logprobs: PromptLogprobs) -> PromptLogprobs:
-        """Both; tokens that are here already are skipped. Raises `EngineError` if any are missing
-        between.
-        """
+        """Both; tokens that are here already are skipped. Raises `EngineError` for a gap."""
         if later_logprobs.first_position > self.end_position:
             raise EngineError(
                 f"log probabilities of the prompt tokens {self.end_position} to"
@@ -258,8 +254,7 @@ class EngineStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deltas:
-    """Everything new for one frontend. It acknowledges by sending `reply_number` with its next
-    poll.
+    """Everything new for one frontend, which acknowledges `reply_number` with its next poll.
 
     One entry per request; `token_ids` is flat, with `num_tokens` per request. `finish_reasons`,
     `errors`, `logprobs` and `prompt_logprobs` hold only the requests that have any.

@@ -137,12 +137,10 @@ class Pace:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last
         ones. 0 if too little has run to tell.
         """
-        observed_row_counts = [
-            num_rows for num_rows in self._decode_s_by_rows if num_rows <= num_decoding
-        ]
-        if (num_decoding and not observed_row_counts) or (
-            num_prompt_tokens and not self._prompt_token_s
-        ):
+        row_counts = [num_rows for num_rows in self._decode_s_by_rows if num_rows <= num_decoding]
+        if num_decoding and not row_counts:
             return 0.0
-        base_s = min(self._decode_s_by_rows[max(observed_row_counts)]) if num_decoding else 0.0
+        if num_prompt_tokens and not self._prompt_token_s:
+            return 0.0
+        base_s = min(self._decode_s_by_rows[max(row_counts)]) if num_decoding else 0.0
         return base_s + num_prompt_tokens * min(self._prompt_token_s, default=0.0)

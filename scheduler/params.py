@@ -80,13 +80,11 @@ class StructuredOutputs:
     structural_tag: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        given_names = [
-            field.name for field in dataclasses.fields(self) if self._is_given(field.name)
-        ]
+        names = [field.name for field in dataclasses.fields(self)]
+        given_names = [name for name in names if self._is_given(name)]
         if len(given_names) != 1:
-            names = ", ".join(field.name for field in dataclasses.fields(self))
             raise _structure_error(
-                f"needs exactly one of {names}; has {', '.join(given_names) or 'none'}"
+                f"needs exactly one of {', '.join(names)}; has {', '.join(given_names) or 'none'}"
             )
         if not isinstance(self.json, Mapping | bool | str | None):
             raise _structure_error(f"json must be a JSON schema, got {short_repr(self.json)}")
@@ -241,15 +239,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value, metadata = getattr(self, field.name), field.metadata
-            if value is not None and metadata["low"] is not None:
-                _check_number(
-                    field.name,
-                    value,
-                    metadata["low"],
-                    metadata["high"],
-                    is_integer=metadata["is_integer"],
-                )
+            value, low = getattr(self, field.name), field.metadata["low"]
+            if value is not None and low is not None:
+                high, is_integer = field.metadata["high"], field.metadata["is_integer"]
+                _check_number(field.name, value, low, high, is_integer=is_integer)
         if self.repetition_penalty == 0:
             raise RequestError("repetition_penalty must be above 0, got 0", "repetition_penalty")
         if self.ignore_eos is not None and not isinstance(self.ignore_eos, bool):
@@ -290,12 +283,9 @@ class SamplingParams:
 
     def with_defaults(self, defaults: SamplingParams) -> SamplingParams:
         """These parameters, with unset ones taken from `defaults`."""
-        taken_from_defaults = {
-            field.name: getattr(defaults, field.name)
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is None
-        }
-        return dataclasses.replace(self, **taken_from_defaults)
+        names = [field.name for field in dataclasses.fields(self)]
+        unset_names = [name for name in names if getattr(self, name) is None]
+        return dataclasses.replace(self, **{name: getattr(defaults, name) for name in unset_names})
 
     def _check_structured_outputs(self) -> None:
         if self.structured_outputs is None:
@@ -315,26 +305,19 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def resolve(
-        self, *, seed: int, index: int = 0, eos_token_ids: Iterable[int] = ()
-    ) -> ResolvedSampling:
-        """The engine's message for output number `index`; `seed` is the request's, or drawn if it
-        had none.
-
-        Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
+    def resolve(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> ResolvedSampling:
+        """The engine's message for the first output; `seed` is the request's, or drawn if it had
+        none. Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
         """
         params = self.with_defaults(DEFAULT_SAMPLING_PARAMS)
         stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             stop_token_ids |= frozenset(eos_token_ids)
-        values = {
-            field.name: getattr(params, field.name)
-            for field in dataclasses.fields(ResolvedSampling)
-        }
+        fields = dataclasses.fields(ResolvedSampling)
         return ResolvedSampling(
-            **values
+            **{field.name: getattr(params, field.name) for field in fields}
             | {
-                "seed": derive_seed(seed, index),
+                "seed": derive_seed(seed, 0),
                 "top_k": max(0, params.top_k or 0),
                 "logit_bias": tuple(sorted((params.logit_bias or {}).items())),
                 "stop_token_ids": stop_token_ids,
@@ -350,10 +333,8 @@ class SamplingParams:
     ) -> list[ResolvedSampling]:
         """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
         first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
-        output_seeds = (derive_seed(seed, index) for index in range(self.n or 1))
-        return [
-            dataclasses.replace(first_sampling, seed=output_seed) for output_seed in output_seeds
-        ]
+        seeds = (derive_seed(seed, index) for index in range(self.n or 1))
+        return [dataclasses.replace(first_sampling, seed=output_seed) for output_seed in seeds]
 
 
 def _structure_error(problem: str) -> RequestError:
@@ -383,15 +364,14 @@ def _check_number(name: str, value: object, low: float, high: float, *, is_integ
         )
 
 
-def _check_stop(stop: object) -> None:
-    stop_strings = [stop] if isinstance(stop, str) else stop
-    if stop_strings is None:
+def _check_stop(stop: Any) -> None:
+    if stop is None:
         return
-    if isinstance(stop_strings, list | tuple):
+    stop_strings = [stop] if isinstance(stop, str) else stop
+    is_list = isinstance(stop_strings, list | tuple)
+    if is_list:
         check_bound("stop", len(stop_strings), "stop")
-    if not isinstance(stop_strings, list | tuple) or not all(
-        isinstance(text, str) and text for text in stop_strings
-    ):
+    if not is_list or not all(isinstance(text, str) and text for text in stop_strings):
         raise RequestError(
             f"stop must be a non-empty string or a list of them, got {short_repr(stop)}", "stop"
         )
@@ -399,14 +379,13 @@ def _check_stop(stop: object) -> None:
         check_bound("stop text", len(text), f"the stop text {short_repr(text)}", "stop")
 
 
-def _check_stop_token_ids(stop_token_ids: object) -> None:
+def _check_stop_token_ids(stop_token_ids: Any) -> None:
     if stop_token_ids is None:
         return
-    if isinstance(stop_token_ids, list | tuple):
+    is_list = isinstance(stop_token_ids, list | tuple)
+    if is_list:
         check_bound("stop_token_ids", len(stop_token_ids), "stop_token_ids")
-    if not isinstance(stop_token_ids, list | tuple) or not all(
-        is_token_id(token_id) for token_id in stop_token_ids
-    ):
+    if not is_list or not all(map(is_token_id, stop_token_ids)):
         raise RequestError(
             f"stop_token_ids must be a list of token ids, got {short_repr(stop_token_ids)}",
             "stop_token_ids",

@@ -16,19 +16,15 @@ Scores = list[tuple[Sequence, PromptLogprobs]]
 
 
 def needs_scoring(seq: Sequence) -> bool:
-    """Whether the chunk that a sequence computes next is followed by prompt tokens whose log
-    probabilities are wanted.
-    """
+    """Whether prompt tokens follow those of the next chunk whose log probabilities are wanted."""
     return seq.needs_prompt_logprobs and seq.num_computed + 1 < seq.num_prompt_tokens
 
 
 def scoring_flags(scored_sequence_by_row: dict[int, Sequence], num_rows: int) -> bytes:
     """See `StepPlan.scoring_flags`; `scored_sequence_by_row` holds the sequences by row."""
-    return (
-        bytes(row in scored_sequence_by_row for row in range(num_rows))
-        if scored_sequence_by_row
-        else b""
-    )
+    if not scored_sequence_by_row:
+        return b""
+    return bytes(row in scored_sequence_by_row for row in range(num_rows))
 
 
 def take_scores(sequences: list[Sequence], result: StepResult) -> Scores:

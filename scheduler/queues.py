@@ -87,9 +87,7 @@ class Queues:
         return released_slots
 
     def in_flight_sequences(self, oldest_step_id: int) -> list[Sequence]:
-        """The sequences that may run in a step whose result is unread; the oldest such step is
-        given.
-        """
+        """The sequences that may run in a step from `oldest_step_id` on, the first unread one."""
         return [
             *(
                 seq

@@ -1,6 +1,4 @@
-"""What each step ran, and why sequences waited: a bounded record that can be read at any time.
-Counters since the start.
-"""
+"""What each step ran, and why sequences waited: bounded, readable at any time; and counters."""
 
 from __future__ import annotations
 

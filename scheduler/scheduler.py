@@ -44,9 +44,7 @@ from scheduler.suspects import Suspects
 
 
 class Scheduler:
-    """Sequences between arrival and end. `schedule` gives the next plan, `apply` takes the oldest
-    unread result.
-    """
+    """Sequences from arrival to end: `schedule` plans a step, `apply` takes the oldest result."""
 
     def __init__(
         self,
@@ -90,9 +88,7 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; if it was sent again with all its tokens, the sequence comes back
-        finished. Raises `RequestError`.
-        """
+        """Queue a request; one with all its tokens comes back finished. Raises `RequestError`."""
         check_request(request, self.limits)
         max_total = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
@@ -116,9 +112,7 @@ class Scheduler:
         self.suspects.drop(seq)
 
     def hold(self, seq: Sequence) -> None:
-        """Leave a sequence out of the steps that are planned from now on, until `resume`, or until
-        it gives up its slot.
-        """
+        """Leave a sequence out of the steps planned from now on, until `resume` or a new slot."""
         seq.is_held = True
 
     def resume(self, seq: Sequence) -> None:
@@ -142,9 +136,7 @@ class Scheduler:
     # -- planning ----------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step and account for it as submitted; None if nothing can run until a
-        result is read.
-        """
+        """Plan the next step and count it as submitted; None if nothing can run before a result."""
         if not self.submitted_steps and (idle_suspect := self.suspects.pop_idle()):
             self.queues.requeue(idle_suspect, self._last_step_id)
         step = StepDraft(budget=self.limits.max_num_batched_tokens)
@@ -174,9 +166,7 @@ class Scheduler:
         return plan
 
     def _schedule_running(self, step: StepDraft) -> None:
-        """Plan every running sequence that has tokens to compute. Hot: runs once per sequence
-        and step.
-        """
+        """Plan every running sequence with tokens to compute. Hot: once per sequence and step."""
         block_manager = self.block_manager
         block_size = self.limits.block_size
         step_id = self._last_step_id + 1
@@ -295,9 +285,7 @@ class Scheduler:
     # -- results -----------------------------------------------------------------------------------
 
     def apply(self, result: StepResult) -> StepOutput:
-        """Take the result of the oldest unread step. Raises `EngineError` for the result of any
-        other step.
-        """
+        """Take the result of the oldest unread step. Raises `EngineError` for any other."""
         step = step_of(result, self.submitted_steps)
         output = StepOutput([], [], prompt_logprobs=take_scores(step.scored_sequences, result))
         self.submitted_steps.popleft()
@@ -320,9 +308,7 @@ class Scheduler:
     def _take_tokens(
         self, step: SubmittedStep, sampled_token_ids: array[int], output: StepOutput
     ) -> None:
-        """Append each token to its sequence and end those that are done. Hot: runs once per sampled
-        token.
-        """
+        """Append each token to its sequence and end those that are done. Hot: once per token."""
         block_size, step_id = self.limits.block_size, step.step_id
         output_sequences = output.sequences
         output_token_ids = output.token_ids
@@ -363,15 +349,14 @@ class Scheduler:
         is in the cache might be to blame.
         """
         failed_sequences: list[Sequence] = []
+        last_read_step_id = self._last_step_id
         if self.submitted_steps:
-            in_flight_sequences = self.queues.in_flight_sequences(self.submitted_steps[0].step_id)
+            last_read_step_id = self.submitted_steps[0].step_id - 1
+            in_flight_sequences = self.queues.in_flight_sequences(last_read_step_id + 1)
             failed_sequences = self.suspects.strike(in_flight_sequences)
         for seq in failed_sequences:
             self.finish(seq, "error")
         self.suspects.start_epoch((*self.running, *self.waiting))
-        last_read_step_id = (
-            self.submitted_steps[0].step_id - 1 if self.submitted_steps else self._last_step_id
-        )
         roll_back(self.running, self.submitted_steps)
         kept_sequences: set[Sequence] = set()
         is_cache_kept = cache_survives and not self.suspects.sequences
@@ -405,12 +390,9 @@ class Scheduler:
         """Raise AssertionError, naming the law and the values, unless every invariant holds."""
         self.queues.check()
         if suspects := self.suspects.sequences:
-            in_flight_sequences = {
-                seq for step in self.submitted_steps for seq in step.sampling_sequences
-            }
-            assert not self.running or {*self.running, *in_flight_sequences} == {suspects[0]}, (
-                f"a suspect does not run alone: {self.running}, {in_flight_sequences}, suspects"
-                f" {suspects}"
+            in_flight = {seq for step in self.submitted_steps for seq in step.sampling_sequences}
+            assert not self.running or {*self.running, *in_flight} == {suspects[0]}, (
+                f"a suspect does not run alone: {self.running}, {in_flight}, suspects {suspects}"
             )
         elif self.running and self.waiting:
             last_running, first_waiting = self.running[-1], self.waiting[0]

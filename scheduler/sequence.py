@@ -31,9 +31,7 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """State of one request in the scheduler. `max_total` is the length, prompt included, at which
-    it ends.
-    """
+    """State of one request. `max_total` is the length, prompt included, at which it ends."""
 
     request: InitVar[Request]
     arrival_index: int
@@ -56,9 +54,7 @@ class Sequence:
     num_pending: int = 0
     num_total: int = field(init=False)
     num_cached_tokens: int | None = None  # from the first admission
-    next_scored_position: int = (
-        1  # the first prompt token without a log probability, if they are wanted
-    )
+    next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
     # Crashes it took part in since it last got a few tokens without one, or a single token.
@@ -99,9 +95,7 @@ class Sequence:
 
     @property
     def reads_prefixes(self) -> bool:
-        """Whether it may begin with blocks that others filled, which leaves it without logits of
-        their tokens.
-        """
+        """Whether it may begin with blocks of others, which leaves their tokens without logits."""
         return not self.needs_prompt_logprobs
 
     @property

@@ -122,8 +122,7 @@ class Upload:
 
     deadline_s: when it is too late for the next part, by `time.monotonic` and the event loop's
     clock. Each part moves it by the time that the part may take at `MIN_BODY_BYTES_PER_S`, but a
-    fast start earns no long pause: all that waits for a body holds memory that other bodies cannot
-    have.
+    fast start earns no long pause: all that waits for a body holds memory that others lack.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -153,10 +152,8 @@ class Upload:
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes
         self.check_length(self.num_bytes)
-        max_small_bytes, max_total_bytes = (
-            self._limits.max_small_body_bytes,
-            self._limits.max_total_body_bytes,
-        )
+        max_small_bytes = self._limits.max_small_body_bytes
+        max_total_bytes = self._limits.max_total_body_bytes
         if self.num_bytes > max_small_bytes and self._admission.num_body_bytes > max_total_bytes:
             raise OverloadedError(
                 f"{max_total_bytes // MIB} MiB of other requests are being received; try again"

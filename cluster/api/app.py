@@ -94,10 +94,8 @@ class Api:
             "/v1/models/{name:path}": self._model,
         }
         routes = [Route(path, self.runner, methods=["POST"]) for path in POST_ENDPOINTS]
-        routes += [
-            Route(path, answer, methods=["GET"])
-            for path, answer in (handlers | fixed_responses).items()
-        ]
+        answers = handlers | fixed_responses
+        routes += [Route(path, answer, methods=["GET"]) for path, answer in answers.items()]
         return Router(routes, redirect_slashes=False, default=self._refuse_path)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -59,12 +59,10 @@ def conversation_of(
 ) -> Conversation:
     """Raises `RequestError`, as `Conversation` and for too many messages."""
     check_bound("messages", len(messages), "messages", configured_maximum=served.max_messages)
-    shown_tools = [
-        {"type": "function", "function": tool.model_dump(exclude_unset=True)} for tool in tools
-    ]
+    functions = (tool.model_dump(exclude_unset=True) for tool in tools)
     return Conversation(
         messages=messages,
-        tools=shown_tools or None,
+        tools=[{"type": "function", "function": function} for function in functions] or None,
         template_variables=variables,
         continues_last_message=continues_last_message,
     )
@@ -143,13 +141,8 @@ def job_of(chat: Chat, served: ServedModel) -> Job:
             )
         # A client that names no length gets as many tokens as are possible.
         num_outputs = options.n or served.builder.sampling_defaults.n or 1
-        max_answer_tokens = max(
-            1,
-            min(
-                max_answer_tokens,
-                field_limit("alternatives") // (num_outputs * (1 + chat.logprobs)),
-            ),
-        )
+        max_logged_tokens = field_limit("alternatives") // (num_outputs * (1 + chat.logprobs))
+        max_answer_tokens = max(1, min(max_answer_tokens, max_logged_tokens))
     params = options.sampling_params(
         max_tokens=first_not_none(
             chat.max_tokens, served.builder.sampling_defaults.max_tokens, max_answer_tokens
@@ -202,7 +195,6 @@ def _conversation(
 ) -> Conversation:
     """The conversation of a request, which must have one. Raises `RequestError`."""
     tokenizer = served.tokenizer_for(purpose)
-    arguments_as_text = tokenizer.takes_arguments_as_text
     variables = variables_of(
         tokenizer,
         request.chat_template_kwargs,
@@ -216,10 +208,8 @@ def _conversation(
             " otherwise; leave it out",
             "add_generation_prompt",
         )
-    messages = [
-        message.for_template(arguments_as_text=arguments_as_text)
-        for message in request.messages or ()
-    ]
+    as_text = tokenizer.takes_arguments_as_text
+    messages = [m.for_template(arguments_as_text=as_text) for m in request.messages or ()]
     return conversation_of(
         messages, tools, variables, served, continues_last_message=continues_last_message
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
@@ -41,10 +40,8 @@ class CompletionWriter(OpenAIWriter):
         """
         super().__init__("cmpl", self.CHUNK_OBJECT, model, generations, token_ids=token_ids)
         self._tokenizer, self._echo = tokenizer, echo
-        self._num_echo_top_logprobs, self._num_prompt_top_logprobs = (
-            num_echo_top_logprobs,
-            num_prompt_top_logprobs,
-        )
+        self._num_echo_top_logprobs = num_echo_top_logprobs
+        self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
         self._echoed_prompts: dict[int, str] = {}  # of the answers to each prompt
@@ -96,9 +93,7 @@ class CompletionWriter(OpenAIWriter):
         return self._events(self.CHUNK_OBJECT, choices)
 
     def _add_ids(self, prompt_index: int, index: int, choices: list[dict[str, Any]]) -> None:
-        """Add the token ids that are due to the first of the choices of an event, if there is
-        any.
-        """
+        """Add the token ids that are due to the first choice of an event, if there is any."""
         if not choices or not self._includes_token_ids:
             return
         if index not in self._sent_prompt_choices:
@@ -120,18 +115,14 @@ class CompletionWriter(OpenAIWriter):
                     ).take(entries)
                     logprobs = _join_logprobs(prompt_logprobs, logprobs)
                 index = self._choice_index(prompt_index, completion.index)
-                choices.append(
-                    _choice(
-                        index, echoed_prompt + completion.text, logprobs, completion.finish_reason
-                    )
-                )
+                text = echoed_prompt + completion.text
+                choices.append(_choice(index, text, logprobs, completion.finish_reason))
                 choices[-1] |= prompt_logprobs_field(
                     self._tokenizer, generation, completion.index, self._num_prompt_top_logprobs
                 )
                 if self._includes_token_ids:
-                    choices[-1] |= self._prompt_ids(prompt_index) | {
-                        "token_ids": completion.token_ids
-                    }
+                    choices[-1] |= self._prompt_ids(prompt_index)
+                    choices[-1]["token_ids"] = completion.token_ids
         return self._body(choices)
 
     def _prompt_ids(self, prompt_index: int) -> dict[str, Any]:
@@ -169,28 +160,23 @@ class CompletionWriter(OpenAIWriter):
     def _logprobs(
         self, token_ids: list[int], logprobs: LogprobEntries | None, offsets: Offsets | None
     ) -> dict[str, Any] | None:
-        if logprobs is None or offsets is None:
+        tokenizer = self._tokenizer
+        if logprobs is None or offsets is None or tokenizer is None:
             return None
         tokens, values, text_offsets = [], [], []
         for token_id, entry in zip(token_ids, logprobs, strict=False):
-            tokens.append(self._token_text(token_id))
+            tokens.append(token_text(tokenizer, token_id))
             text_offsets.append(offsets.next(token_id))
             values.append(clamped_logprob(entry.logprob) if entry else None)
         return {
             "tokens": tokens,
             "token_logprobs": values,
-            "top_logprobs": self._top_logprobs(logprobs[: len(tokens)]),
+            "top_logprobs": (
+                top_by_text(tokenizer, entry, len(entry.top_logprobs)) if entry else {}
+                for entry in logprobs[: len(tokens)]
+            ),
             "text_offset": text_offsets,
         }
-
-    def _top_logprobs(self, logprobs: LogprobEntries) -> Iterator[dict[str, float]]:
-        assert self._tokenizer is not None
-        for entry in logprobs:
-            yield top_by_text(self._tokenizer, entry, len(entry.top_logprobs)) if entry else {}
-
-    def _token_text(self, token_id: int) -> str:
-        assert self._tokenizer is not None
-        return token_text(self._tokenizer, token_id)
 
 
 def _join_logprobs(first: dict[str, Any], second: dict[str, Any] | None) -> dict[str, Any]:

@@ -119,8 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float = HTTP_BOUNDS["head time"].maximum
     unread_body_timeout_s: float = HTTP_BOUNDS["rest time"].maximum
     max_connections: int = HTTP_BOUNDS["connections"].maximum
-    # `server_config` sets these. The second: connections that have no complete request, oldest
-    # first.
+    # `server_config` sets these. The second: connections without a complete request, oldest first.
     slow_reader_timeout_s: float
     connections_without_request: ClassVar[dict[BoundedProtocol, None]]
 
@@ -178,15 +177,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._feed(data)
         if self.transport.is_closing():
             return
+        max_bytes = HTTP_BOUNDS["head"].maximum
         if self._is_reading_head and not self._has_head_begun:
             self._unfinished_head_bytes += len(data)
-            if self._unfinished_head_bytes > HTTP_BOUNDS["head"].maximum:
+            if self._unfinished_head_bytes > max_bytes:
                 self._refuse(_head_too_large())
-        elif (
-            was_in_body
-            and self._is_reading_body
-            and self._framing_bytes > HTTP_BOUNDS["head"].maximum
-        ):
+        elif was_in_body and self._is_reading_body and self._framing_bytes > max_bytes:
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:

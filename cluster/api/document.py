@@ -85,11 +85,10 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models = [
-        (model, "validation")
-        for model in (Error, *(post.model for post in POST_ENDPOINTS.values()))
-    ]
-    _, definitions = models_json_schema(models, ref_template=SCHEMA_REFERENCE)  # type: ignore[arg-type]
+    models: list[type[BaseModel]] = [Error, *(post.model for post in POST_ENDPOINTS.values())]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in models], ref_template=SCHEMA_REFERENCE
+    )
     error_response = {"description": "An error.", "content": _content(Error)}
     statuses = dict.fromkeys(("400", "401", "404", "413", "503"), error_response)
     responses = {"200": {"description": "The answer."}} | statuses

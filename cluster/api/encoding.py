@@ -17,9 +17,7 @@ MAX_WINDOW_BYTES = 8 * MIB  # of zstd; as much as RFC 9659 asks for
 
 
 def encoding_of(headers: Mapping[str, str]) -> str:
-    """The encoding of a body; empty if there is none. Raises `HttpError` 415 for one that cannot be
-    decoded.
-    """
+    """The encoding of a body; empty for none. Raises `HttpError` 415 for one not supported."""
     content_encoding = headers.get("content-encoding", "").lower()
     name = {"x-gzip": "gzip", "identity": ""}.get(content_encoding, content_encoding)
     if name and name not in SUPPORTED_ENCODINGS.split(", "):
@@ -64,10 +62,6 @@ def _decode_zstd(body: bytes, max_bytes: int) -> tuple[bytes, Any]:
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> tuple[bytes, Any]:
     """Some clients send `deflate` without the head of its format, by which that begins with 8."""
     has_zlib_header = body[:1] and body[0] & 15 == zlib.DEFLATED
-    window_bits = (
-        16 + zlib.MAX_WBITS
-        if encoding == "gzip"
-        else zlib.MAX_WBITS * (1 if has_zlib_header else -1)
-    )
-    decoder = zlib.decompressobj(window_bits)
+    window_bits = zlib.MAX_WBITS if has_zlib_header else -zlib.MAX_WBITS
+    decoder = zlib.decompressobj(16 + zlib.MAX_WBITS if encoding == "gzip" else window_bits)
     return decoder.decompress(body, max_bytes + 1), decoder

@@ -95,14 +95,10 @@ class Job:
     def num_answer_tokens(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
         logprobs_per_token = 1 + (self.params.logprobs or 0)
-        num_tokens = sum(
-            len(completion.token_ids) for g in generations for completion in g.completions
-        )
-        answer_tokens_per_prompt_token = int(self.repeats_prompt) + self.logprobs_per_prompt_token
-        return (
-            num_tokens * logprobs_per_token
-            + _num_prompt_tokens(generations) * answer_tokens_per_prompt_token
-        )
+        num_tokens = sum(len(c.token_ids) for g in generations for c in g.completions)
+        tokens_per_prompt_token = int(self.repeats_prompt) + self.logprobs_per_prompt_token
+        num_repeated_tokens = _num_prompt_tokens(generations) * tokens_per_prompt_token
+        return num_tokens * logprobs_per_token + num_repeated_tokens
 
 
 def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
@@ -118,9 +114,7 @@ def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
         max_tokens=max_tokens,
         logprobs=request.logprobs,
         structure=request.structure(),
-        prompt_logprobs=0
-        if is_only_prompt and num_echo_top_logprobs is None
-        else num_echo_top_logprobs,
+        prompt_logprobs=(num_echo_top_logprobs or 0) if is_only_prompt else num_echo_top_logprobs,
     )
     prompt: Any = request.prompt
     is_single_prompt = isinstance(prompt, str) or isinstance(next(iter(prompt), 0), int)

@@ -1,6 +1,4 @@
-"""Every error as an answer: the one table from the error tree to HTTP statuses and OpenAI's error
-bodies.
-"""
+"""Errors as answers: the one table from the error tree to HTTP statuses and OpenAI's bodies."""
 
 from __future__ import annotations
 
@@ -57,12 +55,8 @@ class HttpError(EaglerayError):
     ) -> None:
         """`error_type`: OpenAI's `type`. `details`: what clients read besides the message."""
         super().__init__(message)
-        self.status, self.error_type, self.parameter, self.code = (
-            status,
-            error_type,
-            parameter,
-            code,
-        )
+        self.status, self.error_type = status, error_type
+        self.parameter, self.code = parameter, code
         self.details = {"details": details} if details else {}
         self.headers = headers or {}
 

@@ -65,10 +65,8 @@ class Exchange:
         # With "app", Starlette's routes raise what they refuse.
         scope_changes = {"path": self.path, "root_path": "", "app": None, "exchange": self}
         self.scope: Scope = {**scope, **scope_changes}
-        self.headers = {
-            name.decode("latin-1"): value.decode("latin-1").strip()
-            for name, value in scope["headers"]
-        }
+        headers = scope["headers"]  # pairs of bytes
+        self.headers = {k.decode("latin-1"): v.decode("latin-1").strip() for k, v in headers}
         self.answer_headers: dict[str, str] = {}
         if echo_id:
             given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
@@ -84,8 +82,7 @@ class Exchange:
 
     async def body(self) -> bytes:
         """The body of the request, counted by `upload`. Raises `HttpError` 413 for one that is too
-        long, 408 for one that takes too long, `OverloadedError` for one too many, and
-        `ClientDisconnected`.
+        long, 408 for one that takes too long, `OverloadedError`, and `ClientDisconnected`.
         """
         upload = self.upload
         upload.check_length(int(self.headers.get("content-length", 0)))
@@ -137,8 +134,7 @@ class Exchange:
 
     def _after_comment(self, data: bytes) -> bytes:
         """Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
-        take what follows for a part of it. So what follows begins with another comment, which ends
-        the first.
+        take what follows for a part of it. So what follows begins with a comment, which ends it.
         """
         if not self._was_comment_last:
             return data

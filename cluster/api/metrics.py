@@ -22,22 +22,7 @@ from prometheus_client.utils import floatToGoString
 from scheduler.messages import EngineStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-REQUEST_BUCKETS_S = (
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    30.0,
-    60.0,
-    120.0,
-)
+REQUEST_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 # Metric of the engine, its help, and the field of `EngineStats`; names that end in _total count up.
 ENGINE_METRICS = {
@@ -146,10 +131,8 @@ def engine_families(stats: EngineStats) -> list[Family]:
         ("eagleray_step_part_seconds", "part", PART_HELP, stats.step_seconds),
         ("eagleray_rank_step_seconds", "rank", RANK_HELP, seconds_by_rank),
     ):
-        samples = [
-            (f"{name}_total", ((label, value),), seconds)
-            for value, seconds in seconds_by_label.items()
-        ]
+        sums = seconds_by_label.items()
+        samples = [(f"{name}_total", ((label, value),), sum_s) for value, sum_s in sums]
         families.append(Family(name=name, kind="counter", help=help, samples=samples))
     return families
 

@@ -1,5 +1,4 @@
-"""What a request holds and the model does not get: parts that are not text, tools that this server
-cannot run.
+"""What a request holds and the model does not get: parts that are not text, tools we cannot run.
 
 Agents send all that other servers have answered and all the tools they have, and repeat with every
 request what was once shown to them, so refusing any of it would end the session for good. Instead
@@ -24,9 +23,7 @@ class Omissions:
         self._refuse = refuse
 
     def add(self, name: str) -> None:
-        """Note what is left out, such as `tools.web_search`. Raises `RequestError` if nothing may
-        be.
-        """
+        """Note what is left out, as `tools.web_search`. Raises `RequestError` if nothing may be."""
         name = name[:MAX_NAME_LENGTH]
         if self._refuse:
             raise RequestError(
@@ -38,9 +35,7 @@ class Omissions:
             self._names[name] = None
 
     def leave_out(self, path: str, kind: str) -> str:
-        """Note that a part of this kind is left out of `path`. Returns the line of text that
-        stands for it. Raises as `add`.
-        """
+        """Note what is left out of `path`. Returns the text that stands for it. Raises as `add`."""
         self.add(f"{path}.{kind}")
         return f"[{kind[:MAX_NAME_LENGTH]} omitted: this model reads text only]"
 

@@ -69,9 +69,7 @@ class Echo:
     def __init__(
         self, tokenizer: Tokenizer, text: str, token_ids: list[int], num_top: int, *, is_text: bool
     ) -> None:
-        """`text`: what is repeated. `is_text`: it was given as text, in which special tokens are
-        spelled out.
-        """
+        """`text`: what is repeated. `is_text`: it was given as text, special tokens spelled out."""
         self._tokenizer, self._text, self._num_top = tokenizer, text, num_top
         self._token_ids = iter(token_ids)
         offsets = Offsets(tokenizer, shows_special_tokens=is_text)
@@ -89,17 +87,12 @@ class Echo:
         self._num_sent_chars = self._next_offset
         return text, {
             "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
-            "token_logprobs": [
-                None if entry is None else clamped_logprob(entry.logprob) for entry in entries
-            ],
-            "top_logprobs": (self._top(entry) for entry in entries),
+            "token_logprobs": [entry and clamped_logprob(entry.logprob) for entry in entries],
+            "top_logprobs": (
+                entry and top_by_text(self._tokenizer, entry, self._num_top) for entry in entries
+            ),
             "text_offset": offsets,
         }
-
-    def _top(self, entry: TokenLogprobs | None) -> dict[str, float] | None:
-        if entry is None:
-            return None
-        return top_by_text(self._tokenizer, entry, self._num_top)
 
 
 def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:

@@ -187,9 +187,7 @@ def _check_turn(turn: object, path: str, field: str) -> None:
 
 
 def _check_nesting(values: dict[str, Any]) -> None:
-    """Check depth, the keys of each object, and all arguments of calls, which are JSON in a text,
-    together.
-    """
+    """Check depth, keys of each object, and the arguments of all calls, JSON in texts, together."""
     argument_counts: Counter[str] = Counter()
     level: list[Any] = [values]
     depth = 0

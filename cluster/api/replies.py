@@ -17,11 +17,7 @@ from typing import Any, Protocol
 
 from cluster.api.errors import openai_error_body
 from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
-from cluster.api.prompts_scored import (
-    LogprobEntries,
-    clamped_logprob,
-    prompt_logprobs_field,
-)
+from cluster.api.prompts_scored import LogprobEntries, clamped_logprob, prompt_logprobs_field
 from cluster.client.outputs import Chunk, CompletionOutput, Generation
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import AnswerState
@@ -93,9 +89,7 @@ def _escaped(unsafe: re.Match[str]) -> str:
 
 
 class TextEventTemplate:
-    """An event of which only a text changes from one to the next, so that the rest of it is encoded
-    once.
-    """
+    """An event of which only a text changes from one to the next: the rest is encoded once."""
 
     _PLACEHOLDER = uuid.uuid4().hex  # in the place of the text
 
@@ -123,9 +117,7 @@ def named_event(name: str, body: dict[str, Any]) -> bytes:
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
     """Token counts of a request, summed over its prompts and outputs."""
     num_prompt_tokens = sum(generation.requests[0].num_prompt_tokens for generation in generations)
-    num_output_tokens = sum(
-        len(completion.token_ids) for g in generations for completion in g.completions
-    )
+    num_output_tokens = sum(len(c.token_ids) for g in generations for c in g.completions)
     num_cached_tokens = sum(generation.num_cached_tokens for generation in generations)
     return {
         "prompt_tokens": num_prompt_tokens,
@@ -157,13 +149,7 @@ class OpenAIWriter:
     CHUNK_OBJECT: str
 
     def __init__(
-        self,
-        id_prefix: str,
-        kind: str,
-        model: str,
-        generations: list[Generation],
-        *,
-        token_ids: bool,
+        self, id_prefix: str, kind: str, model: str, generations: list[Generation], token_ids: bool
     ) -> None:
         """`token_ids`: whether the answer includes the token ids of prompts and outputs."""
         self._generations = generations
@@ -257,14 +243,8 @@ class ChatWriter(OpenAIWriter):
 
     def _text_events(self, choice: _ChatChoice, parts: AnswerParts) -> bytes:
         """The events for parts without calls, where nothing else is due."""
-        events = b""
-        for text, part_event in (
-            (parts.reasoning, choice.reasoning_event),
-            (parts.content, choice.content_event),
-        ):
-            if text:
-                events += part_event(text)
-        return events
+        events = choice.reasoning_event(parts.reasoning) if parts.reasoning else b""
+        return events + (choice.content_event(parts.content) if parts.content else b"")
 
     def _new_choice(self, index: int) -> _ChatChoice:
         def reasoning(text: str) -> bytes:
@@ -285,11 +265,9 @@ class ChatWriter(OpenAIWriter):
         return self._body(choices) | self._prompt_ids() | prompt_logprobs
 
     def _prompt_ids(self) -> dict[str, Any]:
-        return (
-            {"prompt_token_ids": self._generations[0].prompt_token_ids}
-            if self._includes_token_ids
-            else {}
-        )
+        if not self._includes_token_ids:
+            return {}
+        return {"prompt_token_ids": self._generations[0].prompt_token_ids}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
         parser = AnswerParser(self._state, looks_for_calls=self._has_tools)

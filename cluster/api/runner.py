@@ -182,12 +182,10 @@ class Runner:
                 num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
                 if num_tokens > MAX_IMMEDIATE_TOKENS or not exchange.can_write_now:
                     return False
-                if any(begins_output(prompt_index, chunk) for prompt_index, chunk in items):
+                if any(begins_output(*item) for item in items):
                     return False
                 note_tokens(items)
-                if data := b"".join(
-                    writer.events(prompt_index, chunk) for prompt_index, chunk in items
-                ):
+                if data := b"".join(writer.events(*item) for item in items):
                     exchange.send_events_nowait(data)
                 return True
 
@@ -195,8 +193,7 @@ class Runner:
             try:
                 while items := await chunks.next(take_now):
                     note_tokens(items)
-                    data = await _events_in_turns(writer, items)
-                    if data:
+                    if data := await _events_in_turns(writer, items):
                         await exchange.send_events(data)
             finally:
                 exchange.end_keep_alive()
@@ -209,13 +206,10 @@ class Runner:
 async def _events_in_turns(writer: Writer, items: list[Item]) -> bytes:
     """The events of these chunks. Others get a turn while many are made."""
     events, began_s = [], time.monotonic()
-    for prompt_index, piece in (
-        (prompt_index, piece)
-        for prompt_index, chunk in items
-        for piece in chunk.split_prompt_logprobs()
-    ):
-        events.append(writer.events(prompt_index, piece))
-        if time.monotonic() - began_s > STREAM_TURN_S:
-            await asyncio.sleep(0)
-            began_s = time.monotonic()
+    for prompt_index, chunk in items:
+        for piece in chunk.split_prompt_logprobs():
+            events.append(writer.events(prompt_index, piece))
+            if time.monotonic() - began_s > STREAM_TURN_S:
+                await asyncio.sleep(0)
+                began_s = time.monotonic()
     return b"".join(events)

@@ -80,23 +80,19 @@ class RequestModel(BaseModel):
     @functools.cache
     def fields_without_effect(cls) -> dict[str, tuple[ValuePredicate, str]]:
         """Fields that are accepted as far as they ask for nothing, and what is possible."""
-        unlisted_names = (
-            FIELDS_OF_OTHER_PATHS.keys() - cls.field_names() - cls.REFUSED_FIELDS.keys()
-        )
-        return {
-            name: FIELDS_OF_OTHER_PATHS[name] for name in sorted(unlisted_names)
-        } | cls.FIELDS_WITHOUT_EFFECT
+        unlisted_fields = dict(FIELDS_OF_OTHER_PATHS)
+        for name in (*cls.field_names(), *cls.REFUSED_FIELDS):
+            unlisted_fields.pop(name, None)
+        return unlisted_fields | cls.FIELDS_WITHOUT_EFFECT
 
     @classmethod
     @functools.cache
     def refused_fields(cls) -> dict[str, str]:
         """Fields that are refused, and why."""
-        unlisted_names = (
-            FIELDS_REFUSED_EVERYWHERE.keys() - cls.field_names() - cls.FIELDS_WITHOUT_EFFECT.keys()
-        )
-        return {
-            name: FIELDS_REFUSED_EVERYWHERE[name] for name in sorted(unlisted_names)
-        } | cls.REFUSED_FIELDS
+        unlisted_fields = dict(FIELDS_REFUSED_EVERYWHERE)
+        for name in (*cls.field_names(), *cls.FIELDS_WITHOUT_EFFECT):
+            unlisted_fields.pop(name, None)
+        return unlisted_fields | cls.REFUSED_FIELDS
 
 
 class Options(RequestModel):
@@ -166,9 +162,7 @@ class GenerationRequest(RequestModel):
         """
         names = SamplingParams.__dataclass_fields__.keys() & GenerationRequest.model_fields.keys()
         values = {name: getattr(self, name) for name in names}
-        alternative_counts = [
-            num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None
-        ]
+        counts = [num for num in (self.prompt_logprobs, prompt_logprobs) if num is not None]
         return SamplingParams.from_dict(
             values
             | {
@@ -176,7 +170,7 @@ class GenerationRequest(RequestModel):
                 "max_tokens": max_tokens,
                 "logprobs": logprobs,
                 "structured_outputs": structure,
-                "prompt_logprobs": max(alternative_counts) if alternative_counts else None,
+                "prompt_logprobs": max(counts, default=None),
             }
         )
 
@@ -241,9 +235,7 @@ class ChatMessage(RequestModel):
     function_call: None = None
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """The message as chat templates expect it. Raises `RequestError` for a question without
-        content.
-        """
+        """The message for chat templates. Raises `RequestError` for a question without content."""
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
@@ -253,16 +245,11 @@ class ChatMessage(RequestModel):
             "reasoning_content": reasoning,
         }
         message |= {name: value for name, value in optional_fields.items() if value is not None}
-        if self.tool_calls:
-            message["tool_calls"] = [
-                template_call(
-                    call.id,
-                    call.function.name,
-                    call.function.arguments,
-                    arguments_as_text=arguments_as_text,
-                )
-                for call in self.tool_calls
-            ]
+        for call in self.tool_calls or ():
+            name, arguments = call.function.name, call.function.arguments
+            message.setdefault("tool_calls", []).append(
+                template_call(call.id, name, arguments, arguments_as_text=arguments_as_text)
+            )
         return message
 
     def _text(self) -> str:
@@ -272,9 +259,7 @@ class ChatMessage(RequestModel):
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(
-            part.text if isinstance(part, TextPart) else part.refusal for part in self.content
-        )
+        return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
 
 
 class Function(Options):
@@ -382,12 +367,9 @@ class ChatRequest(GenerationRequest):
             raise RequestError(
                 "give either response_format or structured_outputs", "response_format"
             )
-        schema = (
-            response_format.schema_
-            if isinstance(response_format, JsonObjectFormat)
-            else response_format.json_schema.schema_
-        )
-        return schema_structure(schema)
+        if isinstance(response_format, JsonObjectFormat):
+            return schema_structure(response_format.schema_)
+        return schema_structure(response_format.json_schema.schema_)
 
 
 class TokenizeRequest(RequestModel):
@@ -415,9 +397,7 @@ def schema_structure(schema: Any) -> StructuredOutputs:
 def template_call(
     call_id: str | None, name: str, arguments: str, *, arguments_as_text: bool
 ) -> dict[str, Any]:
-    """A call as chat templates expect it; `arguments_as_text`: see `ChatTemplate`. Raises
-    `RequestError`.
-    """
+    """A call for chat templates; `arguments_as_text`: see `ChatTemplate`. Raises `RequestError`."""
     function = {
         "name": name,
         "arguments": arguments if arguments_as_text else _arguments_object(arguments),

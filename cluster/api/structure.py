@@ -71,9 +71,7 @@ def call_rules(
 def structure_of(
     rules: CallRules, answer_structure: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """`answer_structure`: what an answer without calls must match. Raises `RequestError` for what
-    cannot be met.
-    """
+    """`answer_structure`: of answers without calls. Raises `RequestError` if it cannot be met."""
     tools, name = rules.tools, rules.named_tool
     if not tools:
         if rules.is_required:

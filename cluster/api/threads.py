@@ -1,6 +1,4 @@
-"""Work that must not hold the event loop, each kind on threads of its own: none waits behind a
-burst of another.
-"""
+"""Work that must not hold the event loop: each kind has threads of its own, and waits for none."""
 
 from __future__ import annotations
 

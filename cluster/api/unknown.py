@@ -144,10 +144,8 @@ def misspelled_field(name: str, field_names: frozenset[str]) -> str | None:
     normalized_name = _normalized_name(name)
     candidates = [normalized_name]
     if len(normalized_name) >= MIN_LENGTH_ONE_FAULT:
-        candidates += [
-            normalized_name[:index] + normalized_name[index + 1 :]
-            for index in range(len(normalized_name))
-        ]
+        indices = range(len(normalized_name))
+        candidates += [normalized_name[:i] + normalized_name[i + 1 :] for i in indices]
     return next((field_by_form[form] for form in candidates if form in field_by_form), None)
 
 

@@ -18,8 +18,7 @@ from cluster.client.prompts import Conversation, Message
 
 class ChatTemplate:
     """variables: the names that the template reads. takes_arguments_as_text: whether the arguments
-    of a call may be JSON text, so that a prompt repeats exactly what was generated; otherwise they
-    are objects.
+    of a call may be JSON text, so that a prompt repeats exactly what was generated, or are objects.
     """
 
     def __init__(self, source: str, special_tokens: dict[str, str]) -> None:
@@ -64,9 +63,7 @@ class _GenerationBlock(Extension):
 
 
 def _environment() -> jinja2.Environment:
-    """Set up as in transformers: a sandbox, because the template is code that comes with the
-    checkpoint.
-    """
+    """Set up as in transformers: a sandbox, for the template is code of the checkpoint."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,6 +1,4 @@
-"""A client of one engine: builds requests, sends them, and follows them. `LLM` is a facade over
-one.
-"""
+"""A client of one engine: builds, sends and follows requests. `LLM` is a facade over one."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ class Client:
         return generations
 
     def wait(self, generations: list[Generation]) -> list[RequestOutput]:
-        """The finished requests; one that failed has its `error`. Raises the error if all of them
-        failed.
-        """
+        """The finished requests; one that failed has its `error`. Raises it if all have failed."""
         try:
             for generation in generations:
                 generation.done_future.exception()
@@ -104,18 +100,17 @@ class Client:
         submit = self.submit if self._send_async is None else self._build
         build = functools.partial(submit, prompts, params, sinks)
         # Other requests must not wait while grammars are compiled.
+        all_params = params if isinstance(params, list | tuple) else [params]
         has_grammar = any(
-            isinstance(prompt_params, SamplingParams) and prompt_params.structured_outputs
-            for prompt_params in (params if isinstance(params, list | tuple) else [params])
+            isinstance(p, SamplingParams) and p.structured_outputs for p in all_params
         )
         executor = self._compile_executor if has_grammar else self._send_executor
         job = executor.submit(build)
         submit_future = asyncio.wrap_future(job)
         if self._send_async is not None:
             send_coroutine = self._send_built(submit_future)
-            submit_future = asyncio.get_running_loop().create_task(
-                send_coroutine, context=Context()
-            )
+            loop = asyncio.get_running_loop()
+            submit_future = loop.create_task(send_coroutine, context=Context())
         try:
             return await asyncio.shield(submit_future)
         except asyncio.CancelledError:
@@ -126,10 +121,7 @@ class Client:
             del job, submit_future  # their error, whose traceback has this frame, would keep them
 
     def _build(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        params: Params,
-        sinks: Seq[Sink | None] | None,
+        self, prompts: Prompt | Seq[Prompt], params: Params, sinks: Seq[Sink | None] | None
     ) -> list[Generation]:
         prompts = as_list(prompts)
         params_per_prompt = one_per_prompt(params, len(prompts))
@@ -153,18 +145,12 @@ class Client:
 
     @contextlib.asynccontextmanager
     async def stream(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        params: Params = None,
+        self, prompts: Prompt | Seq[Prompt], params: Params = None
     ) -> AsyncGenerator[tuple[list[Generation], ChunkStream], None]:
-        """Submit prompts and read their chunks on this event loop; leaving the block aborts what
-        has not ended.
-        """
+        """Submit prompts and read their chunks on this loop; leaving aborts what has not ended."""
         prompts = as_list(prompts)
         chunks = ChunkStream(self._relay())
-        sinks = [
-            functools.partial(chunks.put, prompt_index) for prompt_index in range(len(prompts))
-        ]
+        sinks = [functools.partial(chunks.put, index) for index in range(len(prompts))]
         generations = await self.submit_async(prompts, params, sinks)
         try:
             chunks.follow(generations)
@@ -177,9 +163,7 @@ class Client:
         self._link.abort(generations)
 
     def stats(self) -> EngineStats:
-        """The engine's counters. Raises `OverloadedError` while its driver is replaced,
-        `EngineDeadError`.
-        """
+        """Counters. Raises `OverloadedError` while the driver is replaced, `EngineDeadError`."""
         return self._link.stats()
 
     def records(self, seconds: float) -> list[StepRecord]:
@@ -191,11 +175,9 @@ class Client:
         loop = asyncio.get_running_loop()
         relay = self._relays.get(id(loop))
         if relay is None or relay.loop is not loop:
-            open_relays = {
-                loop_id: r for loop_id, r in self._relays.items() if not r.loop.is_closed()
-            }
+            open_relays = [r for r in self._relays.values() if not r.loop.is_closed()]
             relay = Relay(loop)
-            self._relays = {**open_relays, id(loop): relay}
+            self._relays = {id(r.loop): r for r in (*open_relays, relay)}
         return relay
 
     def _wake_relays(self) -> None:

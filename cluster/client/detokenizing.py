@@ -10,11 +10,9 @@ from collections.abc import Sequence as Seq
 from typing import Protocol
 
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-# An unfinished character has at most three bytes, each of which may decode to one replacement
-# character.
+# An unfinished character has at most three bytes, each of which may become a replacement.
 _MAX_UNFINISHED_CHARS = 3
-# Tokens that are decoded together with new ones. The context must hold at least one whole
-# character.
+# Tokens that are decoded together with new ones. They must hold at least one whole character.
 NUM_CONTEXT_TOKENS = 10
 
 
@@ -78,10 +76,8 @@ class _ContextDetokenizer:
             del self._recent_token_ids[:-NUM_CONTEXT_TOKENS]
             num_dropped = len(text) - len(self._tokenizer.decode(self._recent_token_ids))
         num_certain = max(num_certain, num_dropped, self._num_certain)
-        new_text, self._num_certain = (
-            text[self._num_certain : num_certain],
-            num_certain - num_dropped,
-        )
+        new_text = text[self._num_certain : num_certain]
+        self._num_certain = num_certain - num_dropped
         return new_text
 
     def finish(self) -> str:

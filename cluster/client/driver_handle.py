@@ -164,9 +164,7 @@ class DriverHandle:
             ) from None
 
     def finish(self, request_ids: list[str], reason: str, submit_refs: Iterable[Any] = ()) -> None:
-        """Tell the driver that these requests are no longer needed, once the calls `after` have
-        ended. Does not wait.
-        """
+        """Tell the driver that nobody needs these, once `submit_refs` have ended. Does not wait."""
         if request_ids:
             self._run_on_sender(self._send_finish, self.actor, request_ids, reason, *submit_refs)
 
@@ -224,9 +222,7 @@ class DriverHandle:
     # -- the end of a driver, and the next one -----------------------------------------------------
 
     def watch_end(self) -> None:
-        """From now on, notice the death of the driver, or the end of its engine, even when there
-        are no requests.
-        """
+        """From now on, notice the end of the driver, or of its engine, without requests too."""
         self._watch_end(self.actor)
 
     def current_actor(self) -> Any:
@@ -276,9 +272,8 @@ class DriverHandle:
                     actor, error = successor, failure
                 else:
                     request_ids = (request.request_id for request in requests)
-                    self.finish(
-                        [i for i in request_ids if i not in self._outstanding_requests], "abort"
-                    )
+                    ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
+                    self.finish(ended_ids, "abort")
 
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""

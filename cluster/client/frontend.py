@@ -79,9 +79,7 @@ class Frontend:
         """Send the requests of these generations, all or none, with the tokens they have. Raises
         `RequestError`, `EngineDeadError`, `OverloadedError`.
         """
-        requests = [
-            output.continued_request() for g in generations for output in g.unfinished_outputs
-        ]
+        requests = [o.continued_request() for g in generations for o in g.unfinished_outputs]
         with self._change_condition:
             self.driver.check_not_shut_down()
             self._outstanding_requests.add(generations)
@@ -100,9 +98,7 @@ class Frontend:
             raise
 
     def abort(self, generations: list[Generation]) -> None:
-        """End generations; they keep what they have, with `finish_reason` "abort". Does not wait
-        for the engine.
-        """
+        """End generations; they keep what they have, with the reason "abort". Does not wait."""
         with self._change_condition:
             outputs = [output for g in generations for output in g.unfinished_outputs]
             for output in outputs:
@@ -118,9 +114,7 @@ class Frontend:
         self.driver.finish([i for g in generations for i in g.request_ids], "abort")
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
-        """Register `callback`, to be called after each batch of news, on the thread that handled
-        it.
-        """
+        """Have `callback` called after each batch of news, on the thread that handled it."""
         self._news_callbacks.append(callback)
 
     def stats(self) -> EngineStats:

@@ -15,9 +15,7 @@ HUB_ID_PATTERN = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
 def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
-    """The local directory of a checkpoint, downloaded first if `model` is a hub id. Raises
-    `ConfigError`.
-    """
+    """The directory of a checkpoint; a hub id is downloaded first. Raises `ConfigError`."""
     try:
         path = Path(model).expanduser()
         is_dir, path_exists = bool(model) and path.is_dir(), bool(model) and path.exists()
@@ -49,13 +47,10 @@ def _download(model: str, revision: str | None, option: str) -> Path:
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """Sampling defaults of a checkpoint's `generation_config.json`; `do_sample` false means
-    greedy.
-    """
+    """The defaults of a `generation_config.json`; `do_sample` false means greedy."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    values = {
-        name: generation_config[name] for name in names if generation_config.get(name) is not None
-    }
+    set_names = [name for name in names if generation_config.get(name) is not None]
+    values = {name: generation_config[name] for name in set_names}
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
     try:

@@ -1,6 +1,4 @@
-"""News of a request on the way from the engine to its frontend, and the flat message that carries
-it.
-"""
+"""News of a request on its way from the engine to its frontend, and the flat message for it."""
 
 from __future__ import annotations
 
@@ -29,10 +27,8 @@ class News:
     def append(self, later_news: News) -> None:
         """Add later news, whose tokens follow these."""
         if later_news.token_ids:
-            assert later_news.first_index == self.first_index + len(self.token_ids), (
-                self,
-                later_news,
-            )
+            next_index = self.first_index + len(self.token_ids)
+            assert later_news.first_index == next_index, (self, later_news)
         if later_news.logprobs is not None:
             self.logprobs = (self.logprobs or [None] * len(self.token_ids)) + later_news.logprobs
         elif self.logprobs is not None:

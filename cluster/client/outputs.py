@@ -1,6 +1,4 @@
-"""What a caller gets, made from the engine's news: chunks while a request runs, a `RequestOutput`
-at the end.
-"""
+"""What a caller gets: chunks while a request runs, a `RequestOutput` at the end."""
 
 from __future__ import annotations
 
@@ -100,9 +98,7 @@ class RequestOutput:
 
 
 class OutputFollower:
-    """Follows one engine request and cuts its news into chunks. completion: the output; its text is
-    set when it ends.
-    """
+    """Cuts the news of one engine request into chunks. completion: has its text once it ends."""
 
     def __init__(
         self,
@@ -126,9 +122,7 @@ class OutputFollower:
 
     @property
     def prompt_logprobs(self) -> PromptEntries | None:
-        """Those of the prompt as far as they have arrived; they are complete before the first
-        token comes.
-        """
+        """Those that have arrived; all of them have before the first token comes."""
         return None if self._prompt_logprobs is None else PromptEntries(self._prompt_logprobs)
 
     @property
@@ -227,9 +221,7 @@ class OutputFollower:
 
 
 class Generation:
-    """One user request: its prompt, its outputs, and a future that completes when they have
-    ended.
-    """
+    """One user request: its prompt, its outputs, and a future that completes with them."""
 
     def __init__(
         self,

@@ -60,10 +60,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def take(self, *, only_accepted: bool) -> list[Generation]:
         """Remove and return the generations: all, or those of which the driver has a request."""
         with self._change_condition:
-            generations = {
-                id(outstanding.generation): outstanding.generation
-                for outstanding in self.values()
-                if outstanding.is_accepted or not only_accepted
-            }
-            self.forget(generations.values())
-        return list(generations.values())
+            taken = [o.generation for o in self.values() if o.is_accepted or not only_accepted]
+            generations = list({id(generation): generation for generation in taken}.values())
+            self.forget(generations)
+        return generations

@@ -1,6 +1,4 @@
-"""The forms in which a program may give prompts and parameters. Each is checked once and converted
-to a common form.
-"""
+"""The forms of prompts and parameters, each checked once and converted to a common one."""
 
 from __future__ import annotations
 
@@ -25,12 +23,8 @@ _CONVERSATION_KEYS = ("tools", "chat_template_kwargs", "continue_final_message")
 EXTRA_KEYS = ("cache_salt", "session_id", *_CONVERSATION_KEYS)
 # Variables of templates that have another place in a prompt, or in this server.
 _RESERVED_VARIABLES = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "tokenize",
-    "chat_template",
+    *("messages", "tools", "documents", "add_generation_prompt"),
+    *("tokenize", "chat_template"),
 )
 
 
@@ -40,8 +34,7 @@ class Conversation:
     as in OpenAI's API) and variables of the template, such as `enable_thinking`.
 
     continues_last_message: the last message is the beginning of the answer, which continues it.
-    Raises `RequestError` for variables that have another place, and for a last message that cannot
-    be continued.
+    Raises `RequestError` for variables that have another place, and for what cannot be continued.
     """
 
     messages: list[Message]
@@ -111,9 +104,7 @@ def parse_prompt(prompt: Prompt) -> ParsedPrompt:
 
 
 def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRA_KEYS) -> str:
-    """The one form in which a mapping gives its prompt. Raises `RequestError`, also for unknown
-    keys.
-    """
+    """The form in which a mapping has its prompt. Raises `RequestError`, for unknown keys too."""
     possible_keys = (*PROMPT_FORMS, *other_keys)
     unknown_keys = [key for key in prompt if key not in possible_keys]
     if unknown_keys:
@@ -149,17 +140,14 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
 def one_per_prompt(
     params: SamplingParams | Seq[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
-    """Parameters per prompt: the same for all, or a list as long as the prompts. Raises
-    `RequestError`.
-    """
+    """Parameters per prompt: the same, or a list of as many. Raises `RequestError`."""
     params_list: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-    wrong_types = [
-        type(p).__name__ for p in params_list if not isinstance(p, SamplingParams | None)
-    ]
-    if wrong_types:
+    wrong_params = [p for p in params_list if not isinstance(p, SamplingParams | None)]
+    if wrong_params:
         raise RequestError(
             "sampling_params must be a SamplingParams or a list with one per prompt, got"
-            f" {wrong_types[0]}; use SamplingParams.from_dict to make one from a dict",
+            f" {type(wrong_params[0]).__name__}; use SamplingParams.from_dict to make one from a"
+            " dict",
             "sampling_params",
         )
     if len(params_list) != count:
@@ -191,10 +179,8 @@ def _conversation(prompt: Mapping[str, Any]) -> Conversation:
         )
     if not isinstance(variables, Mapping):
         raise _variables_error(variables)
-    messages, continues_flag = (
-        check_messages(prompt["messages"]),
-        prompt.get("continue_final_message"),
-    )
+    messages = check_messages(prompt["messages"])
+    continues_flag = prompt.get("continue_final_message")
     if not isinstance(continues_flag, bool | None):
         raise RequestError(
             f"continue_final_message must be true or false, got {short_repr(continues_flag)}",

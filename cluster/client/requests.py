@@ -1,6 +1,4 @@
-"""From a prompt and parameters to requests: form, token ids, complete parameters, request, each
-step once.
-"""
+"""From a prompt and parameters to requests: token ids, complete parameters, request."""
 
 from __future__ import annotations
 
@@ -47,9 +45,7 @@ class RequestBuilder:
         limits: SchedulerLimits,
         seed: int | None,
     ) -> None:
-        """`sampling_defaults` fill what a request leaves unset. `seed` makes the seeds of requests
-        without one repeatable.
-        """
+        """`sampling_defaults` fill what is left unset. `seed` makes drawn seeds repeatable."""
         self._grammar_compiler: GrammarCompiler | None = None
         if tokenizer is not None and tokenizer.file is not None:
             self._grammar_compiler = GrammarCompiler(
@@ -96,14 +92,10 @@ class RequestBuilder:
                 grammar=grammar,
             )
             check_request(request, self.limits)
+            text_stream = self._text_stream(params, rendered_prompt)
+            is_prompt_only = params.max_tokens == 0
             outputs.append(
-                OutputFollower(
-                    request,
-                    index,
-                    self._text_stream(params, rendered_prompt),
-                    sink,
-                    is_prompt_only=params.max_tokens == 0,
-                )
+                OutputFollower(request, index, text_stream, sink, is_prompt_only=is_prompt_only)
             )
         return Generation(rendered_prompt.text, outputs, rendered_prompt.session_id, loosened_tools)
 
@@ -116,17 +108,13 @@ class RequestBuilder:
     def checked_token_ids(
         self, prompt: Prompt, requested_params: SamplingParams | None
     ) -> list[int]:
-        """The token ids of a prompt. Raises `RequestError` if it could not be run. Draws no
-        seed.
-        """
+        """The token ids of a prompt. Raises `RequestError` if it could not run. Draws no seed."""
         [params] = one_per_prompt(requested_params, 1)
         seeded_params = dataclasses.replace(params or SamplingParams(), seed=0)
         return self.build(prompt, seeded_params, None).prompt_token_ids
 
     def parameters(self, requested_params: SamplingParams | None) -> SamplingParams:
-        """Parameters with the defaults filled in. Raises `RequestError` for what this checkpoint
-        cannot do.
-        """
+        """Parameters with defaults. Raises `RequestError` for what this checkpoint cannot do."""
         params = (requested_params or SamplingParams()).with_defaults(self.sampling_defaults)
         if params.stop_strings() and self._tokenizer is None:
             raise RequestError(
@@ -164,9 +152,8 @@ class RequestBuilder:
         if prompt.conversation is not None:
             state = self._state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
-            return self._grammar_compiler.check(
-                source_of(format_after_thinking(format_of(structure), state))
-            ), ()
+            source = source_of(format_after_thinking(format_of(structure), state))
+            return self._grammar_compiler.check(source), ()
         refusal: RequestError | None = None
         for candidate in candidate_formats(structure):
             source = source_of(format_after_thinking(candidate.format, state))
@@ -178,9 +165,7 @@ class RequestBuilder:
         raise refusal
 
     def _state_after(self, conversation: Conversation, text: str | None) -> AnswerState:
-        """How the answer begins. If the template renders the same with thinking off, the model does
-        not think.
-        """
+        """How the answer begins. Where thinking off renders the same, the model does not think."""
         assert self._tokenizer is not None and text is not None
         state, switch = state_after(text), THINKING_SWITCH
         if state is not AnswerState.UNDECIDED:
@@ -191,11 +176,8 @@ class RequestBuilder:
         non_thinking_conversation = dataclasses.replace(
             conversation, template_variables=variables | {switch: False}
         )
-        return (
-            AnswerState.CONTENT
-            if self._tokenizer.render_chat(non_thinking_conversation) == text
-            else state
-        )
+        is_same_text = self._tokenizer.render_chat(non_thinking_conversation) == text
+        return AnswerState.CONTENT if is_same_text else state
 
     def _render(self, prompt: ParsedPrompt) -> ParsedPrompt:
         """A conversation as text; other prompts unchanged."""

@@ -54,12 +54,9 @@ class EngineSetup:
         )
 
     def _num_blocks(self) -> int:
-        is_size_known = self.config.device == "cpu" or self.config.num_kv_blocks is not None
-        return (
-            plan_kv_cache(self.foreseen_config, rank=0).num_blocks
-            if is_size_known
-            else _UNKNOWN_NUM_BLOCKS
-        )
+        if self.config.device != "cpu" and self.config.num_kv_blocks is None:
+            return _UNKNOWN_NUM_BLOCKS
+        return plan_kv_cache(self.foreseen_config, rank=0).num_blocks
 
 
 def make_engine_setup(
@@ -67,8 +64,7 @@ def make_engine_setup(
 ) -> EngineSetup:
     """Find and check everything; downloads a hub id. Raises `ConfigError`.
 
-    `sampling_defaults` fill what a request leaves unset; the checkpoint's own defaults fill the
-    rest.
+    `sampling_defaults` fill what a request leaves unset, the checkpoint's own the rest.
     """
     if not isinstance(sampling_defaults, SamplingParams | None):
         raise ConfigError(

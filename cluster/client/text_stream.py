@@ -40,9 +40,7 @@ class TextStream:
         self.num_tokens_to_stop: int | None = None
 
     def push(self, token_ids: Seq[int]) -> str:
-        """Take the next tokens. Returns the text that is certain with them, up to a stop string
-        that they complete.
-        """
+        """Take the next tokens. Returns what is certain now, up to a stop string."""
         if not self._stop_matchers:
             return self._detokenizer.push(token_ids)
         certain_texts = []
@@ -98,9 +96,7 @@ class _Reasoning:
         self._skips_line_ends = False
 
     def feed(self, text: str, *, is_last: bool) -> int:
-        """Take the next part. Returns how many characters at the end of all are new in the
-        answer.
-        """
+        """Take the next part. Returns how many characters at the end of all the answer gained."""
         if self._state is AnswerState.UNDECIDED:
             self._undecided_prefix = (self._undecided_prefix + text).lstrip()
             self.num_undecided += len(text)
@@ -160,9 +156,7 @@ class _Matcher:
 
 @functools.lru_cache(maxsize=256)
 def _prefix_function(stop: str) -> tuple[int, ...]:
-    """For each beginning of a text, the length of its longest proper end that is also its
-    beginning.
-    """
+    """For each beginning of a text, the length of its longest proper end that begins it too."""
     borders = [0]
     for character in stop[1:]:
         num_matched = borders[-1]

@@ -45,11 +45,8 @@ class Tokenizer:
         self._backend, self._template = files.backend, files.template
         self._eos_token = files.eos_token
         self._bytes_by_token_id = _LazyTokenBytes(self._bytes_of)
-        self._special_ids = {
-            token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added_tokens = self._backend.get_added_tokens_decoder().items()
+        self._special_ids = {token_id for token_id, token in added_tokens if token.special}
         text_bytes = _LazyTokenBytes(self._bytes_in_text)
         self.text_bytes = text_bytes.__getitem__ if files.decodes_bytes else None
         self.file = path / "tokenizer.json" if files.is_byte_level else None
@@ -70,9 +67,7 @@ class Tokenizer:
         return self._encode(text, max_num_tokens, "prompt", add_special_tokens=True)
 
     def encode_rendered(self, text: str, max_num_tokens: int | None = None) -> list[int]:
-        """Token ids of a rendered conversation, which contains its special tokens already. Raises
-        as `encode`.
-        """
+        """Token ids of a rendered conversation, with its special tokens. Raises as `encode`."""
         return self._encode(text, max_num_tokens, "messages", add_special_tokens=False)
 
     def _encode(
@@ -107,9 +102,7 @@ class Tokenizer:
         """
         if len(text) <= MAX_SHORT_LENGTH:
             return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        batch = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        [encoding] = batch
-        return encoding
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, without special tokens. Many at once would hold the interpreter, as in
@@ -131,9 +124,7 @@ class Tokenizer:
         return b"" if is_left_out else _spelled_bytes(str(token))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, which may be part of a character; a special token's
-        name.
-        """
+        """The bytes a token stands for, maybe part of a character; a special token's name."""
         return self._bytes_by_token_id[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
@@ -156,10 +147,9 @@ class Tokenizer:
                 "this checkpoint has no chat template; send a prompt instead of messages",
                 "messages",
             )
-        requested_variables = {
-            *conversation.template_variables,
-            *(["tools"] if conversation.tools else []),
-        }
+        requested_variables = {*conversation.template_variables}
+        if conversation.tools:
+            requested_variables.add("tools")
         for name in sorted(requested_variables - self.template_variables):
             raise RequestError(
                 f"the chat template of this checkpoint does not use {name!r}, so it would have no"
@@ -174,11 +164,9 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refuses these messages: {error}", "messages"
             ) from error
-        return (
-            _text_before_end_mark(text, conversation)
-            if conversation.continues_last_message
-            else text
-        )
+        if conversation.continues_last_message:
+            return _text_before_end_mark(text, conversation)
+        return text
 
     @cached_property
     def always_thinks(self) -> bool:
@@ -202,9 +190,8 @@ class Tokenizer:
         """What the chat template puts behind a message of the assistant."""
         answer = {"role": "assistant", "content": _MESSAGE_END_MARK}
         try:
-            text = self.render_chat(
-                Conversation(messages=[{"role": "user", "content": "Hello"}, answer])
-            )
+            question = {"role": "user", "content": "Hello"}
+            text = self.render_chat(Conversation(messages=[question, answer]))
         except RequestError:  # no template, or one that refuses this
             return ""
         _, end_mark, after_answer = text.rpartition(_MESSAGE_END_MARK)
@@ -230,9 +217,7 @@ def _with_end_mark(conversation: Conversation) -> Conversation:
 
 
 def _text_before_end_mark(text: str, conversation: Conversation) -> str:
-    """The text up to the mark: without what the template puts behind the content of the last
-    message.
-    """
+    """The text up to the mark, without what the template puts behind the last content."""
     content = conversation.messages[-1]["content"].removesuffix(_MESSAGE_END_MARK)
     text = text[: max(0, text.rfind(_MESSAGE_END_MARK))]
     if not text.endswith(content.lstrip()):

@@ -65,16 +65,12 @@ def read(path: Path) -> TokenizerFiles:
         config = json.loads(config_file.read_text("utf-8")) if config_file.exists() else {}
         tokenizer_json = json.loads(file.read_text("utf-8"))
         decoder = tokenizer_json.get("decoder") or {}
-        is_byte_level = "ByteLevel" in [
-            part.get("type") for part in (decoder, *decoder.get("decoders", ()))
-        ]
+        decoders = (decoder, *decoder.get("decoders", ()))
+        is_byte_level = "ByteLevel" in [part.get("type") for part in decoders]
         is_qwen2 = config.get("tokenizer_class") in _QWEN2_CLASSES
         config = (_QWEN2_SPECIAL_TOKENS if is_qwen2 else {}) | config
-        special_tokens = {
-            name: _token_text(config[name])
-            for name in _SPECIAL_TOKEN_NAMES
-            if config.get(name) is not None
-        }
+        token_names = [name for name in _SPECIAL_TOKEN_NAMES if config.get(name) is not None]
+        special_tokens = {name: _token_text(config[name]) for name in token_names}
         _check_class(config, is_byte_level=is_byte_level)
         if is_qwen2 and not _is_qwen2_pipeline(tokenizer_json):
             raise ConfigError(
@@ -101,11 +97,8 @@ def read(path: Path) -> TokenizerFiles:
 def _check_class(config: dict[str, Any], *, is_byte_level: bool) -> None:
     """Raise `ConfigError` for a class or a setting that says more than `tokenizer.json`."""
     name = config.get("tokenizer_class")
-    possible_classes = (
-        *_QWEN2_CLASSES,
-        *_GENERIC_CLASSES,
-        *(_LLAMA_CLASSES if is_byte_level else ()),
-    )
+    llama_classes = _LLAMA_CLASSES if is_byte_level else ()
+    possible_classes = (*_QWEN2_CLASSES, *_GENERIC_CLASSES, *llama_classes)
     if name not in possible_classes:
         raise ConfigError(
             f"its tokenizer_class is {short_repr(name)}; possible are"
@@ -143,9 +136,7 @@ def _is_qwen2_pipeline(tokenizer_json: dict[str, Any]) -> bool:
 def _check_added_tokens(
     config: dict[str, Any], tokenizer_json: dict[str, Any], special_tokens: dict[str, str]
 ) -> None:
-    """Raise `ConfigError` if the configuration adds a token to those of `tokenizer.json`, or
-    changes one.
-    """
+    """Raise `ConfigError` if the configuration adds or changes a token of `tokenizer.json`."""
     stored_tokens = {str(token["id"]): token for token in tokenizer_json.get("added_tokens", [])}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         stored_token = stored_tokens.get(token_id, {})
@@ -154,9 +145,8 @@ def _check_added_tokens(
                 f"its added_tokens_decoder and its tokenizer.json differ in token {token_id},"
                 f" {short_repr(token.get('content'))}"
             )
-    extra_tokens = (
-        config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    )
+    names = ("extra_special_tokens", "additional_special_tokens")
+    extra_tokens: Any = next((config[name] for name in names if config.get(name)), [])
     if not isinstance(extra_tokens, list):
         raise ConfigError(
             f"its extra_special_tokens must be a list, got {short_repr(extra_tokens)}"

@@ -1,5 +1,4 @@
-"""A batch for the command line: reads and checks every input line, generates, and formats every
-output line.
+"""A batch for the command line: reads and checks each input line, generates, formats each output.
 
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
@@ -27,9 +26,7 @@ from scheduler.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line of the input. source: its file and line, for messages; the rest goes to
-    `LLM.generate`.
-    """
+    """One line of the input. source: its file and line; the rest goes to `LLM.generate`."""
 
     source: str
     prompt: dict[str, Any]
@@ -44,14 +41,10 @@ def read_requests(path: Path) -> list[BatchRequest]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the input file {str(path)!r} cannot be read: {error}") from None
-    lines = [
-        (f"{path}, line {number}", line)
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    ]
-    if not lines:
+    numbered_lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not numbered_lines:
         raise RequestError(f"the input file {str(path)!r} holds no requests")
-    return [_read_line(source, line) for source, line in lines]
+    return [_read_line(f"{path}, line {number}", line) for number, line in numbered_lines]
 
 
 def _read_line(source: str, line: str) -> BatchRequest:
@@ -76,9 +69,7 @@ def _read_line(source: str, line: str) -> BatchRequest:
 
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
-    """Check every request against the engine, then generate. Raises `RequestError` naming the
-    line.
-    """
+    """Check every request, then generate. Raises `RequestError` naming the line."""
     requests = tokenize_batch(llm.client.builder, requests)
     prompts, params = [request.prompt for request in requests], [r.params for r in requests]
     return llm.generate(prompts, params, progress=progress)

@@ -75,8 +75,7 @@ class BenchJob:
 
 def run_bench(job: BenchJob) -> None:
     """Check, probe the machine, start an engine, run the requests, print the line. Raises
-    `ClientError` before the engine starts, unless only the started engine knows whether a prompt
-    fits.
+    `ClientError` before the engine starts, unless only the engine knows whether a prompt fits.
     """
     _check_job(job)
     if job.shape is None:
@@ -102,9 +101,8 @@ def _run(job: BenchJob, model_name: str) -> None:
         run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
-        run = run_timed(
-            llm, requests, arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
-        )
+        due_s = arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
+        run = run_timed(llm, requests, due_s)
         result = _result(llm, config, run, stats_before, machine) | {"model": model_name}
     print(json.dumps(result), flush=True)
 
@@ -137,13 +135,8 @@ def synthetic_requests(
         params = SamplingParams(
             temperature=temperature, max_tokens=draw_length(max_output), ignore_eos=True
         )
-        requests.append(
-            BatchRequest(
-                source=f"synthetic request {i}",
-                prompt={"prompt_token_ids": token_ids},
-                params=params,
-            )
-        )
+        source, prompt = f"synthetic request {i}", {"prompt_token_ids": token_ids}
+        requests.append(BatchRequest(source=source, prompt=prompt, params=params))
     return requests
 
 
@@ -219,10 +212,8 @@ def _check_shape(job: BenchJob) -> None:
 def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchRequest]:
     if job.input is not None:
         return read_requests(job.input)
-    max_input, max_output = (
-        job.max_input or DEFAULT_MAX_INPUT_TOKENS,
-        job.max_output or DEFAULT_MAX_OUTPUT_TOKENS,
-    )
+    max_input = job.max_input or DEFAULT_MAX_INPUT_TOKENS
+    max_output = job.max_output or DEFAULT_MAX_OUTPUT_TOKENS
     if max_input + max_output > config.max_model_len:
         raise ConfigError(
             f"--max-input {max_input} and --max-output {max_output} make {max_input + max_output}"
@@ -240,9 +231,7 @@ def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchR
 
 
 def _warmup_request(llm: LLM) -> BatchRequest:
-    """A warm-up request: three prompt tokens and four output tokens, or as many as the engine
-    takes.
-    """
+    """Three prompt tokens and four output tokens, or as many as the engine takes."""
     prompt = [1, 2, 3][: llm.report.limits.max_total_tokens - 1]
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     return BatchRequest(source="the warm-up", prompt={"prompt_token_ids": prompt}, params=params)
@@ -263,10 +252,7 @@ def _result(
     stats_before: EngineStats,
     machine: Machine | None,
 ) -> dict[str, Any]:
-    stats = llm.stats()
-    engine_config = config.engine
-    device = llm.report.device
-    generations = run.generations
+    stats, device, generations = llm.stats(), llm.report.device, run.generations
     completions = [completion for g in generations for completion in g.completions]
     works = make_works(
         [generation.prompt_token_ids for generation in generations for _ in generation.completions],
@@ -277,7 +263,7 @@ def _result(
         "model": None,
         "dtype": config.dtype,
         "quantization": config.quantization and config.quantization.name,
-        "tp": engine_config.tensor_parallel_size,
+        "tp": config.engine.tensor_parallel_size,
         "device": device,
         "requests": len(generations),
         "input_tokens": sum(len(generation.prompt_token_ids) for generation in generations),

@@ -2,8 +2,7 @@
 
 An answer is shown while it is generated. Ctrl-C ends it; the part shown stays in the conversation.
 A second Ctrl-C, Ctrl-C while there is no answer, or Ctrl-D ends the program. If standard input is
-not a terminal, each of its lines is a question of one conversation, and standard output gets only
-the answers.
+not a terminal, its lines are the questions of one conversation, and only answers are printed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`launch.py doctor`: what is installed, which devices there are, which kernels would run, and what
-is wrong.
-"""
+"""`launch.py doctor`: packages, devices, the kernels that would run, and what is wrong."""
 
 from __future__ import annotations
 
@@ -22,16 +20,8 @@ from workers.models.size import count_parameters, parameters_line
 from workers.toolchain import toolchain_problems
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "ray",
-    "xxhash",
-    "numpy",
-    "flash-attn",
-    "fa3-fwd",
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "ray", "xxhash", "numpy"),
+    *("flash-attn", "fa3-fwd"),
 )
 
 MIN_SHM_BYTES = 2**30
@@ -56,29 +46,20 @@ def _model_lines(name: str) -> list[str]:
         raise ConfigError(
             f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
         )
-    raw_config = SHAPES.get(name)
-    model = (
-        ModelConfig.from_dir(Path(name))
-        if raw_config is None
-        else ModelConfig.from_dict(raw_config)
-    )
-    lines = [f"model {name}: {parameters_line(model)}"]
     kept_quantization = None
-    if raw_config is None:
+    if name in SHAPES:
+        model = ModelConfig.from_dict(SHAPES[name])
+    else:
+        model = ModelConfig.from_dir(Path(name))
         device = "cuda" if has_cuda() else "cpu"
-        kept_quantization = resolve_config(
-            EngineConfig(model=name), model, Path(name), device
-        ).quantization
-    bytes_per_matrix_weight = (
-        kept_quantization.bytes_per_weight
-        if kept_quantization is not None
-        else _BYTES_PER_BF16_WEIGHT
-    )
-    weight_format = (
-        "bfloat16"
-        if kept_quantization is None
-        else f"{kept_quantization.name}, as they are stored,"
-    )
+        config = resolve_config(EngineConfig(model=name), model, Path(name), device)
+        kept_quantization = config.quantization
+    lines = [f"model {name}: {parameters_line(model)}"]
+    bytes_per_matrix_weight: float = _BYTES_PER_BF16_WEIGHT
+    weight_format = "bfloat16"
+    if kept_quantization is not None:
+        bytes_per_matrix_weight = kept_quantization.bytes_per_weight
+        weight_format = f"{kept_quantization.name}, as they are stored"
     rank_bytes = {}
     for num_ranks in model.possible_tensor_parallel_sizes():
         rank_parameters = count_parameters(model, num_ranks)
@@ -86,27 +67,22 @@ def _model_lines(name: str) -> list[str]:
         rank_bytes[num_ranks] = vocabulary_bytes + int(
             bytes_per_matrix_weight * (rank_parameters.total - rank_parameters.vocabulary)
         )
-        experts_text = (
-            f", {_gigabytes(_BYTES_PER_BF16_WEIGHT * rank_parameters.expert_parameters)} of experts"
-            if model.experts
-            else ""
-        )
-        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {weight_format}{experts_text}"
-        lines.append(f"a rank with --tp {num_ranks}: {weights.removesuffix(',')}")
+        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {weight_format}"
+        if model.experts:
+            expert_bytes = _BYTES_PER_BF16_WEIGHT * rank_parameters.expert_parameters
+            weights += f", {_gigabytes(expert_bytes)} of experts"
+        lines.append(f"a rank with --tp {num_ranks}: {weights}")
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     memory_text = _gigabytes(memory_bytes)
     lines.append(f"memory of this machine, {memory_text}: {_verdict(rank_bytes[1], memory_bytes)}")
     for i in range(num_gpus := torch.cuda.device_count()):
         memory_bytes = torch.cuda.get_device_properties(i).total_memory
         usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
-        fitting_tp_sizes = [
-            size for size, num_bytes in rank_bytes.items() if num_bytes < usable_bytes
-        ]
         verdict = "too little for a part of such weights"
-        if fitting_tp_sizes:
-            verdict = f"enough with --tp {fitting_tp_sizes[0]}"
-            if fitting_tp_sizes[0] > num_gpus:
-                verdict += f", on {fitting_tp_sizes[0]} GPUs like this one; there are {num_gpus}"
+        if fitting_sizes := [size for size in rank_bytes if rank_bytes[size] < usable_bytes]:
+            verdict = f"enough with --tp {fitting_sizes[0]}"
+            if fitting_sizes[0] > num_gpus:
+                verdict += f", on {fitting_sizes[0]} GPUs like this one; there are {num_gpus}"
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
     return lines
 

@@ -71,11 +71,8 @@ def _cluster_connection(address: str | None) -> Iterator[None]:
 
 def _applications() -> dict[str, ApplicationStatusOverview]:
     """The applications of Serve that are engines, by name."""
-    return {
-        name: application
-        for name, application in serve.status().applications.items()
-        if DEPLOYMENT_NAME in application.deployments
-    }
+    applications = serve.status().applications.items()
+    return {name: app for name, app in applications if DEPLOYMENT_NAME in app.deployments}
 
 
 def _engine_statuses(name: str) -> list[EngineStatus]:

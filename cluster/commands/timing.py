@@ -24,9 +24,7 @@ from cluster.llm import LLM
 
 
 class Timeline:
-    """The sink of one request: records when the tokens of each output came, and how many. Times are
-    seconds of `clock`.
-    """
+    """The sink of one request: when tokens of each output came, and how many, by `clock`."""
 
     def __init__(self, due_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self.due_s = due_s
@@ -47,9 +45,7 @@ class Timeline:
     def inter_token_gaps_s(
         self, since_s: float = -math.inf, until_s: float = math.inf
     ) -> list[float]:
-        """Gaps between consecutive tokens of each output that end after `since_s` and not after
-        `until_s`.
-        """
+        """Gaps between tokens of each output that end after `since_s`, not after `until_s`."""
         gaps: list[float] = []
         for arrivals in self._arrivals.values():
             previous_s: float | None = None
@@ -63,9 +59,7 @@ class Timeline:
 
 @dataclass(slots=True, kw_only=True)
 class TimedRun:
-    """Requests that have all ended. `total_s`: from the start of the schedule to the end of the
-    last request.
-    """
+    """Requests that have ended. `total_s`: from the start of the schedule to the last end."""
 
     generations: list[Generation] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
@@ -93,8 +87,7 @@ class TimedRun:
 
 
 def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
-    """Send each request when it is due, `due_s` seconds (ascending) from now, and wait for all of
-    them.
+    """Send each request when it is due, `due_s` seconds (ascending) from now, and wait for them.
 
     Raises the error of a request that failed; the others continue until the engine is shut down.
     """

@@ -148,8 +148,7 @@ class Driver:
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> None:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
-        `EngineDeadError`. A frontend that got no answer may send the same requests again: none is
-        queued twice.
+        `EngineDeadError`. A frontend without an answer may send again: none is queued twice.
         """
         if any(request.grammar for request in requests):
             await asyncio.to_thread(self._grammars.start)

@@ -112,9 +112,7 @@ class Frontends:
             frontend.fail(list(frontend.request_ids), error)
 
     def fail_silent_frontends(self) -> dict[str, list[str]]:
-        """Fail the requests of frontends that have stopped polling; returns those requests by
-        frontend.
-        """
+        """Fail the requests of frontends that have stopped polling; returns them by frontend."""
         failed_ids = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.

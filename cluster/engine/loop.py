@@ -312,7 +312,5 @@ class StepLoop:
 
 
 def _news_of(seq: Sequence, first_index: int, token_ids: list[int]) -> News:
-    """News of a sequence: these output tokens, the first of which has index `first_index`. Hot:
-    runs once per streamed token.
-    """
+    """News of output tokens, the first with index `first_index`. Hot: once per streamed token."""
     return News(first_index, token_ids, seq.num_cached_tokens or 0, seq.finish_reason)

@@ -38,9 +38,7 @@ class Mailbox:
         self._unacknowledged_news.pop(request_id, None)
 
     def collect(self, acknowledged_number: int) -> Deltas:
-        """All news that the frontend lacks. `acknowledged_number`: of the last reply that it
-        received.
-        """
+        """All news that the frontend lacks, which has the reply `acknowledged_number`."""
         if acknowledged_number == self._last_reply_number:
             self._unacknowledged_news = {}
         for request_id, news in self._unsent_news.items():

@@ -41,9 +41,7 @@ logger = logging.getLogger("eagleray")
 
 
 class EngineProcesses:
-    """The processes of one engine, and this program's frontend to it. `close`, or the end of the
-    program, ends them.
-    """
+    """The processes of an engine, until `close` or the end of the program, and a frontend to it."""
 
     def __init__(self, setup: EngineSetup, placement_group: PlacementGroup | None = None) -> None:
         """Start everything. If that fails, raises the reason and leaves nothing behind.
@@ -162,12 +160,9 @@ class DriverOwner:
         while True:
             self._fence_driver(recovery)
             recovery.note_fenced()
-            while (
-                not self._is_stopped
-                and recovery.state is RecoveryState.BACKOFF
-                and not recovery.retry()
-            ):
-                time.sleep(min(0.1, recovery.wait_s()))
+            while recovery.state is RecoveryState.BACKOFF and not self._is_stopped:
+                if not recovery.retry():
+                    time.sleep(min(0.1, recovery.wait_s()))
             if recovery.state is RecoveryState.DEAD or self._is_stopped:
                 raise EngineDeadError(f"no driver could be started: {recovery.report()}")
             try:
@@ -228,10 +223,7 @@ class DriverOwner:
 
 
 def start_driver(
-    config: ResolvedConfig,
-    placement: Placement,
-    engine_id: str,
-    num_kv_blocks: int | None = None,
+    config: ResolvedConfig, placement: Placement, engine_id: str, num_kv_blocks: int | None = None
 ) -> Any:
     """A handle of a new driver actor, on the node of rank 0. The driver takes no bundle, so it
     outlives the placement group when that has to be replaced. The processes of its first ranks,
@@ -275,9 +267,7 @@ def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedC
 
 
 def _undo_unless_ray_ended(session_lease: str, undo: Callable[[], None]) -> None:
-    """Call `undo` unless Ray was shut down, which has ended everything: the call would start a new
-    Ray.
-    """
+    """Call `undo` unless Ray was shut down, and all has ended: the call would start a new Ray."""
     if SESSION.holds(session_lease):
         undo()
 

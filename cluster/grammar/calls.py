@@ -49,9 +49,7 @@ class CallStructure(StructuredOutputs):
     no_call_structure: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        """The bounds of schemas hold for each tool; see `candidate_formats` for those of all
-        together.
-        """
+        """Bounds hold for each schema; for those of all together see `candidate_formats`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,44 +65,36 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
     may be called with any object, those with the largest schemas first. Raises `RequestError` if a
     strict tool cannot be honored, or if strict tools alone are too large.
     """
-    calls, dropped_by_call = [], []
-    for tool in structure.tools:
+    calls, dropped_indices = list[CallFormat](), set[int]()
+    for index, tool in enumerate(structure.tools):
         schema, has_dropped_keywords = _schema_of(tool)
         calls.append(CallFormat(name=tool.name, schema=schema))
-        dropped_by_call.append(has_dropped_keywords)
+        if has_dropped_keywords:
+            dropped_indices.add(index)
     sizes = [len(_json_text(call.schema).encode()) for call in calls]
     loosening_order = [
         index
         for index in sorted(range(len(calls)), key=lambda index: (-sizes[index], index))
         if not structure.tools[index].is_strict and sizes[index] > len(_json_text(ANY_OBJECT))
     ]
-    no_call_format = (
-        None if structure.no_call_structure is None else format_of(structure.no_call_structure)
-    )
+    no_call = structure.no_call_structure
+    no_call_format = None if no_call is None else format_of(no_call)
     num_any_object = 0
     while True:
         any_object_indices = {*loosening_order[:num_any_object]}
-        chosen_calls = [
-            CallFormat(
-                name=call.name, schema=ANY_OBJECT if index in any_object_indices else call.schema
-            )
-            for index, call in enumerate(calls)
-        ]
+        chosen_calls = [*calls]
+        for index in any_object_indices:
+            chosen_calls[index] = CallFormat(name=calls[index].name, schema=ANY_OBJECT)
         whole_format = _format(structure, chosen_calls, no_call_format)
         excess = len(source_of(whole_format).encode()) - MAX_SOURCE_BYTES
         if excess <= 0:
-            names = [
-                call.name
-                for index, call in enumerate(calls)
-                if dropped_by_call[index] or index in any_object_indices
-            ]
+            names = (calls[index].name for index in sorted(dropped_indices | any_object_indices))
             yield FormatCandidate(format=whole_format, loosened_tools=tuple(names))
         if num_any_object == len(loosening_order):
             break
         if excess > 0:
-            num_any_object += _num_to_loosen(
-                [sizes[index] for index in loosening_order[num_any_object:]], excess
-            )
+            remaining_sizes = [sizes[index] for index in loosening_order[num_any_object:]]
+            num_any_object += _num_to_loosen(remaining_sizes, excess)
         else:
             num_any_object += (len(loosening_order) - num_any_object + 1) // 2
     if excess > 0:

@@ -70,9 +70,7 @@ class GrammarCompiler:
         self._helper.close()
 
     def _is_known_possible(self, source: bytes) -> bool:
-        """Whether it has been compiled before. Raises the `RequestError` of a refusal that is
-        remembered.
-        """
+        """Whether it was compiled before. Raises the `RequestError` of a remembered refusal."""
         digest = _digest(source)
         with self._lock:
             if digest in self._possible_digests:

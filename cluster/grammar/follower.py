@@ -57,9 +57,7 @@ class Follower:
         lock: threading.Lock,
         on_answers: Callable[[list[FollowedSequence]], None],
     ) -> None:
-        """`on_answers` is called with sequences that have been answered, by a thread that holds the
-        lock.
-        """
+        """A thread that holds the lock calls `on_answers` with sequences that have answers."""
         self.grammar = grammar
         self.num_followed = 0
         self.is_quick = False  # loaded, and every mask came quickly
@@ -161,12 +159,10 @@ class Follower:
         child = self._loaded_child()
         new_tokens = []
         for followed_seq in batch:
-            num_prompt_tokens = followed_seq.sequence.num_prompt_tokens
-            token_ids = followed_seq.sequence.token_ids[
-                num_prompt_tokens + followed_seq.num_tokens_sent : num_prompt_tokens
-                + followed_seq.num_tokens_asked
-            ]
-            new_tokens.append((followed_seq.number, token_ids))
+            seq = followed_seq.sequence
+            start = seq.num_prompt_tokens + followed_seq.num_tokens_sent
+            end = seq.num_prompt_tokens + followed_seq.num_tokens_asked
+            new_tokens.append((followed_seq.number, seq.token_ids[start:end]))
         with self._lock:
             ended_numbers, self._ended_numbers = self._ended_numbers, []
         self._child_sequences.difference_update([f for f in self._child_sequences if f.has_ended])
@@ -176,9 +172,8 @@ class Follower:
             MASK_LIMIT_S, len(batch), "masks", new_tokens, ended_numbers, yields_cores=True
         )
         for followed_seq, (answer, seconds) in zip(batch, answers, strict=True):
-            if seconds > QUICK_MASK_S + QUICK_MASK_PER_TOKEN_S * (
-                followed_seq.num_tokens_asked - followed_seq.num_tokens_sent
-            ):
+            num_new_tokens = followed_seq.num_tokens_asked - followed_seq.num_tokens_sent
+            if seconds > QUICK_MASK_S + QUICK_MASK_PER_TOKEN_S * num_new_tokens:
                 self._was_slow = True
             followed_seq.num_tokens_sent = followed_seq.num_tokens_asked
             masks.append(masks[answer] if isinstance(answer, int) else answer)
@@ -209,10 +204,8 @@ class Follower:
         followed_seq.spent_cpu_s += seconds
         limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
         if followed_seq.spent_cpu_s > limit_s:
-            self._answer(
-                followed_seq,
-                _too_slow(f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"),
-            )
+            how = f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"
+            self._answer(followed_seq, _too_slow(how))
         elif isinstance(answer, str):
             self._fail([followed_seq], answer)
         else:
@@ -224,10 +217,8 @@ class Follower:
 
     def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:
         with self._lock:
-            followed_seq.answer, followed_seq.num_tokens_answered = (
-                answer,
-                followed_seq.num_tokens_asked,
-            )
+            followed_seq.answer = answer
+            followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
 
 
 def _failed(followed_seq: FollowedSequence, why: str) -> RequestFailedError:

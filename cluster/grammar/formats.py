@@ -1,8 +1,7 @@
 """Converts what a request asks of the form of its output to a structural tag, the language of
 xgrammar (xgrammar.mlc.ai, "Structural Tag").
 
-Whatever xgrammar would accept but not enforce is refused here, by name. Imports nothing of
-xgrammar.
+Whatever xgrammar would accept but not enforce is refused here, by name. Does not import it.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ def possible_calls_format(
 
 
 def format_after_thinking(answer: Format, state: AnswerState) -> Format:
-    """The format of the answer after the reasoning, which the prompt leaves open or with which the
-    answer may begin.
-    """
+    """The format of the answer after reasoning, which the prompt or the answer begins."""
     reasoning_text = {"type": "any_text", "excludes": [THINK, END_THINK]}
     blank_line = {"type": "const_string", "value": "\n\n"}
     if state is AnswerState.REASONING:
@@ -85,10 +82,8 @@ def format_after_thinking(answer: Format, state: AnswerState) -> Format:
     if state is AnswerState.UNDECIDED:
         thinking = {"type": "tag", "begin": THINK, "content": reasoning_text, "end": END_THINK}
         reasoning_block = {"type": "sequence", "elements": [thinking, blank_line]}
-        return {
-            "type": "sequence",
-            "elements": [{"type": "optional", "content": reasoning_block}, answer],
-        }
+        optional_block = {"type": "optional", "content": reasoning_block}
+        return {"type": "sequence", "elements": [optional_block, answer]}
     return answer
 
 
@@ -120,11 +115,7 @@ def _call_format(tool: CallFormat) -> Format:
 
 
 def _json_format(schema: Any, *, max_whitespace: int = _MAX_WHITESPACE) -> Format:
-    return {
-        "type": "json_schema",
-        "json_schema": schema,
-        "max_whitespace_cnt": max_whitespace,
-    }
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": max_whitespace}
 
 
 def one_of(formats: list[Format]) -> Format:

@@ -127,9 +127,7 @@ class Helper:
         return None if process is None else process.pid
 
     def start(self) -> None:
-        """Start the process, which takes seconds, so that the next call does not have to. Raises
-        `HelperError`.
-        """
+        """Start the process, which takes seconds, before the next call. Raises `HelperError`."""
         with self._lock:
             self._start()
 
@@ -197,9 +195,8 @@ class Helper:
                 socket.AF_UNIX, socket.SOCK_SEQPACKET
             )
             with their_end:
-                self._process = subprocess.Popen(
-                    self._argv, cwd=SOURCE_ROOT, stdin=their_end.fileno()
-                )
+                stdin = their_end.fileno()
+                self._process = subprocess.Popen(self._argv, cwd=SOURCE_ROOT, stdin=stdin)
             self._receive_answer(START_TIMEOUT_S)
         except OSError as error:
             self._stop()
@@ -208,9 +205,8 @@ class Helper:
     def _send_command(self, command: str, *sent_sockets: socket.socket) -> str:
         assert self._command_socket is not None
         self._command_socket.settimeout(COMMAND_TIMEOUT_S)
-        socket.send_fds(
-            self._command_socket, [command.encode()], [s.fileno() for s in sent_sockets]
-        )
+        fds = [sent_socket.fileno() for sent_socket in sent_sockets]
+        socket.send_fds(self._command_socket, [command.encode()], fds)
         return self._receive_answer(COMMAND_TIMEOUT_S)
 
     def _receive_answer(self, limit_s: float) -> str:

@@ -108,9 +108,7 @@ def check_value(keyword: str, value: object, where: str) -> None:
 
 
 def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
-    """The form of a schema, without references and alternatives, in which xgrammar enforces it.
-    Raises `NotHonored`.
-    """
+    """A schema without references and alternatives as xgrammar enforces it. Raises `NotHonored`."""
     for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:
             raise NotHonored(
@@ -137,21 +135,15 @@ def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
             _with_only(schema, (*_NUMBER_KEYWORDS, "format")), types, where
         )
         if "enum" in number_bounds:
-            return (
-                number_bounds
-                if len(types) == 1
-                else {"anyOf": [number_bounds, _without_numbers(result)]}
-            )
+            other_types = [name for name in types if name not in ("integer", "number")]
+            others = result | {"type": other_types}
+            return {"anyOf": [number_bounds, others]} if other_types else number_bounds
         result |= number_bounds
     return result
 
 
 def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
     return {name: schema[name] for name in names if name in schema}
-
-
-def _without_numbers(schema: Schema) -> Schema:
-    return schema | {"type": [name for name in schema["type"] if name not in ("integer", "number")]}
 
 
 def _check_listed_values(values: list[Any], types: list[Any] | None, where: str) -> None:
@@ -193,13 +185,9 @@ def _is_of_type(value: object, type_name: object) -> bool:
 
 
 def _object(schema: Schema, where: str) -> Schema:
-    """Properties that are not named come only with `additionalProperties` or the like, or if none
-    is named.
-    """
-    properties, additional_schema = (
-        dict(schema.get("properties", {})),
-        schema.get("additionalProperties"),
-    )
+    """Unnamed properties come only with `additionalProperties` or the like, or if none is named."""
+    properties = dict(schema.get("properties", {}))
+    additional_schema = schema.get("additionalProperties")
     required_names = list(dict.fromkeys(schema.get("required", ())))
     names_schema = _names_schema(schema, where)
     if names_schema is not None:
@@ -247,11 +235,9 @@ def _names_schema(schema: Schema, where: str) -> Schema | None:
     other_keywords = ("properties", "required", "patternProperties")
     conflicting_keyword = next((name for name in other_keywords if schema.get(name)), None)
     if conflicting_keyword or not is_enforceable or schema.get("additionalProperties") is False:
-        obstacle = (
-            f"together with {conflicting_keyword!r}"
-            if conflicting_keyword
-            else _PROPERTY_NAMES_OBSTACLE
-        )
+        obstacle = _PROPERTY_NAMES_OBSTACLE
+        if conflicting_keyword:
+            obstacle = f"together with {conflicting_keyword!r}"
         raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names_schema)
 
@@ -298,9 +284,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
 def _check_property_count(
     schema: Schema, num_required: int, num_named_properties: int | None, where: str
 ) -> None:
-    """A name may come twice, and then counts once. `num_named_properties`: None if any names are
-    possible.
-    """
+    """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
     if num_named_properties is not None and minimum > num_named_properties:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")

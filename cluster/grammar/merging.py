@@ -19,18 +19,8 @@ _OBJECT_KEYWORDS = {"properties", "required", "additionalProperties", "patternPr
 _OBJECT_KEYWORDS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
 _ARRAY_KEYWORDS = {"items", "prefixItems", "minItems", "maxItems"}
 # Keywords that apply other schemas to the same value.
-IN_PLACE_APPLICATORS = {
-    "$ref",
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "not",
-    "if",
-    "then",
-    "else",
-    "dependentSchemas",
-}
-IN_PLACE_APPLICATORS |= {"contains", "patternProperties"}
+IN_PLACE_APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+IN_PLACE_APPLICATORS |= {"dependentSchemas", "contains", "patternProperties"}
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
@@ -179,9 +169,7 @@ def listed_values(schema: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _types_of(schema: Mapping[str, Any]) -> set[Any] | None:
-    """The types that a schema names itself, None for any: one that has only keywords of objects
-    fits everything else.
-    """
+    """The types that a schema names, None for any: keywords of objects alone say none."""
     types = declared_types(schema) if "type" in schema else None
     if types is None and (values := listed_values(schema)) is not None:
         types = [_type_of(value) for value in values]
@@ -263,11 +251,8 @@ def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
             if name in schema and ("properties" in other or "required" in other):
                 raise CannotMerge(f"{name!r} is beside properties of another part")
         other_names = _properties(other).keys() | _required_names(other)
-        additional_schema = schema.get("additionalProperties", True)
-        has_unnamed_properties = (
-            "patternProperties" in other or not other_names <= _properties(schema).keys()
-        )
-        if additional_schema not in (True, {}) and has_unnamed_properties:
+        has_unnamed = "patternProperties" in other or other_names - _properties(schema).keys()
+        if schema.get("additionalProperties", True) not in (True, {}) and has_unnamed:
             raise CannotMerge("'additionalProperties' is beside properties of another part")
 
 
@@ -304,18 +289,14 @@ def _are_numbers(*values: Any) -> bool:
 
 def _common_types(first: Any, second: Any) -> list[Any]:
     """The types that both allow; whole numbers are numbers."""
-    first_types, second_types = (
-        [types] if isinstance(types, str) else types for types in (first, second)
-    )
+    first_types = [first] if isinstance(first, str) else first
+    second_types = [second] if isinstance(second, str) else second
     for types in (first_types, second_types):
         if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
             raise CannotMerge("'type' is neither a name nor a list of names")
     common_types = [name for name in first_types if name in second_types]
     for types, other_types in ((first_types, second_types), (second_types, first_types)):
-        if (
-            "integer" in types
-            and "number" in other_types
-            and not {"integer", "number"} & {*common_types}
-        ):
+        has_no_number = not {"integer", "number"} & {*common_types}
+        if "integer" in types and "number" in other_types and has_no_number:
             common_types.append("integer")
     return common_types

@@ -187,17 +187,13 @@ def _check_class(token: str, where: str, *, is_json_string: bool) -> None:
     if token[-1] != "]":
         raise refusal(f"{where}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
-    if items[:1] == ["^"]:
-        items = items[1:]
-        if not items:
-            raise refusal(f"{where}: the class {token!r} is empty")
-        for item in items:
-            _character(item, where)
-        return
+    is_negated = items[:1] == ["^"]
+    items = items[1:] if is_negated else items
     if not items:
         raise refusal(f"{where}: the class {token!r} is empty")
     characters = [_character(item, where) if item[0] == "\\" else item for item in items]
-    if is_json_string and not any(map(_has_unescaped_character, _ranges(items, characters))):
+    has_unescaped = is_negated or any(map(_has_unescaped_character, _ranges(items, characters)))
+    if is_json_string and not has_unescaped:
         raise refusal(f"{where}: the class {token!r} has no character that is not escaped in JSON")
 
 
@@ -221,12 +217,9 @@ def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, i
 
 def _has_unescaped_character(span: tuple[int, int]) -> bool:
     """Whether a range has a character that JSON does not escape."""
-    first, last = span
-    first = max(first, 0x20)
-    return any(
-        not _is_escaped_in_json(chr(code_point))
-        for code_point in range(first, min(last, first + 2) + 1)
-    )
+    first, last = max(span[0], 0x20), span[1]
+    some_characters = map(chr, range(first, min(last, first + 2) + 1))
+    return not all(map(_is_escaped_in_json, some_characters))
 
 
 def _is_escaped_in_json(character: str) -> bool:

@@ -1,6 +1,4 @@
-"""Messages between a process and its helpers: pickled, each after its length in 8 bytes, over a
-socket.
-"""
+"""Messages to and from helper processes, over a socket: pickled, after their length in 8 bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +10,8 @@ from typing import Any
 
 # What reading or writing raises when the peer is lost in the middle of a message.
 _LOST_PEER_ERRORS = (
-    OSError,
-    EOFError,
-    pickle.UnpicklingError,
-    AttributeError,
-    ImportError,
-    IndexError,
-    KeyError,
-    TypeError,
-    ValueError,
+    *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError),
+    *(IndexError, KeyError, TypeError, ValueError),
 )
 _CHUNK_BYTES = 256 * 1024
 MAX_MESSAGE_BYTES = 256 * 2**20
@@ -49,9 +40,7 @@ class Pipe:
             raise PipeError(str(error)) from None
 
     def receive(self, limit_s: float | None = None) -> Any:
-        """The next message. Raises `PipeError`, and `TimeoutError`, after which it may be called
-        again.
-        """
+        """The next message. Raises `PipeError`, and `TimeoutError`: it may be called again then."""
         deadline_s = None if limit_s is None else time.monotonic() + limit_s
         try:
             self._fill(8, deadline_s)
@@ -74,13 +63,10 @@ class Pipe:
     def _fill(self, num_bytes: int, deadline_s: float | None) -> None:
         """Receive until so many bytes are there."""
         while len(self._receive_buffer) < num_bytes:
-            if deadline_s is not None:
-                remaining_s = deadline_s - time.monotonic()
-                if remaining_s <= 0:
-                    raise TimeoutError
-                self._socket.settimeout(remaining_s)
-            else:
-                self._socket.settimeout(None)
+            remaining_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if remaining_s is not None and remaining_s <= 0:
+                raise TimeoutError
+            self._socket.settimeout(remaining_s)
             data = self._socket.recv(_CHUNK_BYTES)
             if not data:
                 raise EOFError("the peer has closed its end")

@@ -59,9 +59,7 @@ class ChildCalls:
         self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def check(self, structural_tag: str) -> Iterator[None]:
-        """Compile a structural tag. Raises `ValueError` for one that is too large, and xgrammar's
-        errors.
-        """
+        """Compile a structural tag. Raises `ValueError` if it is too large, or as xgrammar does."""
         num_bytes = self._compiler.compile_structural_tag(structural_tag).memory_size_bytes
         if num_bytes > MAX_COMPILED_BYTES:
             raise ValueError(
@@ -90,11 +88,10 @@ class ChildCalls:
         index_of_mask: dict[bytes, int] = {}
         for index, (number, token_ids) in enumerate(new_tokens):
             began_s = time.process_time()
-            answer = self._mask_or_reason(number, token_ids)
-            first_index = (
-                index_of_mask.setdefault(answer, index) if isinstance(answer, bytes) else index
-            )
-            yield (first_index if first_index < index else answer), time.process_time() - began_s
+            answer: bytes | int | str | None = self._mask_or_reason(number, token_ids)
+            if isinstance(answer, bytes) and index_of_mask.setdefault(answer, index) < index:
+                answer = index_of_mask[answer]
+            yield answer, time.process_time() - began_s
 
     def reason(self, error: Exception) -> str:
         """Why a call failed."""
@@ -189,9 +186,7 @@ class ForkServer:
 def _run_child(
     program: ChildCalls, calls: socket.socket, helper_pid: int, memory_bytes: int
 ) -> NoReturn:
-    """Answer calls until there are no more. Never returns, so that nothing of the helper's runs
-    twice.
-    """
+    """Answer calls until there are no more. Never returns: nothing of the helper's runs twice."""
     try:
         ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() == helper_pid:

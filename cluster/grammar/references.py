@@ -15,11 +15,8 @@ ErrorMaker = Callable[[str], Exception]
 
 # Keywords with schemas by name, a list of schemas, and a schema.
 SCHEMA_MAP_KEYWORDS = (
-    "properties",
-    "patternProperties",
-    "dependentSchemas",
-    "$defs",
-    "definitions",
+    *("properties", "patternProperties", "dependentSchemas"),
+    *("$defs", "definitions"),
 )
 SCHEMA_LIST_KEYWORDS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
 SCHEMA_KEYWORDS = (
@@ -110,8 +107,7 @@ def check_satisfiable(
     root: Any, original_references: Mapping[str, str], where: str, make_error: ErrorMaker
 ) -> None:
     """Raise what `make_error` makes of a reason, for a schema that no finite value fits. `root` has
-    only keywords and values that are honored; `original_references`: what its references were
-    called.
+    only keywords and values that are honored; `original_references`: how those were called.
     """
     if not isinstance(root, Mapping):
         return
@@ -166,9 +162,7 @@ def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any
 def _missing_ids(
     schema: Mapping[str, Any], targets: Mapping[str, Any], satisfiable_ids: set[int]
 ) -> list[int]:
-    """The ids of schemas that are not known to be finite, one of which would have to be; empty for
-    a schema that is.
-    """
+    """The ids of schemas of which one must be finite for this one to be; empty if it is."""
 
     def is_satisfiable(part: Any) -> bool:
         return part is not False if isinstance(part, bool) else id(part) in satisfiable_ids
@@ -186,11 +180,8 @@ def _missing_ids(
     types = schema.get("type")
     missing_of_types: list[list[int]] = []
     for type_name in types if isinstance(types, list) else [types]:
-        needed_schemas = (
-            _REQUIRED_PARTS_BY_TYPE[type_name](schema)
-            if type_name in _REQUIRED_PARTS_BY_TYPE
-            else []
-        )
+        needed_parts = _REQUIRED_PARTS_BY_TYPE.get(type_name)
+        needed_schemas = needed_parts(schema) if needed_parts is not None else []
         missing = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
         if not missing:
             return []

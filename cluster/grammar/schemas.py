@@ -81,11 +81,9 @@ def loosened_schema(schema: object, where: str) -> tuple[Any, bool]:
         rewritten = rewriter.rewritten()
     except (NotHonored, RequestError):
         return ANY_OBJECT, True
-    return (
-        (ANY_OBJECT, True)
-        if isinstance(rewritten, bool)
-        else (rewritten, rewriter.has_dropped_keywords)
-    )
+    if isinstance(rewritten, bool):
+        return ANY_OBJECT, True
+    return rewritten, rewriter.has_dropped_keywords
 
 
 class _Rewriter:
@@ -170,28 +168,21 @@ class _Rewriter:
             try:
                 return rewrite(schema)
             except NotHonored as error:
-                if not self._drops_keywords or not isinstance(schema, Mapping):
-                    raise
-                if error.keyword not in schema:
+                is_mapping = isinstance(schema, Mapping)
+                if not self._drops_keywords or not is_mapping or error.keyword not in schema:
                     raise
                 self.has_dropped_keywords = True
-                remaining_keywords = {
-                    name: schema[name] for name in schema if name != error.keyword
-                }
-                schema = self._references.register_copy(schema, remaining_keywords)
+                remaining = {name: schema[name] for name in schema if name != error.keyword}
+                schema = self._references.register_copy(schema, remaining)
 
     def _without_unsupported_keywords(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
         """A schema without the keywords that are never honored, which may be many."""
         normalized = _normalized(schema)
-        kept_keywords = {
-            name: normalized[name]
-            for name in normalized
-            if name in _HONORED_KEYWORDS or _is_annotation(name)
-        }
-        if len(kept_keywords) == len(normalized):
+        kept_names = [n for n in normalized if n in _HONORED_KEYWORDS or _is_annotation(n)]
+        if len(kept_names) == len(normalized):
             return schema
         self.has_dropped_keywords = True
-        return self._references.register_copy(schema, kept_keywords)
+        return self._references.register_copy(schema, {n: normalized[n] for n in kept_names})
 
     def _checked_schema(self, schema: Any, where: str, depth: int) -> Any:
         """One schema with keywords that are known, for all that are merged in it."""
@@ -254,9 +245,7 @@ class _Rewriter:
     def _merged(self, schema: Mapping[str, Any], where: str) -> Any:
         """A schema without `allOf`, and with nothing beside `$ref`, `anyOf` and `oneOf`."""
         for _ in range(_MAX_DEPTH):
-            keyword = next(
-                (name for name in _MERGED_KEYWORDS if _needs_merging(schema, name)), None
-            )
+            keyword = next((k for k in _MERGED_KEYWORDS if _needs_merging(schema, k)), None)
             if keyword is None:
                 return schema
             try:
@@ -282,10 +271,8 @@ class _Rewriter:
             raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
         if keyword == "allOf":
             return self._merger.merged([siblings, *value], _without_annotations)
-        for part in value:
-            self._merger.merged(
-                [siblings, part], _without_annotations
-            )  # counts, and says what cannot be
+        for part in value:  # counts, and says what cannot be
+            self._merger.merged([siblings, part], _without_annotations)
         return {keyword: [{"allOf": [siblings, part]} for part in value]}
 
     def _rewritten_reference(self, schema: Mapping[str, Any], where: str) -> Any:
@@ -340,9 +327,7 @@ def _has_type_alone(schema: Any) -> bool:
 def _needs_merging(schema: Mapping[str, Any], keyword: str) -> bool:
     if keyword not in schema:
         return False
-    return keyword == "allOf" or any(
-        name != keyword and not _is_annotation(name) for name in schema
-    )
+    return keyword == "allOf" or any(n != keyword and not _is_annotation(n) for n in schema)
 
 
 def _is_annotation(keyword: str) -> bool:
@@ -355,14 +340,12 @@ def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """A schema without keywords that ask for nothing, and with today's names for older ones."""
-    is_empty = {
-        name: name in _INEFFECTIVE_VALUES and schema[name] == _INEFFECTIVE_VALUES[name]
-        for name in schema
-    }
-    is_normalized = not any(is_empty.values()) and not schema.keys() & _UNEVALUATED_KEYWORDS
+    ineffective_names = schema.keys() & _INEFFECTIVE_VALUES.keys()
+    ineffective_names = {n for n in ineffective_names if schema[n] == _INEFFECTIVE_VALUES[n]}
+    is_normalized = not ineffective_names and not schema.keys() & _UNEVALUATED_KEYWORDS
     if is_normalized and not isinstance(schema.get("items"), list):
         return schema
-    normalized = {name: value for name, value in schema.items() if not is_empty[name]}
+    normalized = {name: schema[name] for name in schema if name not in ineffective_names}
     if isinstance(normalized.get("items"), list) and "prefixItems" not in normalized:
         normalized["prefixItems"] = normalized.pop("items")
         if "additionalItems" in normalized:
@@ -384,9 +367,7 @@ def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 def _alternatives(parts: list[Any]) -> Any:
     """Any of the parts."""
     possible_parts = [part for part in parts if part is not False]
-    if not possible_parts:
-        return False
-    return {"anyOf": possible_parts}
+    return {"anyOf": possible_parts} if possible_parts else False
 
 
 def _any_of_type(schema: Any) -> Any:

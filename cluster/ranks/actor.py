@@ -54,10 +54,9 @@ class RankActor:
         """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`;
         `inherited_memory`, the memory of its rank.
         """
-        # At once, since the rank may die at any moment.
-        self._inherited_memory = (
-            InheritedMemory.open(inherited_memory) if inherited_memory is not None else None
-        )
+        self._inherited_memory: InheritedMemory | None = None
+        if inherited_memory is not None:  # at once, since the rank may die at any moment
+            self._inherited_memory = InheritedMemory.open(inherited_memory)
         # Importing torch and compiling create no garbage, but so many objects that visiting them
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
@@ -95,9 +94,7 @@ class RankActor:
         return self._process
 
     def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
-        """Rank 0: listen on a port that the system picks; only for this machine if all ranks are
-        `on_one_node`.
-        """
+        """Rank 0: listen on a port the system picks; for this machine alone if `on_one_node`."""
         host = LOOPBACK_ADDRESS if on_one_node else ray.util.get_node_ip_address()
         return self._wait_for_worker().open_rendezvous(host)
 
@@ -271,8 +268,6 @@ class RankActor:
 
 
 def show_gpus(gpus: list[str]) -> None:
-    """Let this process see these GPUs. Ray does this itself for GPUs that it assigns, unless the
-    cluster is set up otherwise.
-    """
+    """Let this process see these GPUs, where Ray does not: that depends on the cluster's setup."""
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)

@@ -35,13 +35,8 @@ from enum import Enum
 from cluster.ranks.processes import ProcessId, has_pidfds, open_pidfd
 from scheduler.errors import DIFFERENT_TOKENS, OTHER_OPERATION
 
-SIGNALS_FROM_OUTSIDE = {
-    signal.SIGHUP,
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGTERM,
-    signal.SIGKILL,
-}
+SIGNALS_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
+SIGNALS_FROM_OUTSIDE |= {signal.SIGTERM, signal.SIGKILL}
 
 # linux/pidfd.h: the first published `struct pidfd_info`, with the mask first and the status last
 PIDFD_INFO = struct.Struct("=QQ11Ii")
@@ -126,9 +121,7 @@ class DeathWatch:
         self._pidfd = self._mark_fd = -1
 
     def ending(self, limit_s: float) -> Ending:
-        """How the process ended. Waits up to `limit_s` for its end, and for its parent to notice.
-        May be asked again.
-        """
+        """How it ended. Waits up to `limit_s` until its parent has noticed. May be asked again."""
         deadline_s = time.monotonic() + limit_s
         if self._pidfd == -1:
             return Ending(kind=EndingKind.UNKNOWN, text="it was not watched when it ended")
@@ -195,29 +188,9 @@ def _status_text(status: int) -> str:
         return f"signal {os.WTERMSIG(status)}"
 
 
-def may_have_corrupted_memory(error: BaseException | str) -> bool:
-    """Whether what a living rank reports, an error or its message, means that the memory of the
+def may_have_corrupted_memory(reason: str) -> bool:
+    """Whether the error that a living rank reports, with its class, means that the memory of the
     ranks cannot be trusted: an error of the device, or of the interpreter, or ranks that contradict
     each other. Other exceptions, no room, a peer that is gone: no.
     """
-    if isinstance(error, str):
-        return CORRUPTING_ERRORS.search(error) is not None
-    return any(
-        CORRUPTING_ERRORS.search(f"{type(cause).__name__}: {cause}")
-        for cause in _error_and_causes(error)
-    )
-
-
-def _error_and_causes(error: BaseException) -> list[BaseException]:
-    """An error and all that led to it, each once: two may name each other as their cause."""
-    errors = [error]
-    for current in errors:  # which grows
-        causes = (
-            current.__cause__,
-            current.__context__,
-            getattr(current, "cause", None),
-        )  # the last: Ray's
-        for cause in causes:
-            if isinstance(cause, BaseException) and not any(cause is other for other in errors):
-                errors.append(cause)
-    return errors
+    return CORRUPTING_ERRORS.search(reason) is not None

@@ -77,13 +77,11 @@ class CoreShare:
         for other_claim in self._living_claims():
             if set(other_claim.cores) & set(own_claim.cores):
                 rank_counts[other_claim.engine] = other_claim.ranks_on_node
-        num_ranks_before = sum(
-            count for engine, count in rank_counts.items() if engine < own_claim.engine
-        )
         cores_per_rank = len(own_claim.cores) // sum(rank_counts.values())
         if cores_per_rank == 0:
             return own_claim.cores, 1
-        start = (num_ranks_before + own_claim.local_rank) * cores_per_rank
+        num_before = sum(n for engine, n in rank_counts.items() if engine < own_claim.engine)
+        start = (num_before + own_claim.local_rank) * cores_per_rank
         return own_claim.cores[start : start + cores_per_rank], cores_per_rank
 
     def _living_claims(self) -> Iterator[CoreClaim]:

@@ -63,6 +63,12 @@ class RankHandle:
     process: ProcessId | None = None
     memory: RankMemory | None = None
 
+    @property
+    def cache_inode(self) -> int | None:
+        """Identifies the memory of its KV cache; None if that ends with the process."""
+        cache = self.memory.cache if self.memory is not None else None
+        return cache.inode if cache is not None else None
+
 
 class RankMaker:
     """Creates the actors of one engine's ranks, each in its bundle."""
@@ -77,8 +83,7 @@ class RankMaker:
         self.config = config
         self.num_ranks = config.engine.tensor_parallel_size
         self.placement = placement
-        # By node id and bundle: the GPUs that Ray gave the first process there. Later ones use them
-        # too.
+        # By node id and bundle: the GPUs that Ray gave the first process there, for later ones too.
         self._gpus_of_bundle: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
         self._rank_actor = rank_actor_class
@@ -89,12 +94,8 @@ class RankMaker:
 
     def gpus_of_node(self, node_id: str, places: Seq[Place]) -> list[str]:
         """The GPUs of the ranks on a node, in the order of the ranks. `places`: of all ranks."""
-        return [
-            gpu
-            for place in places
-            if place.node_id == node_id
-            for gpu in self._gpus_of_bundle[node_id, place.bundle]
-        ]
+        bundles = [place.bundle for place in places if place.node_id == node_id]
+        return [gpu for bundle in bundles for gpu in self._gpus_of_bundle[node_id, bundle]]
 
     def create(
         self,
@@ -178,9 +179,7 @@ class RankGroup:
         self._start_ranks(places, first_report, first_report.num_blocks, is_standby=True)
 
     def take_over(self, epoch: int) -> None:
-        """Begin an epoch with ranks that have stood by. The processes of the last epoch have ended.
-        Raises as `start`.
-        """
+        """Begin an epoch, once the last has ended, with ranks that stand by. Raises as `start`."""
         self.epoch = epoch
         if not self._rank_maker.placement.is_whole():
             raise WorkerError("a node was lost")
@@ -201,18 +200,8 @@ class RankGroup:
 
     def has_cache_of(self, other: RankGroup) -> bool:
         """Whether the KV caches of these ranks are those of another group's, and outlive it."""
-        memories = [
-            (handle.memory, other_handle.memory)
-            for handle, other_handle in zip(self.ranks, other.ranks, strict=True)
-        ]
-        return all(
-            own_memory is not None
-            and other_memory is not None
-            and own_memory.cache is not None
-            and other_memory.cache is not None
-            and own_memory.cache.inode == other_memory.cache.inode
-            for own_memory, other_memory in memories
-        )
+        inodes = [rank.cache_inode for rank in self.ranks]
+        return None not in inodes and inodes == [rank.cache_inode for rank in other.ranks]
 
     def _start_ranks(
         self,
@@ -227,9 +216,7 @@ class RankGroup:
             if first_report is not None and not is_standby:  # those have their weights already
                 recheck_checkpoint(self._config)
             self._identify(places, limit_s, is_standby)
-            gpus_by_rank = [
-                self._rank_maker.gpus_of_node(place.node_id, places) for place in places
-            ]
+            gpus_by_rank = [self._rank_maker.gpus_of_node(p.node_id, places) for p in places]
             on_one_node = len({place.node_id for place in places}) == 1
             address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
             start_refs = [
@@ -243,9 +230,7 @@ class RankGroup:
             if self._config.model.experts is not None:
                 _check_processors(reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
-            allocation_refs = [
-                handle.actor.allocate_cache.remote(num_blocks) for handle in self.ranks
-            ]
+            allocation_refs = [h.actor.allocate_cache.remote(num_blocks) for h in self.ranks]
             remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
             memories = self._get_all(allocation_refs, "allocate the KV cache", remaining_s)
         except StepTimeoutError:
@@ -315,9 +300,7 @@ class RankGroup:
         return self._calls_by_step[step_id]
 
     def _answers(self, calls: StepCalls, action: str) -> list[bytes]:
-        """The answers to the calls of a step, by rank. Calls that were lost are made again while
-        there is time.
-        """
+        """The answers to the calls of a step, by rank. Lost calls are made again in time."""
         limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
         deadline_s = time.monotonic() + limit_s
         while True:
@@ -373,14 +356,11 @@ class RankGroup:
         """What each rank is doing at the moment."""
         refs = [handle.actor.progress.remote() for handle in self.ranks]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
-        return ", ".join(
-            (
-                f"rank {rank} is at {ray.get(ref).describe()}"
-                if ref in ready
-                else f"the process of rank {rank} does not answer"
-            )
-            for rank, ref in enumerate(refs)
-        )
+        phases = []
+        for rank, ref in enumerate(refs):
+            phase = f"the process of rank {rank} does not answer"
+            phases.append(f"rank {rank} is at {ray.get(ref).describe()}" if ref in ready else phase)
+        return ", ".join(phases)
 
     def _get_all(
         self,
@@ -410,9 +390,7 @@ class RankGroup:
 
 
 class LostCallsError(WorkerError):
-    """Calls to living ranks, or their answers, were lost; they may be made again. `indices`: of
-    their refs.
-    """
+    """Lost calls to living ranks, or answers, which may be made again. `indices`: of the refs."""
 
     def __init__(self, message: str, indices: list[int]) -> None:
         super().__init__(message)
@@ -425,9 +403,7 @@ class LostCallsError(WorkerError):
 def end_ranks(ranks: Seq[RankHandle], grace_s: float = END_GRACE_S) -> None:
     """End actors, and return when their processes are dead (see `end_processes`)."""
     for handle in ranks:
-        ray.kill(
-            handle.actor
-        )  # so that Ray knows, even of actors whose process has not started yet
+        ray.kill(handle.actor)  # so that Ray knows, even of those without a process yet
     processes = [handle.process for handle in ranks if handle.process is not None]
     end_processes(processes, grace_s)
 

@@ -239,9 +239,7 @@ def _use_normal_priority(pid: int) -> None:
 
 @functools.cache
 def has_pidfds() -> bool:
-    """Whether this system has file descriptors of processes: Linux since 5.3, except some
-    sandboxes.
-    """
+    """Whether this system has descriptors of processes: Linux since 5.3, but some sandboxes."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -263,9 +261,7 @@ def open_pidfd(pid: int, start_ticks: int) -> int | None:
 
 
 def _end_without_pidfds(pids: list[int]) -> None:
-    """`end_local_processes` for systems that have neither descriptors nor start times
-    of processes.
-    """
+    """`end_local_processes` where processes have neither descriptors nor start times."""
     deadline_s = time.monotonic() + END_TIMEOUT_S
     living_pids = list(pids)
     while living_pids and time.monotonic() < deadline_s:
@@ -301,12 +297,10 @@ def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
 def end_marked_local_processes(engine_id: str) -> None:
     """See `end_marked_processes`. Spares this process."""
     processes = []
-    for pid in marked_local_pids(engine_id):
+    for pid in set(marked_local_pids(engine_id)) - {os.getpid()}:
         with suppress(OSError):  # it has ended since
             processes.append((pid, _start_ticks(pid)))
-    end_local_processes(
-        [(pid, start_ticks) for pid, start_ticks in processes if pid != os.getpid()]
-    )
+    end_local_processes(processes)
 
 
 def marked_local_pids(engine_id: str) -> list[int]:

@@ -33,15 +33,12 @@ class Spares:
         self._rank_maker = rank_maker
         self._is_enabled = mode != "off"
         self._spares: list[RankHandle] = []
-        self._warming_spares: dict[
-            Any, RankHandle
-        ] = {}  # by the ref that is ready when the spare is
+        # By the ref that is ready when the spare is.
+        self._warming_spares: dict[Any, RankHandle] = {}
         self._due_s = time.monotonic() + SPARES_DELAY_S
 
     def prepare(self, memories: Seq[RankMemory | None]) -> None:
-        """Make spares if they are due, and note those that have become ready. `memories`: of the
-        present ranks.
-        """
+        """Make spares if they are due, and note those that are ready. `memories`: of the ranks."""
         if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
             try:
                 self._create(memories)
@@ -51,10 +48,8 @@ class Spares:
                 reason = reason_of(error).split("\n")[0]
                 logger.warning("spares are made later: %s", reason)
                 self.delay(RETRY_AFTER_S)
-        if self._warming_spares:
-            ready, _ = ray.wait(
-                list(self._warming_spares), num_returns=len(self._warming_spares), timeout=0
-            )
+        if warming_refs := list(self._warming_spares):
+            ready, _ = ray.wait(warming_refs, num_returns=len(warming_refs), timeout=0)
             for ref in ready:
                 try:
                     self._warming_spares[ref].process = ray.get(ref)

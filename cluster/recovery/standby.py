@@ -49,9 +49,7 @@ class Standby:
         self._spares.delay(SPARES_DELAY_S)
 
     def prepare(self, present_group: RankGroup, first_report: GroupReport) -> None:
-        """Make spares for the present group if they are due, and a group of them when they are
-        warm.
-        """
+        """Make spares for the present group if they are due, and a group of them once warm."""
         try:
             if self._group is None:
                 self._spares.prepare([handle.memory for handle in present_group.ranks])

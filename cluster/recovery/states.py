@@ -39,17 +39,14 @@ class Recovery:
     give_up_after_s: float = GIVE_UP_AFTER_S
     state: RecoveryState = RecoveryState.SERVING
     num_recoveries: int = 0
-    failures: list[str] = field(
-        default_factory=list
-    )  # since the last result: the loss, then starts
+    # Since the last result: the loss, then starts.
+    failures: list[str] = field(default_factory=list)
     _first_fault_s: float = 0.0
     _next_attempt_s: float = 0.0
     _serving_since_s: float = 0.0
 
     def note_fault(self, reason: str) -> bool:
-        """A rank was lost, or a new group could not be assembled. Returns False if a fault is
-        already being handled.
-        """
+        """A rank was lost, or a group not assembled. False if a fault is already being handled."""
         if self.state not in (RecoveryState.SERVING, RecoveryState.ASSEMBLING):
             return False
         now_s = self.clock()

@@ -31,9 +31,7 @@ logger = logging.getLogger("eagleray.driver")
 
 
 class Supervisor:
-    """`start` assembles the first group on the calling thread; `watch` starts the supervisor's own
-    thread.
-    """
+    """`start` assembles the first group on the caller's thread; `watch` starts its own thread."""
 
     make_group: type[RankGroup] = RankGroup
     make_watch: type[Watch] = Watch
@@ -124,9 +122,7 @@ class Supervisor:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the ranks answer and, if there is work, a result of this epoch was applied. Any
-        thread.
-        """
+        """Whether the ranks answer and, if there is work, this epoch has a result. Any thread."""
         watch, group = self._watch, self._group
         if self.recovery.state is not RecoveryState.SERVING or watch is None or group is None:
             return False
@@ -221,9 +217,7 @@ class Supervisor:
             self._fence()
 
     def _fence(self) -> None:
-        """End every process of this epoch; only then may the next begin. May be called again after
-        a failure.
-        """
+        """End every process of this epoch; only then may the next begin. May be called again."""
         group = self._group
         began_s = time.monotonic()
         assert group is not None

@@ -49,9 +49,7 @@ class _RankHealth:
 
 
 class Watch:
-    """Watches the ranks of a group, once their processes are known. One thread calls
-    `find_fault`; `wake` wakes it.
-    """
+    """Watches the ranks of a group whose processes are known. One thread, which `wake` wakes."""
 
     def __init__(
         self, group: RankGroup, wake: Callable[[], None], stuck_after_s: float, clock: Any = None
@@ -73,10 +71,8 @@ class Watch:
     def all_ranks_answer(self) -> bool:
         """Whether every rank has answered recently."""
         overdue_before_s = self._clock() - RANK_ANSWER_TIMEOUT_S
-        unanswered = [
-            p.unanswered_since_s for p in self._health_by_rank if p.unanswered_since_s is not None
-        ]
-        return not self._deaths and all(since_s > overdue_before_s for since_s in unanswered)
+        waits_since_s = [health.unanswered_since_s for health in self._health_by_rank]
+        return not self._deaths and all(s is None or s > overdue_before_s for s in waits_since_s)
 
     def find_fault(self, busy_since_s: float | None) -> str | None:
         """What is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
@@ -133,14 +129,11 @@ class Watch:
 
     def _report(self, stuck_rank: int, symptom: str) -> str:
         lines = []
-        for rank, (health, handle) in enumerate(
-            zip(self._health_by_rank, self.group.ranks, strict=True)
-        ):
+        for rank, health in enumerate(self._health_by_rank):
             activity = health.progress.describe() if health.progress else "not known"
+            process = self.group.ranks[rank].process
             try:
-                state = (
-                    describe_process(handle.process) if handle.process is not None else "not known"
-                )
+                state = "not known" if process is None else describe_process(process)
             except EaglerayError as error:
                 state = str(error)
             lines.append(f"rank {rank} at {activity}: {state}")
@@ -162,9 +155,7 @@ class Watch:
             self._wake()
             return
         reason = str(ended_call.exception() or "it has ended")
-        if (
-            self._deaths
-        ):  # Ray may say more than the kernel, such as that there was too little memory
+        if self._deaths:  # Ray may say more than the kernel, such as that there was no memory
             logger.info("Ray says of rank %d: %s", rank, reason)
         self._deaths.append((rank, reason.split("\n")[0]))
         self._wake()

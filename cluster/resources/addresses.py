@@ -39,9 +39,7 @@ def host_and_port(host: str, port: int) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise `ConfigError` unless a server can listen on this port of `host`, a name or an
-    address.
-    """
+    """Raise `ConfigError` unless a server can listen on this port of `host`, name or address."""
     for bound_socket in bound_sockets(host, port):
         bound_socket.close()
 
@@ -61,11 +59,9 @@ def bound_sockets(host: str, port: int) -> list[socket.socket]:
                 sockets.append(_bind(family, address))
             except OSError as error:
                 failures.append(error)
-        serious_failures = [
-            error for error in failures if error.errno not in _NO_SUCH_PROTOCOL_ERRNOS
-        ]
-        if serious_failures or not sockets:
-            raise (serious_failures or failures)[0]
+        serious = [error for error in failures if error.errno not in _NO_SUCH_PROTOCOL_ERRNOS]
+        if serious or not sockets:
+            raise (serious or failures)[0]
     except (OSError, OverflowError, UnicodeError) as error:  # the last two: no valid port, name
         for bound_socket in sockets:
             bound_socket.close()

@@ -55,12 +55,10 @@ def minimal_local_ray() -> Iterator[None]:
     Those processes take 2 s of processor time at the start, which delays it on two cores, and 1% of
     a core until Ray ends.
     """
-    added_settings = {
-        name: value for name, value in LOCAL_RAY_SETTINGS.items() if name not in os.environ
-    }
-    original_methods = {
-        name: getattr(Node, name) for name in IDLE_PROCESS_STARTERS if hasattr(Node, name)
-    }
+    settings = LOCAL_RAY_SETTINGS.items()
+    added_settings = {name: value for name, value in settings if name not in os.environ}
+    method_names = [name for name in IDLE_PROCESS_STARTERS if hasattr(Node, name)]
+    original_methods = {name: getattr(Node, name) for name in method_names}
     os.environ.update(added_settings)
     for name in original_methods:
         setattr(Node, name, _start_nothing)

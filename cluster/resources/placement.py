@@ -104,8 +104,7 @@ class Placement:
     ) -> None:
         """`group`: a placement group of the caller's, with one bundle per rank; it is used and
         never removed. Otherwise `reserve` makes one whose name begins with `name`, which no other
-        engine has. `wait_for_nodes_s`: how long to wait for nodes that the cluster does not have
-        yet.
+        engine has. `wait_for_nodes_s`: how long to wait for nodes that do not exist yet.
         """
         self.num_bundles = num_bundles
         self.device = device
@@ -119,8 +118,7 @@ class Placement:
     def reserve(self) -> None:
         """Reserve a bundle per rank.
 
-        Raises `ConfigError` when the cluster lacks the resources, or when they do not become free
-        in time.
+        Raises `ConfigError` when the cluster lacks the resources, or does not free them in time.
         """
         if self._caller_group is not None:
             return
@@ -189,9 +187,7 @@ class Placement:
         ]
 
     def bundle_strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
-        """The scheduling strategy for an actor that should run in the bundle. Raises `WorkerError`
-        without a group.
-        """
+        """How to schedule an actor into the bundle. Raises `WorkerError` without a group."""
         self._table()
         if self._group is None:
             raise WorkerError(f"the placement group {self.name} is gone")
@@ -241,13 +237,10 @@ class Placement:
                 [bundle_of(self.device)] * self.num_bundles, strategy=strategy, name=name
             )
 
-            def is_strategy_outdated(strategy: str = strategy) -> bool:
-                return placement_strategy(self.num_bundles, self.device) != strategy
+            def is_still_wanted(strategy: str = strategy) -> bool:
+                return is_wanted() and strategy == placement_strategy(self.num_bundles, self.device)
 
-            remaining_s = deadline_s - time.monotonic()
-            if self._wait_until_placed(
-                remaining_s, lambda: is_wanted() and not is_strategy_outdated()
-            ):
+            if self._wait_until_placed(deadline_s - time.monotonic(), is_still_wanted):
                 return True
             self.remove()
             if time.monotonic() >= deadline_s or not is_wanted():

@@ -19,8 +19,7 @@ logger = logging.getLogger("eagleray")
 
 
 def pick_device(device: str, tensor_parallel_size: int) -> str:
-    """The device the ranks run on: "auto" means "cuda" where the cluster has a GPU for every rank,
-    else "cpu".
+    """The device of the ranks: "auto" means "cuda" where there is a GPU for each, else "cpu".
 
     Ray counts GPUs by itself; on a cluster of this machine alone, torch must also be able to use
     them.
@@ -56,9 +55,7 @@ def rank_capacities(device: str) -> list[int]:
 
 
 def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> None:
-    """Raise `ConfigError` when the cluster does not have the resources for this many groups, no
-    matter who uses them now.
-    """
+    """Raise `ConfigError` when the cluster lacks the resources, whoever uses them now."""
     if sum(rank_capacities(device)) < tensor_parallel_size * num_groups:
         problem = "the Ray cluster does not have the resources for"
         if num_groups > 1:
@@ -67,9 +64,7 @@ def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> N
 
 
 def placement_strategy(tensor_parallel_size: int, device: str) -> str:
-    """The strategy of a placement group: one node if one can hold all ranks, otherwise as few nodes
-    as possible.
-    """
+    """STRICT_PACK if one node can hold all ranks, otherwise PACK: as few nodes as possible."""
     fits_one_node = max(rank_capacities(device), default=0) >= tensor_parallel_size
     return "STRICT_PACK" if fits_one_node else "PACK"
 
@@ -77,9 +72,7 @@ def placement_strategy(tensor_parallel_size: int, device: str) -> str:
 def shortage_message(
     tensor_parallel_size: int, device: str, problem: str, num_groups: int = 1
 ) -> str:
-    """A message that begins with `problem`: what is needed, what each node has and has free, and
-    what to do.
-    """
+    """A message that begins with `problem`: what is needed, what each node has, and what to do."""
     bundle = bundle_of(device)
     needed = {name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()}
     free_by_node = available_resources_per_node()

@@ -74,9 +74,7 @@ class RaySession:
         return ray.is_initialized() and _running_ray_id() == lease
 
     def owns(self, lease: str) -> bool:
-        """Whether the Ray of this lease is a local one that we started, which ends with its last
-        lease.
-        """
+        """Whether the Ray of this lease is a local one of ours, which ends with its last lease."""
         return lease == self._own_ray_id and self._address == "local"
 
     def release(self, lease: str) -> None:
@@ -155,12 +153,9 @@ def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
             )
         # A program that was submitted as a job has the cluster's working directory already.
         is_job = JOB_VARIABLE in os.environ
-        own_runtime_env = (
-            {"py_modules": [str(SOURCE_ROOT)]}
-            if IS_INSTALLED
-            else {"working_dir": str(SOURCE_ROOT)}
-        )
-        options = {} if is_job else {"runtime_env": own_runtime_env}
+        source = str(SOURCE_ROOT)
+        environment = {"py_modules": [source]} if IS_INSTALLED else {"working_dir": source}
+        options = {} if is_job else {"runtime_env": environment}
         action = f"join the Ray cluster at {address!r}"
         advice = "Check ray_address, RAY_ADDRESS and RAY_AUTH_MODE, or start one"
     try:
@@ -179,9 +174,7 @@ def find_address(address: str | None) -> str:
 
 
 def check_arguments(arguments: list[str]) -> None:
-    """Raise `ConfigError` unless all are UTF-8: Ray records the command line of the program and
-    fails otherwise.
-    """
+    """Raise `ConfigError` for arguments that are not UTF-8: Ray records them, and would fail."""
     for argument in arguments:
         try:
             argument.encode()

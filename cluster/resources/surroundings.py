@@ -29,10 +29,9 @@ def set_missing_variables() -> None:
         os.environ.setdefault("LOGNAME", f"user{user_id}")
     home = Path.home()
     for variable, cache_path in _CACHE_FOLDERS.items():
-        is_chosen = variable == "EAGLERAY_CACHE_DIR" and any(
-            map(os.environ.get, _OVERRIDING_VARIABLES)
-        )
-        if is_chosen or variable in os.environ or _can_be_made(home / cache_path):
+        overriding = _OVERRIDING_VARIABLES if variable == "EAGLERAY_CACHE_DIR" else ()
+        is_chosen = variable in os.environ or any(map(os.environ.get, overriding))
+        if is_chosen or _can_be_made(home / cache_path):
             continue
         if (folder := _private_folder("cache")) is not None:
             os.environ[variable] = str(folder / cache_path)

@@ -46,9 +46,7 @@ LAST_NEWS_DELAY_S = 0.5  # more than the last token takes from the driver to a p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The engine to which a request should be sent. replica_id: Ray Serve's; driver: None while it
-    is being replaced.
-    """
+    """The engine for a request. replica_id: Ray Serve's; driver: None while it is replaced."""
 
     replica_id: str
     driver: Any | None
@@ -118,9 +116,8 @@ class EngineReplica:
         for the driver.
         """
         is_last_resort = self._replica_id in lease_request.avoided_replica_ids
-        driver = await self._live_driver(
-            DRIVER_LOOKUP_TIMEOUT_S if is_last_resort else QUICK_DRIVER_LOOKUP_TIMEOUT_S
-        )
+        limit_s = DRIVER_LOOKUP_TIMEOUT_S if is_last_resort else QUICK_DRIVER_LOOKUP_TIMEOUT_S
+        driver = await self._live_driver(limit_s)
         yield Lease(replica_id=self._replica_id, driver=driver)
         if driver is not None:
             await self._death_of(lease_request.holder)
@@ -136,10 +133,8 @@ class EngineReplica:
     async def _live_driver(self, limit_s: float) -> Any | None:
         lookup = self._driver_lookup
         if lookup is None or lookup.done():
-            lookup = asyncio.ensure_future(
-                asyncio.to_thread(self._engine.frontend.driver.live_actor)
-            )
-            self._driver_lookup = lookup
+            live_actor = self._engine.frontend.driver.live_actor
+            lookup = self._driver_lookup = asyncio.ensure_future(asyncio.to_thread(live_actor))
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.
         has_driver = lookup.done() and lookup.exception() is None
@@ -159,8 +154,8 @@ class EngineReplica:
         """The engine's counters. Raises `OverloadedError` if it does not answer in time."""
         call = self._stats_call
         if call is None or call.done():
-            call = asyncio.ensure_future(asyncio.to_thread(self._engine.frontend.stats))
-            self._stats_call = call
+            stats = self._engine.frontend.stats
+            call = self._stats_call = asyncio.ensure_future(asyncio.to_thread(stats))
         await asyncio.wait({call}, timeout=ENGINE_STATS_TIMEOUT_S)
         if not call.done():
             raise OverloadedError(f"the engine did not answer within {ENGINE_STATS_TIMEOUT_S:g} s")

@@ -47,15 +47,11 @@ class GatheredCounters:
         answered_families = {answer.replica_id: answer.own_families for answer in answers}
         answered_families[self._replica_id] = self._own_families()
         lost_families: dict[str, list[Family]] = {}
-        for other_families in [
-            self._other_families,
-            *(answer.other_families for answer in answers),
-        ]:
-            for replica_id, families in other_families.items():
+        for families_by_process in (self._other_families, *(a.other_families for a in answers)):
+            for replica_id, families in families_by_process.items():
                 if replica_id not in answered_families:
-                    lost_families[replica_id] = max(
-                        lost_families.get(replica_id, []), families, key=_total
-                    )
+                    earlier_families = lost_families.get(replica_id, [])
+                    lost_families[replica_id] = max(earlier_families, families, key=_total)
         remembered_families = dict(list(lost_families.items())[-MAX_REMEMBERED_PROCESSES:])
         for replica_id, families in answered_families.items():
             if replica_id != self._replica_id:

@@ -105,10 +105,8 @@ class EngineLeases:
         """Lease an engine that has a driver; asks until there is one. None if the request ends."""
         request = routed_request.generation.requests[0]
         prompt = request.token_ids[: request.num_prompt_tokens]
-        session_id, avoided_replica_ids = (
-            routed_request.generation.session_id,
-            list(routed_request.lost_replica_ids),
-        )
+        session_id = routed_request.generation.session_id
+        avoided_replica_ids = list(routed_request.lost_replica_ids)
         hashes = prefix_hashes(prompt, self._block_size, request.cache_salt)
         hashed_session = session_hash(session_id) if session_id is not None else None
         while not routed_request.has_ended():

@@ -77,11 +77,8 @@ class RunningApplication:
         reason = reported_reason(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
             raise EngineError(f"{CANNOT_START_MESSAGE}: {reason}")
-        unhealthy_deployments = [
-            deployment
-            for deployment in overview.deployments.values()
-            if deployment.status == DeploymentStatus.UNHEALTHY
-        ]
+        deployments = overview.deployments.values()
+        unhealthy_deployments = [d for d in deployments if d.status == DeploymentStatus.UNHEALTHY]
         if not unhealthy_deployments or reason == self._reported_loss:
             return
         if any(map(_has_no_replica, unhealthy_deployments)):
@@ -155,10 +152,8 @@ class RunningApplication:
 
     def _overview(self, limit_s: float = CONTROLLER_TIMEOUT_S) -> ApplicationStatusOverview | None:
         """`serve.status` of this application, None if there is none. Raises `GetTimeoutError`."""
-        details = _serve_details(limit_s)
-        overview: ApplicationStatusOverview | None = details._get_status().applications.get(
-            self._name
-        )
+        applications = _serve_details(limit_s)._get_status().applications
+        overview: ApplicationStatusOverview | None = applications.get(self._name)
         return overview
 
 

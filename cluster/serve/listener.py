@@ -20,9 +20,7 @@ from configs.serve import ServeConfig
 
 
 class HttpListener:
-    """Serves an API on the running event loop, at a port of this process's own or at one that it
-    shares with others.
-    """
+    """Serves an API on the running event loop, at a port of its own or at a shared one."""
 
     def __init__(self, api: Api, config: ServeConfig) -> None:
         """Raises `ConfigError` or `EngineError` if it cannot listen there."""

@@ -72,9 +72,7 @@ class EnginePool:
         """
         routed_requests = [RoutedRequest(generation) for generation in generations]
         with self._lock:
-            self._routed_requests |= {
-                id(routed_request.generation): routed_request for routed_request in routed_requests
-            }
+            self._routed_requests |= {id(r.generation): r for r in routed_requests}
         for generation in generations:
             # The future keeps its callbacks, so none of them may keep the generation.
             callback = functools.partial(self._handle_done, id(generation))
@@ -112,9 +110,7 @@ class EnginePool:
         self._call_news_callbacks()
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
-        """Register `callback`, to be called after each batch of news, on the thread that handled
-        it.
-        """
+        """Have `callback` called after each batch of news, on the thread that handled it."""
         self._news_callbacks.append(callback)
 
     def stats(self) -> EngineStats:
@@ -143,24 +139,18 @@ class EnginePool:
             if lease is not None:
                 with self._lock:
                     sender = self._sender(lease.driver)
-                    routed_request.replica_id, routed_request.frontend = (
-                        lease.replica_id,
-                        sender.frontend,
-                    )
+                    routed_request.replica_id = lease.replica_id
+                    routed_request.frontend = sender.frontend
                 requests_by_sender.setdefault(sender, []).append(routed_request)
         await asyncio.gather(*(self._send_to(*part) for part in requests_by_sender.items()))
 
     async def _send_to(self, sender: RequestSender, routed_requests: list[RoutedRequest]) -> None:
         """Send requests to one engine, or elsewhere if it is lost."""
         try:
-            await sender.send([routed_request.generation for routed_request in routed_requests])
+            await sender.send([request.generation for request in routed_requests])
         except (EngineDeadError, NoAnswerError) as error:
             self._note_loss(routed_requests, error)
-            if unfinished := [
-                routed_request
-                for routed_request in routed_requests
-                if not routed_request.has_ended()
-            ]:
+            if unfinished := [request for request in routed_requests if not request.has_ended()]:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 await self._lease_and_send(unfinished)
 
@@ -182,9 +172,8 @@ class EnginePool:
         """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
             sender = self._senders.pop(driver_id, None)
-            routed_requests = [
-                self._routed_requests[id(g)] for g in generations if id(g) in self._routed_requests
-            ]
+            all_requests = self._routed_requests
+            routed_requests = [all_requests[id(g)] for g in generations if id(g) in all_requests]
         if routed_requests:
             logger.warning("%d requests move to other engines: %s", len(routed_requests), error)
         if sender is not None:

@@ -47,9 +47,7 @@ class SharedPortOwner:
     """
 
     def __init__(self, host: str, port: int, num_processes: int) -> None:
-        """Raises `ConfigError` if nothing can listen there. Connections are refused until the first
-        process has joined.
-        """
+        """Raises `ConfigError` if nothing can listen there. Refuses until a process has joined."""
         with ExitStack() as undo_stack:
             self._listeners = bound_sockets(host, port)
             for listener in self._listeners:
@@ -61,10 +59,8 @@ class SharedPortOwner:
             file.truncate(2 * 8 * num_places)
             self._memory_fd = file.fileno()
             counts = memoryview(mmap.mmap(self._memory_fd, 0)).cast("q")
-            self._open_output_counts, self._connection_counts = (
-                counts[:num_places],
-                counts[num_places:],
-            )
+            self._open_output_counts = counts[:num_places]
+            self._connection_counts = counts[num_places:]
             for place in range(num_places):
                 self._connection_counts[place] = ABSENT
             self._free_places = deque(range(num_places))
@@ -114,9 +110,7 @@ class SharedPortOwner:
 
 
 class SharedPortMember:
-    """One process's side. listeners: to take connections from, without waiting; open_outputs: of
-    all processes.
-    """
+    """One process's side. listeners: sockets that do not block; open_outputs: of all processes."""
 
     def __init__(self, path: str) -> None:
         """Raises `EngineError` if the command does not share its port."""
@@ -144,9 +138,7 @@ class SharedPortMember:
         self._connection_counts = counts[num_places:]
 
     def is_ahead(self, num_connections: int) -> bool:
-        """Whether this process, which has so many connections, has clearly more than the one that
-        has fewest.
-        """
+        """Whether this process, with so many connections, has clearly more than another."""
         self._connection_counts[self._place] = num_connections
         counts_present = [number for number in self._connection_counts if number != ABSENT]
         margin = max(MIN_MARGIN, MARGIN_SHARE * sum(counts_present) / len(counts_present))

@@ -25,8 +25,7 @@ def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") ->
     what an engine has cached under another salt is of no use.
 
     For a long prompt, only every n-th block has one. n is the smallest power of two that leaves at
-    most `MAX_HASHES_PER_PROMPT`, so prompts of different lengths share the hashes of their common
-    prefixes.
+    most `MAX_HASHES_PER_PROMPT`, so prompts of any length share hashes of common prefixes.
     """
     stride = block_size
     while len(token_ids) // stride > MAX_HASHES_PER_PROMPT:
@@ -98,14 +97,8 @@ class PrefixTable:
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open_requests = self._num_open_requests[engine]
             is_full, is_new_to_session = num_open_requests > max_load, engine not in session_engines
-            last_choice_number = self._last_choice_number[engine]
-            return (
-                is_full,
-                is_new_to_session,
-                -num_matching[engine],
-                num_open_requests,
-                last_choice_number,
-            )
+            load = (num_open_requests, self._last_choice_number[engine])
+            return is_full, is_new_to_session, -num_matching[engine], *load
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine

@@ -44,7 +44,6 @@ from cluster.timeouts import GATHER_TIMEOUT_S, POOL_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
 from scheduler.errors import EaglerayError
 from scheduler.limits import SchedulerLimits
-from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
 
@@ -62,9 +61,7 @@ class ApiReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
     ) -> None:
-        """`engines`: the deployment whose engines are shared or leased; without it, this replica
-        starts its own engine.
-        """
+        """`engines`: a deployment whose engines to share or lease; without it, this starts one."""
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return_large_allocations()
@@ -121,9 +118,7 @@ class ApiReplica:
         return self._api
 
     async def generate(
-        self,
-        prompts: Prompt | Seq[Prompt],
-        sampling_params: SamplingParams | None = None,
+        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """As `LLM.generate`."""
         prompt_list = as_list(prompts)
@@ -202,14 +197,10 @@ class ApiReplica:
         answers = await answers_in_time(handle, "counters", limit_s=GATHER_TIMEOUT_S)
         families = self._counters.families_of_all(answers)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
-            all_stats = await (
-                self._pool.all_stats() if self._pool else self._single_engine_stats()
-            )
+            pool = self._pool
+            all_stats = await pool.all_stats() if pool else [await self._api.stats()]
             families += map(engine_families, all_stats)
         return families
-
-    async def _single_engine_stats(self) -> list[EngineStats]:
-        return [await self._api.stats()]
 
 
 def _make_api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:

@@ -56,9 +56,7 @@ class ServeJob:
 
 
 def run_serve(job: ServeJob) -> None:
-    """Serve until a signal. Raises `ConfigError` for what cannot work, `EngineError` if the
-    application does not start.
-    """
+    """Serve until a signal. Raises `ConfigError`, and `EngineError` if it does not start."""
     began_s = time.perf_counter()
     job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_names(job)
@@ -72,9 +70,8 @@ def run_serve(job: ServeJob) -> None:
     setup = make_engine_setup(job.config.engine, SamplingParams.from_dict(job.config.sampling))
     with _handled_signals() as signal_handler:
         num_ranks = job.config.engine.tensor_parallel_size
-        session_lease = SESSION.connect(
-            job.config.engine.ray_address, num_ranks * job.config.replicas
-        )
+        num_all_ranks = num_ranks * job.config.replicas
+        session_lease = SESSION.connect(job.config.engine.ray_address, num_all_ranks)
         try:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, num_ranks)
@@ -120,11 +117,9 @@ def _serve(
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     listens_itself = owns_ray and job.route_prefix == "/"
     num_api_replicas = job.config.api_replicas
-    port = (
-        SharedPortOwner(job.host, job.port, num_api_replicas)
-        if listens_itself and num_api_replicas > 1
-        else None
-    )
+    port: SharedPortOwner | None = None
+    if listens_itself and num_api_replicas > 1:
+        port = SharedPortOwner(job.host, job.port, num_api_replicas)
     try:
         handle = _start(job, port, listens_itself=listens_itself)
         _wait_until_listening(job)
@@ -262,9 +257,8 @@ def _handled_signals() -> Iterator[_SignalHandler]:
     signal_numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         signal_numbers.append(signal.SIGHUP)
-    previous_handlers = {
-        number: signal.signal(number, signal_handler.handle) for number in signal_numbers
-    }
+    handle = signal_handler.handle
+    previous_handlers = {number: signal.signal(number, handle) for number in signal_numbers}
     try:
         yield signal_handler
     finally:

@@ -41,7 +41,4 @@ class RequestSender:
         except NoAnswerError:
             self._last_timeout_at_s = time.monotonic()
             raise
-        aborted_generations = [
-            generation for generation in generations if generation.done_future.done()
-        ]
-        self.frontend.finish(aborted_generations)
+        self.frontend.finish([g for g in generations if g.done_future.done()])  # aborted meanwhile

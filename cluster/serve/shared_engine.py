@@ -20,12 +20,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
-from cluster.timeouts import (
-    CALL_TIMEOUT_S,
-    DRIVER_CHECK_PERIOD_S,
-    ENGINE_STATS_TIMEOUT_S,
-    Timeouts,
-)
+from cluster.timeouts import CALL_TIMEOUT_S, DRIVER_CHECK_PERIOD_S, ENGINE_STATS_TIMEOUT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
 RETRY_PAUSE_S = 0.2
@@ -37,9 +32,7 @@ class SharedEngine:
     """Follows the engine of a deployment. frontend: this process's, to the present driver."""
 
     def __init__(self, engine: DeploymentHandle[Any], timeouts: Timeouts) -> None:
-        """Waits for the engine, so not for an event loop. Raises `EngineDeadError` if it does not
-        come.
-        """
+        """Blocks until the engine is there. Raises `EngineDeadError` if it does not come."""
         self._engine = engine
         self._replacement_limit_s = timeouts.replacement_s
         self.frontend = Frontend(

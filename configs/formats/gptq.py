@@ -1,6 +1,4 @@
-"""Checkpoints whose matrices are packed by GPTQ. Keys and tensors:
-github.com/ModelCloud/GPTQModel.
-"""
+"""Checkpoints whose matrices are packed by GPTQ. Keys, tensors: github.com/ModelCloud/GPTQModel."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ def read(config: Section) -> StoredFormat:
 
 
 def _check_dynamic_rules(config: Section) -> None:
-    """`dynamic` may leave matrices as they are, which the files show; it may not pack some in
-    another way.
-    """
+    """`dynamic` may leave matrices as they are, as the files show, but not pack them otherwise."""
     dynamic = config.section("dynamic").values
     if not all(pattern.startswith("-:") for pattern in dynamic):
         raise config.error("dynamic", dict(dynamic), "rules that only leave matrices out ('-:')")

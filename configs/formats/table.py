@@ -9,25 +9,15 @@ from configs.formats import awq, compressed_tensors, fp8, gptq
 from configs.formats.stored import Section, StoredFormat
 from scheduler.errors import ConfigError
 
-# By `quant_method`.
+_FORMATS = (awq, gptq, fp8, compressed_tensors)
 READERS: dict[str, Callable[[Section], StoredFormat]] = {
-    awq.QUANT_METHOD: awq.read,
-    gptq.QUANT_METHOD: gptq.read,
-    fp8.QUANT_METHOD: fp8.read,
-    compressed_tensors.QUANT_METHOD: compressed_tensors.read,
+    stored_format.QUANT_METHOD: stored_format.read for stored_format in _FORMATS
 }
-SUPPORTED_VARIANTS = (
-    awq.SUPPORTED_VARIANTS,
-    gptq.SUPPORTED_VARIANTS,
-    fp8.SUPPORTED_VARIANTS,
-    compressed_tensors.SUPPORTED_VARIANTS,
-)
+SUPPORTED_VARIANTS = tuple(stored_format.SUPPORTED_VARIANTS for stored_format in _FORMATS)
 
 
 def read_format(raw_config: Mapping[str, Any], where: str) -> StoredFormat | None:
-    """The format in a decoded `config.json`, None if matrices are not quantized. Raises
-    `ConfigError`.
-    """
+    """The format in a `config.json`, None if it is not quantized. Raises `ConfigError`."""
     config = raw_config.get("quantization_config")
     if not config:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import pickle
 from typing import Any
@@ -325,7 +326,7 @@ def test_defaults_leave_nothing_open_that_the_engine_needs() -> None:
 
 def test_first_output_has_the_seed_of_the_request() -> None:
     assert derive_seed(41, 0) == 41
-    assert SamplingParams(n=3).resolve(seed=41, index=0).seed == 41
+    assert SamplingParams(n=3).resolve(seed=41).seed == 41
 
 
 @pytest.mark.parametrize("seed", [-1, -2, -SEED_LIMIT])
@@ -342,15 +343,15 @@ def test_outputs_have_seeds_of_their_own() -> None:
 
 
 def test_derived_seeds_are_the_same_in_every_process() -> None:
-    assert (
-        SamplingParams().resolve(seed=41, index=2).seed == derive_seed(41, 2) == 2493709923089234907
-    )
+    third = SamplingParams(n=3).resolve_all(seed=41)[2]
+    assert third.seed == derive_seed(41, 2) == 2493709923089234907
 
 
 def test_outputs_differ_in_their_seeds_and_share_all_else() -> None:
     params = SamplingParams(n=3, logit_bias={5: 1.0}, stop_token_ids=[7])
     each = params.resolve_all(seed=41, eos_token_ids=[9])
-    assert each == [params.resolve(seed=41, index=i, eos_token_ids=[9]) for i in range(3)]
+    first = params.resolve(seed=41, eos_token_ids=[9])
+    assert each == [dataclasses.replace(first, seed=derive_seed(41, i)) for i in range(3)]
     assert len({id(sampling.logit_bias) for sampling in each}) == 1
     assert len({id(sampling.stop_token_ids) for sampling in each}) == 1
 

@@ -1,6 +1,4 @@
-"""Anthropic's Messages API: a request becomes a `Chat`, and `writer.py` writes the answer. Nothing
-is kept between requests.
-"""
+"""Anthropic's Messages API: requests become `Chat`s, and nothing is kept between them."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def _rules(request: ConversationRequest, omissions: Omissions) -> CallRules:
 
 
 def _functions(tools: Sequence[AnyTool], omissions: Omissions) -> list[Function]:
-    """The tools that have a schema; others are known to models of Anthropic's only, or would have
-    to be run here.
-    """
+    """The tools with a schema; others only Anthropic's models know, or would be run here."""
     functions = []
     for tool in tools:
         if isinstance(tool, CustomTool):

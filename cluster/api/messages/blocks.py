@@ -26,9 +26,7 @@ from scheduler.errors import RequestError
 def turns_of(
     messages: Sequence[Message], omissions: Omissions, *, arguments_as_text: bool
 ) -> Iterator[Turn]:
-    """Each tool result becomes a turn of its own, before the rest of its message. Raises
-    `RequestError`.
-    """
+    """Tool results become turns, before the rest of their message. Raises `RequestError`."""
     for message in messages:
         if isinstance(message.content, str):
             yield {"role": message.role, "content": message.content}

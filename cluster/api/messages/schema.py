@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from cluster.api.fields import FIELDS_WITHOUT_EFFECT, ValuePredicate
+from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, ValuePredicate
 from cluster.api.schema import (
     ListOf,
     Options,
@@ -143,9 +143,7 @@ class CustomTool(Options):
 
 
 class TypedTool(RequestModel):
-    """A tool without a schema, which Anthropic's models know by its type. Some are run by the
-    server.
-    """
+    """A tool without a schema, known to Anthropic's models by its type; the server runs some."""
 
     type: str
     name: str | None = None
@@ -190,10 +188,6 @@ class OutputConfig(Options):
     format: OutputFormat | None = None
 
 
-def _accept_any(_: Any) -> bool:
-    return True
-
-
 class ConversationRequest(RequestModel):
     """What both requests have in common: all that becomes tokens."""
 
@@ -204,7 +198,7 @@ class ConversationRequest(RequestModel):
                 *("betas", "cache_control", "context_management", "diagnostics", "inference_geo"),
                 *("speed", "user_profile_id"),
             ),
-            (_accept_any, ""),
+            ANY_VALUE,
         )
     )
 
@@ -237,6 +231,6 @@ class CountTokensRequest(ConversationRequest):
         ConversationRequest.FIELDS_WITHOUT_EFFECT
         | dict.fromkeys(
             sorted(MessagesRequest.field_names() - ConversationRequest.field_names()),
-            (_accept_any, ""),
+            ANY_VALUE,
         )
     )

@@ -27,7 +27,5 @@ HEADERS = {
 def load() -> dict[str, tuple[bytes, str]]:
     """The content and its type by path."""
     folder = resources.files(__name__)
-    return {
-        path: ((folder / name).read_bytes(), media_type)
-        for path, (name, media_type) in FILES.items()
-    }
+    files = FILES.items()
+    return {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in files}

@@ -1,6 +1,4 @@
-"""OpenAI's Responses API: a request becomes a `Chat`, and `writer.py` writes the answer. Nothing is
-kept between requests.
-"""
+"""OpenAI's Responses API: requests become `Chat`s, and nothing is kept between them."""
 
 from __future__ import annotations
 
@@ -68,10 +66,7 @@ def count_input(request: ResponsesRequest, served: ServedModel) -> dict[str, Any
 
 
 def _chat(
-    request: ResponsesRequest,
-    tool_table: ToolTable,
-    served: ServedModel,
-    omissions: Omissions,
+    request: ResponsesRequest, tool_table: ToolTable, served: ServedModel, omissions: Omissions
 ) -> Chat:
     served.check_name(request.model)
     tokenizer = served.tokenizer_for("a chat")
@@ -106,11 +101,9 @@ def _rules(request: ResponsesRequest, tool_table: ToolTable) -> CallRules:
 
 def _structure(request: ResponsesRequest) -> StructuredOutputs | None:
     text_format = request.text.format if request.text is not None else None
-    return (
-        schema_structure(text_format.schema_)
-        if isinstance(text_format, JsonObjectFormat | SchemaFormat)
-        else None
-    )
+    if not isinstance(text_format, JsonObjectFormat | SchemaFormat):
+        return None
+    return schema_structure(text_format.schema_)
 
 
 def _echo_of_format(text_format: ResponseFormat | None) -> dict[str, Any]:

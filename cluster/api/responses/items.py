@@ -29,9 +29,7 @@ _ENCRYPTED_PREFIX = "eagleray."  # begins encrypted reasoning of this server
 def messages_of(
     items: str | Sequence[Item], omissions: Omissions, *, arguments_as_text: bool
 ) -> list[Message]:
-    """Consecutive reasoning, text and calls become one message of the assistant. Raises
-    `RequestError`.
-    """
+    """Consecutive items of the assistant become one message. Raises `RequestError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Message] = []

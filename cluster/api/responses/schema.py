@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, Tag
 
-from cluster.api.fields import FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
+from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
 from cluster.api.schema import (
     JsonObjectFormat,
     ListOf,
@@ -239,9 +239,9 @@ class ResponsesRequest(RequestModel):
         for name in FIELDS_WITHOUT_EFFECT.keys() - {"metadata", "best_of", "suffix"}
     } | {
         "background": (lambda value: value is False, "answers are not made in the background"),
-        "client_metadata": (lambda _: True, ""),
-        "context_management": (lambda _: True, ""),  # a conversation is not shortened
-        "max_tool_calls": (lambda _: True, ""),  # limits only tools of the server
+        "client_metadata": ANY_VALUE,
+        "context_management": ANY_VALUE,  # a conversation is not shortened
+        "max_tool_calls": ANY_VALUE,  # limits only tools of the server
         # True is the default of OpenAI's. Nothing is stored either way, as the answer says.
         "store": (lambda value: isinstance(value, bool), "must be true or false"),
         "truncation": (

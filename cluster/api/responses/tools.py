@@ -36,9 +36,7 @@ class _OfferedTool:
 
 
 class ToolTable:
-    """functions: what the model is offered, as tools of a chat. tools: the same in the form of the
-    request.
-    """
+    """functions: what the model is offered, as tools of a chat. tools: the same, as requested."""
 
     def __init__(self, tools: Sequence[Tool], omissions: Omissions) -> None:
         """Raises `RequestError` for too many tools, or too long a name."""

@@ -49,9 +49,7 @@ _SUMMARY = _ItemNaming(
 
 
 class ResponseWriter:
-    """Answers one request of one output. A whole answer consists of the same items that the events
-    of a stream describe.
-    """
+    """Answers one request of one output, with the same items, whole or as events."""
 
     def __init__(
         self,
@@ -67,8 +65,7 @@ class ResponseWriter:
     ) -> None:
         """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
         that may be called. `summarizes`: reasoning is written as a summary. `encrypts`: it is
-        repeated in the form in which clients send it back. `logprobs`: messages have those of
-        their tokens.
+        repeated in the form in which clients send it back. `logprobs`: of messages.
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
         self._tools, self._encrypts = tools, encrypts
@@ -99,10 +96,10 @@ class ResponseWriter:
                 self._logprobs.finish(is_cut_off=self._is_cut_off)
         for piece in self._parser.pieces(chunk.text):
             events += self._piece_events(piece)
-        if reason := chunk.finish_reason:
+        if chunk.finish_reason:
+            status = _status(chunk.finish_reason)
             events += self._piece_events(self._parser.finish(is_cut_off=self._is_cut_off))
-            events += self._closing_events("completed" if reason == "stop" else "incomplete")
-            status = self._status(reason)
+            events += self._closing_events(status)
             events.append(self._event(status, {"response": self._response(status)}))
         return b"".join(events)
 
@@ -122,22 +119,16 @@ class ResponseWriter:
         """The whole answer."""
         [completion] = self._generation.completions
         reason = completion.finish_reason or "stop"
+        text, token_ids, logprobs = completion.text, completion.token_ids, completion.logprobs
         whole_chunk = Chunk(
-            index=0,
-            text=completion.text,
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            finish_reason=reason,
+            index=0, text=text, token_ids=token_ids, logprobs=logprobs, finish_reason=reason
         )
         self.events(0, whole_chunk)
-        return self._response(self._status(reason))
+        return self._response(_status(reason))
 
     @property
     def _is_cut_off(self) -> bool:
         return self._generation.completions[0].is_cut_off
-
-    def _status(self, reason: str) -> str:
-        return "completed" if reason == "stop" else "incomplete"
 
     def _response(self, status: str) -> dict[str, Any]:
         incomplete_details = {"reason": "max_output_tokens"} if status == "incomplete" else None
@@ -178,10 +169,8 @@ class ResponseWriter:
         while len(self._uncounted_reasoning) > REASONING_PART_CHARS:
             end = self._uncounted_reasoning.rfind(" ", 1, REASONING_PART_CHARS)
             end = end if end > 0 else REASONING_PART_CHARS
-            part, self._uncounted_reasoning = (
-                self._uncounted_reasoning[:end],
-                self._uncounted_reasoning[end:],
-            )
+            part = self._uncounted_reasoning[:end]
+            self._uncounted_reasoning = self._uncounted_reasoning[end:]
             self._num_reasoning_tokens += len(self._tokenizer.encode(part))
 
     def _piece_events(self, piece: AnswerParts) -> list[bytes]:
@@ -273,6 +262,10 @@ class ResponseWriter:
     def _event(self, name: str, fields: dict[str, Any], prefix: str = "response.") -> bytes:
         self._num_events += 1
         return named_event(prefix + name, {"sequence_number": self._num_events - 1} | fields)
+
+
+def _status(reason: str) -> str:
+    return "completed" if reason == "stop" else "incomplete"
 
 
 def _new_item(kind: str, naming: _ItemNaming) -> dict[str, Any]:
