@@ -179,26 +179,6 @@ def test_a_folder_in_which_ray_cannot_start_is_refused(
     wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            ["--num-kv-blocks", "4", "--block-size", "4"],
-            "line 2: the prompt has 20 tokens; at most 15 .*KV cache",
-        ),
-        (["--max-model-len", "12"], "line 2: the prompt has 20 tokens; at most 11 .*max_model_len"),
-    ],
-)
-def test_a_prompt_too_long_names_its_line_and_the_limit(
-    small_model: SmallModel, requests: Path, args: list[str], message: str
-) -> None:
-    run = start("--model", small_model.path, "--input", requests, *args)
-    code, out, err = finish(run)
-    assert code == 2 and out == "" and "Traceback" not in err
-    assert re.search(message, err), err
-    wait_until(lambda: not family(run.pid), "the end of all our processes", 5.0)
-
-
 @pytest.fixture(params=["token", "disabled"])
 def one_cpu_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     """The address of a Ray cluster from `ray start` with one CPU, with and without token
