@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -55,13 +56,18 @@ RAY = str(Path(sys.executable).with_name("ray"))
 def ray_hosts() -> Iterator[list[Host]]:
     """Three hosts that form a Ray cluster, with a CPU each."""
     with hosts(3) as made:
-        head = made[0].address
-        for host in made:
-            where = [f"--address={head}:6379"]
-            if host is made[0]:
+        [head, *others] = made
+
+        def start_ray(host: Host) -> None:
+            where = [f"--address={head.address}:6379"]
+            if host is head:
                 where = ["--head", "--port=6379", "--include-dashboard=false"]
             own = [f"--node-ip-address={host.address}", "--num-cpus=1", "--disable-usage-stats"]
             host.run(RAY, "start", *where, *own, env=ENVIRONMENT | SOON_DEAD)
+
+        start_ray(head)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(start_ray, others))
         yield made
 
 
