@@ -114,12 +114,16 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 @pytest.mark.parametrize(
-    ("program", "said"), [("autoscaling", "nodes were made"), ("growing", "none failed")]
+    ("program", "cpus_per_node", "said"),
+    [("autoscaling", 2, "nodes were made"), ("growing", 1, "none failed")],
 )
-def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None:
+def test_the_autoscaler_makes_nodes_for_engines(
+    program: str, cpus_per_node: int, said: str
+) -> None:
     """For an engine that does not fit, and for the second replica of an application under load."""
+    config = json.dumps(autoscaling.cluster_config(cpus_per_node))
     with hosts(1) as [host]:
-        host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
+        host.run("sh", "-c", f"echo '{config}' > /tmp/config.json")
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]
         where += ["--autoscaling-config=/tmp/config.json", "--disable-usage-stats"]
         where += ["--include-dashboard=false"]
