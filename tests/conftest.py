@@ -2,10 +2,12 @@
 
 import faulthandler
 import gc
+import logging
 import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and "tests/cluster/" not in item.path.as_posix():
             raise pytest.UsageError(f"{item.nodeid} is marked `engine` outside tests/cluster")
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Signal handlers and loggers that a command changes in this process are restored."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    logger = logging.getLogger("eagleray")
+    before = list(logger.handlers), logger.level
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    logger.handlers[:], logger.level = before
 
 
 # -- a test process that ends in the middle of a test ----------------------------------------------

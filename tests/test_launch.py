@@ -5,12 +5,11 @@ what can be imported.
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
+import re
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,18 +82,13 @@ class Run:
 
 
 @pytest.fixture
-def no_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_engine(monkeypatch: pytest.MonkeyPatch, restored: None) -> None:
     """Makes the test fail if anything starts Ray; restores signal handlers and loggers."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the command would have started an engine")
 
     monkeypatch.setattr(SESSION, "connect", refuse)
-    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("eagleray")
-    before = list(logger.handlers), logger.level
-    yield
-    signal.signal(signal.SIGTERM, handler)
-    logger.handlers[:], logger.level = before
 
 
 def invoke(*arguments: str | int | Path) -> Run:
@@ -291,6 +285,49 @@ def test_a_refused_run_leaves_no_output_behind(
     )
     run.check_one_message(message)
     assert not output.exists()
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("flags", "limit"),
+    [
+        (["--num-kv-blocks", "4", "--block-size", "4"], "at most 15 .*KV cache"),
+        (["--max-model-len", "12"], "at most 11 .*max_model_len"),
+    ],
+)
+def test_a_prompt_too_long_names_its_line_and_the_limit(
+    model_dir: Path, tmp_path: Path, flags: list[str], limit: str
+) -> None:
+    lines = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40, 60))}]
+    file = write_lines(tmp_path, *lines)
+    run = invoke("generate", "--model", model_dir, "--input", file, *flags)
+    run.check_one_message("line 2: the prompt has 20 tokens; ")
+    assert re.search(limit, run.stderr), run.stderr
+
+
+@pytest.mark.usefixtures("no_engine")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--tp", "3"], "tensor_parallel_size"),
+        (["--replicas", "0"], "replicas must be a whole number of at least 1"),
+        (["--api-key", ""], "api_key must not be empty"),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--name", "a#b"], "--name 'a#b' must consist of letters"),
+        (["--route-prefix", "chat/"], "--route-prefix 'chat/' must be a path such as /chat"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(arguments: list[str], message: str) -> None:
+    invoke("serve", "--ray-address", "local", *arguments).check_one_message(message)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = invoke("serve", "--ray-address", "local", "--port", port)
+    run.check_one_message(f"cannot listen on 127.0.0.1:{port}")
 
 
 # Exit codes of errors that are not the user's mistake

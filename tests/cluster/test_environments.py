@@ -153,23 +153,39 @@ def test_generate_works_in_those_that_take_no_core(begin: Begin) -> None:
     assert program.returncode == 0 and "\n85\n" in output, output
 
 
+SAYS_WHICH = """
+import signal, sys
+from cluster.commands.process_one import leave_process_one
+leave_process_one()
+for number in map(int, sys.argv[1:]):
+    signal.signal(number, lambda number, _: sys.exit(100 + number))
+print("ready", flush=True)
+signal.pause()
+"""
+
+
 @needs_namespaces
-@needs_ipv6
-def test_serve_works_in_all_of_them_together_until_it_is_told_to_end(begin: Begin) -> None:
-    port = free_port()
-    program = begin(ALL, "serve", "--host", "::1", "--port", str(port), "--tp", "2")
-    url = wait_until_ready(program)
-    assert url == f"http://[::1]:{port}"
-    asked = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=60).json()
-    assert answer["choices"][0]["message"]["content"] == "85"
-    os.kill(process_one_of(program), signal.SIGTERM)
-    assert program.wait(60) == 0
+def test_process_one_passes_signals_on_and_ends_with_the_code_of_the_program() -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    command = ["unshare", "-pf", "--mount-proc", sys.executable, "-c", SAYS_WHICH]
+    for number in numbers:
+        with subprocess.Popen(
+            [*command, *(str(int(each)) for each in numbers)],
+            cwd=SOURCE_ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as program:
+            assert program.stdout is not None and program.stdout.readline() == "ready\n"
+            os.kill(process_one_of(program), number)
+            assert program.wait(10) == 100 + number
 
 
 @dataclass
 class Server:
-    """A server that listens on every address there is, as process 1 where that can be."""
+    """A server that listens on every address there is, in all of the environments together where
+    they can be made.
+    """
 
     port: int
     program: subprocess.Popen[str]
@@ -179,10 +195,18 @@ class Server:
 @pytest.fixture(scope="module")
 def server(begin: Begin) -> Server:
     port = free_port()
-    traits = (PROCESS_ONE,) if WHY_NOT is None else ()
+    traits = ALL if WHY_NOT is None else ()
     host = "::" if has_ipv6() else "127.0.0.1"
-    program = begin(traits, "serve", "--host", host, "--port", str(port))
+    program = begin(traits, "serve", "--host", host, "--port", str(port), "--tp", "2")
     return Server(port, program, wait_until_ready(program))
+
+
+@needs_namespaces
+def test_serve_works_in_all_of_them_together(server: Server) -> None:
+    url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
+    asked = {"messages": [{"role": "user", "content": "What is 47 + 38?"}]}
+    answer = httpx.post(url, json=asked, timeout=60).json()
+    assert answer["choices"][0]["message"]["content"] == "85"
 
 
 @needs_ipv6

@@ -41,6 +41,13 @@ def llm(users_ray: None, small_model: SmallModel) -> Iterator[LLM]:
         yield engine
 
 
+@pytest.fixture(scope="module")
+def waiting_llm(users_ray: None, small_model: SmallModel) -> Iterator[LLM]:
+    """One at tp 1 that waits for the result of each step."""
+    with LLM(small_model.path, tensor_parallel_size=1, num_steps_ahead=0, **OPTIONS) as engine:
+        yield engine
+
+
 def check_against_transformers(
     model: Any, outputs: list[Any], of: list[list[int]] | None = None
 ) -> None:
@@ -102,17 +109,15 @@ def test_engine_on_gpus_equals_transformers(
 
 
 def test_waiting_for_each_result_gives_the_same_tokens_as_running_ahead(
-    llm: LLM, users_ray: None, small_model: SmallModel
+    llm: LLM, waiting_llm: LLM
 ) -> None:
     params = [
         SamplingParams(temperature=0.9, top_p=0.9, seed=i, max_tokens=20)
         for i in range(len(prompts()))
     ]
     ahead = llm.generate(prompts(), params)
-    with LLM(small_model.path, tensor_parallel_size=1, num_steps_ahead=0, **OPTIONS) as waiting:
-        assert [o.token_ids for o in waiting.generate(prompts(), params)] == [
-            o.token_ids for o in ahead
-        ]
+    waiting = waiting_llm.generate(prompts(), params)
+    assert [o.token_ids for o in waiting] == [o.token_ids for o in ahead]
 
 
 def test_a_second_request_with_the_same_prompt_reports_its_cached_tokens(llm: LLM) -> None:
@@ -321,17 +326,14 @@ def test_shutdown_leaves_the_users_ray_running_and_nothing_of_ours(
     wait_until(lambda: processes(*OURS) <= before, "the end of our actors", 5.0)
 
 
-def test_two_engines_run_at_once_without_touching_each_other(
-    llm: LLM, users_ray: None, small_model: SmallModel
-) -> None:
+def test_two_engines_run_at_once_without_touching_each_other(llm: LLM, waiting_llm: LLM) -> None:
     alone = llm.generate(prompts(), GREEDY)
-    with LLM(small_model.path, tensor_parallel_size=2, **OPTIONS) as second:
 
-        async def both() -> list[Any]:
-            first, other = llm.agenerate(prompts(), GREEDY), second.agenerate(prompts(), GREEDY)
-            return list(await asyncio.gather(first, other))
+    async def both() -> list[Any]:
+        first, other = llm.agenerate(prompts(), GREEDY), waiting_llm.agenerate(prompts(), GREEDY)
+        return list(await asyncio.gather(first, other))
 
-        results = asyncio.run(both())
+    results = asyncio.run(both())
     for outputs in (*results, llm.generate(prompts(), GREEDY)):
         check_equal_but_for_near_ties(outputs, alone)
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import random
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +140,6 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench")
     write_random_checkpoint(path, RAW, torch.float32)
     return path
-
-
-@pytest.fixture
-def restored() -> Iterator[None]:
-    """Signal handlers and loggers are restored afterwards."""
-    handler, logger = signal.getsignal(signal.SIGTERM), logging.getLogger("eagleray")
-    before = list(logger.handlers), logger.level
-    yield
-    signal.signal(signal.SIGTERM, handler)
-    logger.handlers[:], logger.level = before
 
 
 @pytest.fixture

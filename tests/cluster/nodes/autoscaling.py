@@ -20,24 +20,30 @@ NOTHING: tuple[str, ...] = (
     *("worker_setup_commands", "head_start_ray_commands", "worker_start_ray_commands"),
     *("cluster_synced_files", "rsync_filter"),
 )
-# For `ray start --autoscaling-config`.
-CONFIG: dict[str, Any] = {
-    "cluster_name": "fake",
-    "provider": {"type": "fake_multinode", "use_node_id_as_ip": True},  # all have one address
-    "max_workers": 2,
-    "upscaling_speed": 1.0,
-    "idle_timeout_minutes": 10,
-    "available_node_types": {
-        "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
-        "worker": {"resources": {"CPU": 2}, "node_config": {}, "min_workers": 0, "max_workers": 2},
-    },
-    "head_node_type": "ray.head.default",
-    "auth": {},
-    "docker": {},
-    "file_mounts": {},
-    "file_mounts_sync_continuously": False,
-    **{name: [] for name in NOTHING},
-}
+
+
+def cluster_config(cpus_per_node: int) -> dict[str, Any]:
+    """For `ray start --autoscaling-config`: up to two nodes, at first none."""
+    worker = {"resources": {"CPU": cpus_per_node}, "node_config": {}, "min_workers": 0}
+    return {
+        "cluster_name": "fake",
+        "provider": {"type": "fake_multinode", "use_node_id_as_ip": True},  # all have one address
+        "max_workers": 2,
+        "upscaling_speed": 1.0,
+        "idle_timeout_minutes": 10,
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": worker | {"max_workers": 2},
+        },
+        "head_node_type": "ray.head.default",
+        "auth": {},
+        "docker": {},
+        "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        **{name: [] for name in NOTHING},
+    }
+
+
 ENVIRONMENT = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
     "RAY_FAKE_CLUSTER": "1",

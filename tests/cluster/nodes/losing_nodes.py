@@ -29,10 +29,11 @@ from tests.cluster.recovery.load import History, Load, cases, compare
 
 CASES = cases(16, tokens=60)
 LIMIT_S = 120.0
-# Ray declares a node dead after 3 s instead of 15.
+# Ray declares a node dead after 3 s instead of 15, and one that is cut off after 9 s instead of 60.
 SOON_DEAD = {
     "RAY_health_check_initial_delay_ms": "1000",
     "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
     "RAY_health_check_failure_threshold": "6",
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -55,13 +56,18 @@ RAY = str(Path(sys.executable).with_name("ray"))
 def ray_hosts() -> Iterator[list[Host]]:
     """Three hosts that form a Ray cluster, with a CPU each."""
     with hosts(3) as made:
-        head = made[0].address
-        for host in made:
-            where = [f"--address={head}:6379"]
-            if host is made[0]:
+        [head, *others] = made
+
+        def start_ray(host: Host) -> None:
+            where = [f"--address={head.address}:6379"]
+            if host is head:
                 where = ["--head", "--port=6379", "--include-dashboard=false"]
             own = [f"--node-ip-address={host.address}", "--num-cpus=1", "--disable-usage-stats"]
             host.run(RAY, "start", *where, *own, env=ENVIRONMENT | SOON_DEAD)
+
+        start_ray(head)
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(start_ray, others))
         yield made
 
 
@@ -108,12 +114,16 @@ def test_a_host_is_cut_off_and_comes_back(ray_hosts: list[Host]) -> None:
 
 @pytest.mark.skipif(NO_HOSTS is not None, reason=str(NO_HOSTS))
 @pytest.mark.parametrize(
-    ("program", "said"), [("autoscaling", "nodes were made"), ("growing", "none failed")]
+    ("program", "cpus_per_node", "said"),
+    [("autoscaling", 2, "nodes were made"), ("growing", 1, "none failed")],
 )
-def test_the_autoscaler_makes_nodes_for_engines(program: str, said: str) -> None:
+def test_the_autoscaler_makes_nodes_for_engines(
+    program: str, cpus_per_node: int, said: str
+) -> None:
     """For an engine that does not fit, and for the second replica of an application under load."""
+    config = json.dumps(autoscaling.cluster_config(cpus_per_node))
     with hosts(1) as [host]:
-        host.run("sh", "-c", f"echo '{json.dumps(autoscaling.CONFIG)}' > /tmp/config.json")
+        host.run("sh", "-c", f"echo '{config}' > /tmp/config.json")
         where = [f"--node-ip-address={host.address}", "--port=6379", "--num-cpus=0"]
         where += ["--autoscaling-config=/tmp/config.json", "--disable-usage-stats"]
         where += ["--include-dashboard=false"]

@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,8 +206,8 @@ def test_a_later_epoch_is_given_the_blocks_of_the_first_though_it_finds_memory_f
     users_ray: None, small_model: SmallModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(faults.FAULTS_VARIABLE, str(tmp_path))
-    config = config_of(small_model.path, tensor_parallel_size=2, num_kv_blocks=100)
-    placement = reserved(2, "cpu")
+    config = config_of(small_model.path, tensor_parallel_size=1, num_kv_blocks=100)
+    placement = reserved(1, "cpu")
     maker = RankMaker(config, placement, "test", ForgetfulRank)
     groups = [RankGroup(maker, epoch) for epoch in range(2)]
     try:
@@ -277,36 +278,58 @@ class SeeingRankActor(RankActor):
         )
 
 
-@pytest.mark.parametrize("ray_hides_the_others", [True, False])
-def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it(
-    users_ray: None,
-    small_model: SmallModel,
-    monkeypatch: pytest.MonkeyPatch,
-    ray_hides_the_others: bool,
-) -> None:
-    if not ray_hides_the_others:
-        environment = actor_environment()
+@pytest.fixture(scope="class", params=[True, False], ids=["hidden", "seen"])
+def seeing(
+    users_ray: None, small_model: SmallModel, request: pytest.FixtureRequest
+) -> Iterator[tuple[list[Any], Any]]:
+    """The actors of two ranks and of a spare. Ray hides from each rank the GPUs of the others, or
+    does not.
+    """
+    environment = actor_environment()
+    if not request.param:
         environment["env_vars"]["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] = "1"
-        monkeypatch.setattr(rank_group, "actor_environment", lambda: environment)
     config = dataclasses.replace(config_of(small_model.path, tensor_parallel_size=2), device="cuda")
     placement = reserved(2, "cuda")
     maker = RankMaker(config, placement, "test", SeeingRankActor)
     group = RankGroup(maker)
     try:
-        group.start()
-        spare = maker.create(placement.places()[1], placement.places())
-        of_spare = ray.get(spare.actor.seen.remote(), timeout=30)
-        given = ray.get([rank.actor.identify.remote() for rank in group.ranks], timeout=30)
-        seen = ray.get([rank.actor.gpu.remote() for rank in group.ranks], timeout=30)
-        [host, _] = ray.get(group.ranks[1].actor.met_at.remote(), timeout=30)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rank_group, "actor_environment", lambda: environment)
+            group.start()
+            spare = maker.create(placement.places()[1], placement.places())
+        yield [rank.actor for rank in group.ranks], spare.actor
     finally:
         group.close()
         placement.remove()
-    each = [gpu for _, [gpu] in given]
-    assert sorted(each) == ["0", "1"]
-    assert seen == [(gpu, each) for gpu in each]
-    assert host == "127.0.0.1", "on one node, no other machine can reach the place where they meet"
-    assert of_spare == each
+
+
+class TestRanksAndASpare:
+    def test_each_rank_sees_the_gpus_of_its_engine_and_uses_the_one_that_ray_gave_it(
+        self,
+        seeing: tuple[list[Any], Any],
+    ) -> None:
+        ranks, spare = seeing
+        of_spare = ray.get(spare.seen.remote(), timeout=30)
+        given = ray.get([rank.identify.remote() for rank in ranks], timeout=30)
+        seen = ray.get([rank.gpu.remote() for rank in ranks], timeout=30)
+        [host, _] = ray.get(ranks[1].met_at.remote(), timeout=30)
+        each = [gpu for _, [gpu] in given]
+        assert sorted(each) == ["0", "1"]
+        assert seen == [(gpu, each) for gpu in each]
+        assert host == "127.0.0.1", (
+            "on one node, no other machine can reach the place where they meet"
+        )
+        assert of_spare == each
+
+    def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_as_a_rank(
+        self,
+        seeing: tuple[list[Any], Any],
+    ) -> None:
+        ranks, spare = seeing
+        both = [spare.switch_interval_s.remote(), ranks[0].switch_interval_s.remote()]
+        of_spare, of_rank = ray.get(both, timeout=30)
+        assert of_spare == pytest.approx(sys.getswitchinterval())
+        assert of_rank == pytest.approx(SWITCH_INTERVAL_S)
 
 
 class UnlikeRankActor(SeeingRankActor):
@@ -316,21 +339,19 @@ class UnlikeRankActor(SeeingRankActor):
         return dataclasses.replace(super()._look(*args), compute_platform=f"chip {self._rank}")
 
 
-@pytest.mark.parametrize("actor", [SeeingRankActor, UnlikeRankActor])
 @pytest.mark.parametrize("experts", [None, EXPERTS], ids=["dense", "experts"])
 def test_only_ranks_of_a_model_with_experts_need_processors_of_one_kind(
-    users_ray: None, small_model: SmallModel, experts: ExpertsConfig | None, actor: type[RankActor]
+    users_ray: None, small_model: SmallModel, experts: ExpertsConfig | None
 ) -> None:
     config = config_of(small_model.path, tensor_parallel_size=2)
     config = dataclasses.replace(
         config, device="cuda", model=dataclasses.replace(config.model, experts=experts)
     )
     placement = reserved(2, "cuda")
-    group = RankGroup(RankMaker(config, placement, "test", actor))
-    is_refused = experts is not None and actor is UnlikeRankActor
+    group = RankGroup(RankMaker(config, placement, "test", UnlikeRankActor))
     refusal = pytest.raises(ConfigError, match=r"rank 0 on .* has 'chip 0' and rank 1 .* 'chip 1'")
     try:
-        with refusal if is_refused else contextlib.nullcontext():
+        with refusal if experts is not None else contextlib.nullcontext():
             group.start()
     finally:
         group.close()
@@ -356,27 +377,6 @@ def test_other_weights_on_one_rank_are_another_checkpoint() -> None:
         for files, first, second in ways
     }
     assert len(checkpoints) == len(ways)
-
-
-def test_a_spare_that_warms_up_does_not_ask_for_the_interpreters_lock_as_often_as_a_rank(
-    users_ray: None, small_model: SmallModel
-) -> None:
-    config = config_of(small_model.path, tensor_parallel_size=1)
-    placement = reserved(1, "cpu")
-    maker = RankMaker(config, placement, "test", SeeingRankActor)
-    group = RankGroup(maker)
-    try:
-        group.start()
-        spare = maker.create(placement.places()[0], placement.places())
-        both = [spare.actor, group.ranks[0].actor]
-        of_spare, of_rank = ray.get(
-            [actor.switch_interval_s.remote() for actor in both], timeout=30
-        )
-    finally:
-        group.close()
-        placement.remove()
-    assert of_spare == pytest.approx(sys.getswitchinterval())
-    assert of_rank == pytest.approx(SWITCH_INTERVAL_S)
 
 
 def say_where(*_: Any) -> None:

@@ -13,6 +13,7 @@ import ray
 
 from cluster.engine.driver import Driver
 from cluster.ranks.actor import RankActor
+from cluster.recovery import standby
 from scheduler.messages import StepPlan
 from workers import faults
 
@@ -39,9 +40,13 @@ class ScribblingRank(RankActor):
 
 
 class ScribblingDriver(Driver):
-    """A driver of such ranks."""
+    """A driver of such ranks. When a group that stands by is lost, it soon makes the next one."""
 
     rank_actor_class = ScribblingRank
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        standby.FIRST_DELAY_S = 1.0
+        super().__init__(*arguments, **options)
 
 
 class PoisonedRank(ScribblingRank):

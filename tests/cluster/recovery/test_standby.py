@@ -71,12 +71,31 @@ def lose(engine: LLM, expected: list[History], action: Any) -> int:
     return after.num_recomputed_tokens - before.num_recomputed_tokens
 
 
+def test_a_group_whose_process_dies_is_replaced(engine: LLM) -> None:
+    wait_until_a_group_stands_by(engine)
+    killed = kill(engine, "spare 1")
+
+    def is_replaced() -> bool:
+        spare = processes_of(engine).get("spare 1")
+        return spare is not None and spare.pid != killed
+
+    wait_until(is_replaced, "the next group that stands by", LIMIT_S)
+
+
 def test_what_lost_ranks_had_computed_is_not_computed_again(
     engine: LLM, expected: list[History], folder: Path
 ) -> None:
-    """One that is killed, one in the middle of a step, one that raises, one that stops."""
+    """Cached prefixes neither. One that is killed, one in the middle of a step, one that raises,
+    one that stops.
+    """
+    params = SamplingParams(max_tokens=4, temperature=0)
+    prompt = list(range(300))
+    [before] = engine.generate(prompt, params)
+    assert lose(engine, expected, lambda: kill(engine, "rank 0")) == 0
+    [after] = engine.generate(prompt, params)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert after.num_cached_tokens >= 256
     for action in (
-        lambda: kill(engine, "rank 0"),
         lambda: (folder / "forward.1").write_text("kill 3"),
         lambda: (folder / "sample.0").write_text("raise"),
         lambda: kill(engine, "rank 1", signal.SIGSTOP),
@@ -90,33 +109,9 @@ def test_the_cache_of_a_rank_that_may_have_written_anywhere_is_not_trusted(
     assert lose(engine, expected, lambda: (folder / "scribble.1").touch()) > 0
 
 
-def test_prefixes_are_found_after_ranks_were_lost(engine: LLM) -> None:
-    params = SamplingParams(max_tokens=4, temperature=0)
-    prompt = list(range(300))
-    [before] = engine.generate(prompt, params)
-    wait_until_a_group_stands_by(engine)
-    num_recoveries = engine.stats().num_recoveries
-    kill(engine, "rank 1")
-    wait_for_recovery(engine, num_recoveries)
-    [after] = engine.generate(prompt, params)
-    assert after.outputs[0].token_ids == before.outputs[0].token_ids
-    assert after.num_cached_tokens >= 256
-
-
 def test_rank_and_spare_may_die_at_once(engine: LLM, expected: list[History]) -> None:
     def kill_both() -> None:
         kill(engine, "spare 0")
         kill(engine, "rank 0")
 
     assert lose(engine, expected, kill_both) > 0
-
-
-def test_a_group_whose_process_dies_is_replaced(engine: LLM) -> None:
-    wait_until_a_group_stands_by(engine)
-    killed = kill(engine, "spare 1")
-
-    def is_replaced() -> bool:
-        spare = processes_of(engine).get("spare 1")
-        return spare is not None and spare.pid != killed
-
-    wait_until(is_replaced, "the next group that stands by", LIMIT_S)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,18 +18,22 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from cluster.ranks.cores import usable_cores
+from cluster.serve import run as serve_run
 from configs.paths import SOURCE_ROOT
 from configs.serve import ServeConfig
 from scheduler.errors import ConfigError
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import command_of, cores_of_computing_threads, family, wait_until
 from tests.cluster.serve.served import LONG, Program, free_port
+from tests.cluster.test_environments import has_ipv6
+from tests.test_launch import Run, invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
 
 def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Program]) -> None:
-    program = start("--kv-cache-bytes", str(2**26), "--ray-address", "local")
+    host = "::1" if has_ipv6() else "127.0.0.1"
+    program = start("--kv-cache-bytes", str(2**26), "--ray-address", "local", host=host)
     program.wait_until_ready()
     here = family(program.process.pid)
     assert len(here) > 5
@@ -106,52 +109,32 @@ def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_se
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--model", "/nowhere"], "/nowhere"),
-        (["--tp", "3"], "tensor_parallel_size"),
-        (["--replicas", "0"], "replicas must be a whole number of at least 1"),
-        (["--api-key", ""], "api_key must not be empty"),
-        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
-        (["--name", "a#b"], "--name 'a#b' must consist of letters"),
-        (["--route-prefix", "chat/"], "--route-prefix 'chat/' must be a path such as /chat"),
-    ],
-)
-def test_what_cannot_work_is_said_in_one_line(arguments: list[str], message: str) -> None:
-    command = [sys.executable, "launch.py", "serve", *arguments]
-    done = subprocess.run(
-        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2, done.stderr
-    assert message in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
         (["--tp", "8", "--replicas", "2"], "does not have the resources for 2 replicas"),
         (["--tp", "1"], "an application named 'eagleray' runs in this Ray cluster already"),
     ],
 )
+@pytest.mark.usefixtures("restored")
 def test_a_cluster_that_is_joined_is_looked_at_first(
-    served: tuple[str, Any], arguments: list[str], message: str
+    served: tuple[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    message: str,
 ) -> None:
     import ray
 
-    address = ray.get_runtime_context().gcs_address
-    command = [sys.executable, "launch.py", "serve", "--port", str(free_port())]
-    done = subprocess.run(
-        [*command, "--ray-address", address, "--device", "cpu", *arguments],
-        cwd=SOURCE_ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 2 and message in done.stderr, done.stderr
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("the application would have been started")
+
+    monkeypatch.setattr(serve_run, "_start", start)
+    where = ["--ray-address", ray.get_runtime_context().gcs_address, "--port", free_port()]
+    invoke("serve", *where, "--device", "cpu", *arguments).check_one_message(message)
 
 
+@pytest.mark.usefixtures("restored")
 def test_two_engines_are_started_listed_asked_and_ended_apart(
     served: tuple[str, Any], small_model: SmallModel
 ) -> None:
+    """The commands that change the cluster run as programs, those that do not in this process."""
     import ray
 
     url, _ = served
@@ -164,11 +147,14 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
             command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
         )
 
-    taken = launch("serve", *other, "--port", url.rpartition(":")[2], "--detach")
-    assert taken.returncode == 2 and "Choose another --route-prefix" in taken.stderr, taken.stderr
+    def launch_here(*arguments: str) -> Run:
+        return invoke(*arguments, "--ray-address", address)
+
+    taken = launch_here("serve", *other, "--port", url.rpartition(":")[2], "--detach")
+    taken.check_refused("Choose another --route-prefix")
     started = launch("serve", *other, "--route-prefix", "/other", "--detach")
     assert started.returncode == 0, started.stderr
-    listed = launch("status")
+    listed = launch_here("status")
     rows = [line.split() for line in listed.stdout.splitlines() if "RUNNING" in line]
     assert [row[1] for row in rows] == ["eagleray", "eagleray", "other"], listed.stdout
     assert "tiny" in rows[0] and small_model.path.name in rows[2] and "serving" in rows[2]
@@ -177,23 +163,10 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
     assert answer.status_code == 200, answer.text
     assert httpx.get(f"{url}/other/v1/models").json()["data"][0]["id"] == small_model.path.name
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
-    unknown = launch("down", "another")
-    assert unknown.returncode == 2 and "running: eagleray, other" in unknown.stderr
+    launch_here("down", "another").check_refused("running: eagleray, other")
     assert launch("down", "other").returncode == 0
-    assert "other" not in launch("status").stdout
+    assert "other" not in launch_here("status").stdout
     assert httpx.get(f"{url}/health").status_code == 200
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        command = [sys.executable, "launch.py", "serve", "--port", port]
-        done = subprocess.run(
-            command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=60, check=False
-        )
-    assert done.returncode == 2 and f"cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def test_the_file_for_serve_deploy_builds_the_application_it_says() -> None:

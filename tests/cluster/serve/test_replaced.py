@@ -8,19 +8,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import ray
 from ray import serve
 
 from cluster.serve.application import SHUTDOWN_WAIT_PERIOD_S, application
+from cluster.serve.lifetime import RunningApplication
 from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from configs.serve import ServeConfig
-from tests.cluster.processes import command_of, family, processes, wait_until
+from tests.cluster.processes import OURS, command_of, family, processes, wait_until
 from tests.cluster.serve.served import NUM_STREAMS, NUM_TOKENS, Program, Streams, free_port
+from tests.test_launch import invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "cpu")
@@ -53,32 +57,65 @@ def what_is_left(program: Program) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("lost", "missing", "why"),
-    [
-        ("ray::Driver", "*", "has no checkpoint at"),
-        ("ray::RankActor", "*.safetensors", "holds no *.safetensors file"),
-        ("ray::ServeReplica", "*.safetensors", "holds no *.safetensors file"),
-    ],
-)
+CANNOT_START = "error: the engine was lost and could not be started again: "
+
+
 def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
-    start: Callable[..., Program], tmp_path: Path, lost: str, missing: str, why: str
+    start: Callable[..., Program], tmp_path: Path
 ) -> None:
-    model = tmp_path / "model"
-    shutil.copytree(DEFAULT_MODEL_DIR, model)
+    model = shutil.copytree(DEFAULT_MODEL_DIR, tmp_path / "model")
     program = start(*SMALL, "--model", str(model))
     program.wait_until_ready()
-    for path in model.glob(missing):
-        path.unlink()
-    if missing == "*":
-        model.rmdir()
-    for pid in named(program, lost):
+    shutil.rmtree(model)
+    for pid in named(program, "ray::Driver"):
         os.kill(pid, signal.SIGKILL)
     assert program.process.wait(END_S) == 1
     ours = [line for line in what_is_left(program).splitlines() if "(raylet)" not in line]
     [said] = [line for line in ours if line.strip()]
-    assert said.startswith("error: the engine was lost and could not be started again: ")
-    assert why in said and str(model) in said
+    assert said.startswith(CANNOT_START)
+    assert "has no checkpoint at" in said and str(model) in said
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("lost", ["ray::RankActor", "ray::ServeReplica"])
+def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
+    served: tuple[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lost: str
+) -> None:
+    """The command runs in this process, which is part of the cluster."""
+    model = shutil.copytree(DEFAULT_MODEL_DIR, tmp_path / "model")
+    others = processes(*OURS, "ray::ServeReplica")
+    watch, watches = RunningApplication.watch, threading.Event()
+
+    def watch_and_tell(application: RunningApplication, stop_event: threading.Event) -> None:
+        watches.set()
+        watch(application, stop_event)
+
+    def lose() -> float:
+        """When the process was lost."""
+        try:
+            assert watches.wait(60)
+            for path in model.glob("*.safetensors"):
+                path.unlink()
+            for pid in processes(lost) - others:
+                os.kill(pid, signal.SIGKILL)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)  # otherwise the command would go on
+            raise
+        return time.monotonic()
+
+    monkeypatch.setattr(RunningApplication, "watch", watch_and_tell)
+    where = ("--ray-address", ray.get_runtime_context().gcs_address, "--route-prefix", "/lost")
+    size = ("--device", "cpu", "--kv-cache-bytes", 2**26)
+    with ThreadPoolExecutor(1) as threads:
+        losing = threads.submit(lose)
+        run = invoke("serve", "--model", model, "--name", "lost", *where, *size)
+        assert time.monotonic() - losing.result() < END_S
+    lines = run.stderr.splitlines()
+    [place] = [number for number, line in enumerate(lines) if line.startswith("ready on")]
+    [said] = lines[place + 1 :]
+    assert run.exit_code == 1 and said.startswith(CANNOT_START)
+    assert "holds no *.safetensors file" in said and str(model) in said
+    wait_until(lambda: processes(*OURS, "ray::ServeReplica") <= others, "the end of it", 5.0)
 
 
 @pytest.mark.parametrize("lost", ["gcs_server", "raylet"])

@@ -174,7 +174,8 @@ def test_the_page_shows_the_engine_and_streams_a_chat(
     """`make screenshots` keeps the pictures."""
     from playwright.sync_api import expect
 
-    pictures = Path(os.environ.get("EAGLERAY_SCREENSHOTS", tmp_path))
+    kept_in = os.environ.get("EAGLERAY_SCREENSHOTS")
+    pictures = Path(kept_in or tmp_path)
     with browser() as chromium:
         watched = Watched(chromium, served[0])
         page = watched.page
@@ -188,7 +189,7 @@ def test_the_page_shows_the_engine_and_streams_a_chat(
         assert len(set(grown)) > 5 and sorted(grown, key=len) == grown, "the answer streams"
         expect(page.locator("#ranks tr")).to_have_count(1)
         expect(page.locator("#parts tr").first).to_be_visible()
-        page.wait_for_timeout(2000)
+        page.wait_for_timeout(2000 if kept_in else 0)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             page.screenshot(path=pictures / f"page-{scheme}.png")
