@@ -57,8 +57,8 @@ CONTROLLER_TIMEOUT_S = 5.0
 
 # The end of an application: how long the driver may take to end its ranks, then how long Ray Serve
 # may take to end the replicas, after which they are killed.
-SHUTDOWN_TIMEOUT_S = 2.0
-END_TIMEOUT_S = 5.0
+DRIVER_SHUTDOWN_TIMEOUT_S = 2.0
+REPLICA_END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ class Timeouts:
 
     # Until ranks without progress are replaced; also for an answer of the driver.
     stuck_after_s: float
-    driver_silent_s: float  # until a hanging driver is noticed while requests run
-    start_s: float  # for one start of a driver
-    give_up_s: float  # how long a replacement is tried, not counting the last attempt
+    driver_silence_s: float  # until a hanging driver is noticed while requests run
+    driver_start_s: float  # for one start of a driver
+    give_up_after_s: float  # how long a replacement is tried, not counting the last attempt
     replacement_s: float  # the longest that a replacement may take
     health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
     lease_wait_s: float  # how long a request waits for one of several engines
@@ -88,26 +88,26 @@ class Timeouts:
                 f" answer; give more than {min_stuck_after_s:g}"
             )
         stuck_after_s = options.stuck_after_s
-        driver_silent_s = POLL_WAIT_S + stuck_after_s
-        start_s = options.start_timeout_s + CALL_TIMEOUT_S
-        give_up_s = max(
-            GIVE_UP_AFTER_S, options.wait_for_nodes_s, options.start_timeout_s, 3 * driver_silent_s
+        driver_silence_s = POLL_WAIT_S + stuck_after_s
+        driver_start_s = options.start_timeout_s + CALL_TIMEOUT_S
+        give_up_after_s = max(
+            GIVE_UP_AFTER_S, options.wait_for_nodes_s, options.start_timeout_s, 3 * driver_silence_s
         )
-        min_health_timeout_s = (driver_silent_s + HEALTH_MARGIN_S) / NUM_FAILED_CHECKS
+        min_health_timeout_s = (driver_silence_s + HEALTH_MARGIN_S) / NUM_FAILED_CHECKS
         return cls(
             stuck_after_s=stuck_after_s,
-            driver_silent_s=driver_silent_s,
-            start_s=start_s,
-            give_up_s=give_up_s,
+            driver_silence_s=driver_silence_s,
+            driver_start_s=driver_start_s,
+            give_up_after_s=give_up_after_s,
             # Ending what is left, waiting for room, and the last attempt's start.
-            replacement_s=give_up_s + NODE_TIMEOUT_S + give_up_s + start_s,
+            replacement_s=give_up_after_s + NODE_TIMEOUT_S + give_up_after_s + driver_start_s,
             health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, min_health_timeout_s),
-            lease_wait_s=driver_silent_s + start_s,
-            first_engine_wait_s=options.wait_for_nodes_s + start_s + CALL_TIMEOUT_S,
+            lease_wait_s=driver_silence_s + driver_start_s,
+            first_engine_wait_s=options.wait_for_nodes_s + driver_start_s + CALL_TIMEOUT_S,
         )
 
     @property
-    def replica_silent_s(self) -> float:
+    def replica_silence_s(self) -> float:
         """Ray Serve ends a replica that does not answer after this time."""
         return NUM_FAILED_CHECKS * self.health_timeout_s
 
@@ -116,9 +116,11 @@ class Timeouts:
         raised_limits = []
         if self.health_timeout_s > MIN_HEALTH_TIMEOUT_S:
             raised_limits.append(
-                f"a driver that hangs is replaced after {self.driver_silent_s:g} s, and Ray Serve"
-                f" ends a replica that does not answer after {self.replica_silent_s:g} s"
+                f"a driver that hangs is replaced after {self.driver_silence_s:g} s, and Ray Serve"
+                f" ends a replica that does not answer after {self.replica_silence_s:g} s"
             )
-        if self.give_up_s > GIVE_UP_AFTER_S:
-            raised_limits.append(f"lost ranks and drivers are replaced for {self.give_up_s:g} s")
+        if self.give_up_after_s > GIVE_UP_AFTER_S:
+            raised_limits.append(
+                f"lost ranks and drivers are replaced for {self.give_up_after_s:g} s"
+            )
         return "; ".join(raised_limits) or None

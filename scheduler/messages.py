@@ -151,16 +151,16 @@ class PromptLogprobs:
 
     def from_position(self, position: int) -> PromptLogprobs:
         """Without the tokens before `position`."""
-        num_skipped = min(max(0, position - self.first_position), len(self.logprobs))
-        if num_skipped == 0:
+        num_skipped_tokens = min(max(0, position - self.first_position), len(self.logprobs))
+        if num_skipped_tokens == 0:
             return self
         return PromptLogprobs(
-            first_position=self.first_position + num_skipped,
+            first_position=self.first_position + num_skipped_tokens,
             num_top=self.num_top,
-            logprobs=self.logprobs[num_skipped:],
-            token_ranks=self.token_ranks[num_skipped:],
-            top_token_ids=self.top_token_ids[num_skipped * self.num_top :],
-            top_logprobs=self.top_logprobs[num_skipped * self.num_top :],
+            logprobs=self.logprobs[num_skipped_tokens:],
+            token_ranks=self.token_ranks[num_skipped_tokens:],
+            top_token_ids=self.top_token_ids[num_skipped_tokens * self.num_top :],
+            top_logprobs=self.top_logprobs[num_skipped_tokens * self.num_top :],
         )
 
     def followed_by(self, later_logprobs: PromptLogprobs) -> PromptLogprobs:

@@ -12,7 +12,7 @@ import threading
 from scheduler.errors import StepTimeoutError
 from scheduler.messages import StepMask, StepPlan
 from workers.model_runner import PendingStep
-from workers.report import GRACE_S
+from workers.report import STEP_GRACE_S
 
 Outcome = PendingStep | Exception
 _StepKey = tuple[int, int]  # epoch, step id
@@ -39,7 +39,7 @@ class StepHandover:
         """
         key = (epoch, step_id)
         with self._change_condition:
-            while key not in self._outcomes and self._change_condition.wait(limit_s + GRACE_S):
+            while key not in self._outcomes and self._change_condition.wait(limit_s + STEP_GRACE_S):
                 pass  # a new step was launched: the time limit starts again
             outcome = self._outcomes.pop(key, None)
         if outcome is None:

@@ -378,11 +378,11 @@ def _run_step(
     if not samplings:
         return hidden_TE
     sampler = _make_sampler(config, model)
-    num_sampled = len(samplings)
+    num_sampled_rows = len(samplings)
     for slot, sampling in enumerate(samplings):
         sampler.admit(slot, sampling, [0], 1)
-    logits_BV = model.logits(hidden_TE[:num_sampled])
-    sampler.sample(logits_BV, sampler.state.batch(range(num_sampled), [1] * num_sampled))
+    logits_BV = model.logits(hidden_TE[:num_sampled_rows])
+    sampler.sample(logits_BV, sampler.state.batch(range(num_sampled_rows), [1] * num_sampled_rows))
     hidden_SE = hidden_TE[:POSITIONS_AT_ONCE]
     ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
     num_top = min(MAX_LOGPROBS, config.model.vocab_size)

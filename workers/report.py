@@ -8,7 +8,7 @@ from workers.batch.kv_plan import KVCacheLedger
 
 # Added to the time limit of a step, so that a more specific error can come first: that of a
 # collective operation, whose limit starts to count later.
-GRACE_S = 1.0
+STEP_GRACE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

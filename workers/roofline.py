@@ -126,7 +126,7 @@ def floor_s(
     prefill_context_sum = sum(
         _sum_of_contexts(w.num_shared_tokens, w.num_prompt_tokens) for w in works
     )
-    attention = (
+    attended_elements_per_head = (
         model.num_hidden_layers * model.head_dim * (decode_context_sum + prefill_context_sum)
     )
     layer_parameters = active_layer_parameters(model)
@@ -134,7 +134,7 @@ def floor_s(
     flops = (
         2 * layer_parameters * num_computed_tokens
         + 2 * head_parameters * num_sampled_tokens
-        + 4 * model.num_attention_heads * attention
+        + 4 * model.num_attention_heads * attended_elements_per_head
     )
     num_steps = max((w.num_output_tokens for w in works), default=0)
     kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers

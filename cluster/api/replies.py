@@ -286,11 +286,11 @@ class ChatWriter(OpenAIWriter):
         if calls:
             message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
         entries = self._logprobs(completion.token_ids, completion.logprobs)
-        has_entries = any(completion.logprobs or ())
+        has_logprobs = any(completion.logprobs or ())
         return {
             "index": completion.index,
             "message": message,
-            "logprobs": {"content": entries, "refusal": None} if has_entries else None,
+            "logprobs": {"content": entries, "refusal": None} if has_logprobs else None,
             "finish_reason": _finish_reason(completion.finish_reason, calls),
         } | ({"token_ids": completion.token_ids} if self._includes_token_ids else {})
 

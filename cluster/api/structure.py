@@ -21,12 +21,17 @@ def loosened_headers(generations: list[Generation]) -> dict[str, str]:
     follow a grammar; none if there are none. Names are escaped as in addresses.
     """
     names = [quote(name) for name in generations[0].loosened_tools]
-    num_named, num_bytes = 0, 0
-    while num_named < len(names) and num_bytes + len(names[num_named]) + 2 <= MAX_NAMES_BYTES:
-        num_bytes += len(names[num_named]) + 2
-        num_named += 1
-    others_note = [f"and {len(names) - num_named} more"] if num_named < len(names) else []
-    return {LOOSENED_HEADER: ", ".join(names[:num_named] + others_note)} if names else {}
+    num_listed_names, num_bytes = 0, 0
+    while (
+        num_listed_names < len(names)
+        and num_bytes + len(names[num_listed_names]) + 2 <= MAX_NAMES_BYTES
+    ):
+        num_bytes += len(names[num_listed_names]) + 2
+        num_listed_names += 1
+    others_note = (
+        [f"and {len(names) - num_listed_names} more"] if num_listed_names < len(names) else []
+    )
+    return {LOOSENED_HEADER: ", ".join(names[:num_listed_names] + others_note)} if names else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -63,22 +63,24 @@ class _ContextDetokenizer:
     def __init__(self, tokenizer: Decoder) -> None:
         self._tokenizer = tokenizer
         self._recent_token_ids: list[int] = []
-        self._num_certain = 0  # characters of the text of `_recent_token_ids` that were returned
+        self._num_returned_chars = (
+            0  # characters of the text of `_recent_token_ids` that were returned
+        )
 
     def push(self, token_ids: Seq[int]) -> str:
         self._recent_token_ids += token_ids
         text = self._tokenizer.decode(self._recent_token_ids)
-        num_certain = max(
+        num_certain_chars = max(
             len(text.rstrip(_REPLACEMENT_CHARACTER)), len(text) - _MAX_UNFINISHED_CHARS
         )
-        num_dropped = 0  # characters that `_recent_token_ids` no longer yields
+        num_dropped_chars = 0  # characters that `_recent_token_ids` no longer yields
         if len(self._recent_token_ids) > 2 * NUM_CONTEXT_TOKENS:
             del self._recent_token_ids[:-NUM_CONTEXT_TOKENS]
-            num_dropped = len(text) - len(self._tokenizer.decode(self._recent_token_ids))
-        num_certain = max(num_certain, num_dropped, self._num_certain)
-        new_text = text[self._num_certain : num_certain]
-        self._num_certain = num_certain - num_dropped
+            num_dropped_chars = len(text) - len(self._tokenizer.decode(self._recent_token_ids))
+        num_certain_chars = max(num_certain_chars, num_dropped_chars, self._num_returned_chars)
+        new_text = text[self._num_returned_chars : num_certain_chars]
+        self._num_returned_chars = num_certain_chars - num_dropped_chars
         return new_text
 
     def finish(self) -> str:
-        return self._tokenizer.decode(self._recent_token_ids)[self._num_certain :]
+        return self._tokenizer.decode(self._recent_token_ids)[self._num_returned_chars :]

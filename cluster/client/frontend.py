@@ -169,7 +169,7 @@ class Frontend:
                 return  # lost, or its requests were sent to the next driver
             self._last_reply = (actor, deltas.reply_number)
             self.driver.has_been_healthy |= bool(deltas.request_ids)
-            self._take(deltas)
+            self._deliver(deltas)
             loss = _loss_in(deltas)
             if loss is not None and self._on_dead is not None:
                 self._on_dead(self._outstanding_requests.take(only_accepted=True), loss)
@@ -199,7 +199,7 @@ class Frontend:
                     self.finish(generations)
                 self._on_dead(generations, failure)
 
-    def _take(self, deltas: Deltas) -> None:
+    def _deliver(self, deltas: Deltas) -> None:
         """Pass news on to the outputs."""
         stopped_request_ids: list[str] = []
         failed_request_ids: list[str] = []

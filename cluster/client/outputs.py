@@ -150,19 +150,21 @@ class OutputFollower:
             reason = "length" if news.token_ids else news.finish_reason
             self._add([], None, reason, news.num_cached_tokens)
             return False
-        overlap = len(completion.token_ids) - news.first_index
-        if overlap < 0 and news.token_ids:
+        num_known_tokens = len(completion.token_ids) - news.first_index
+        if num_known_tokens < 0 and news.token_ids:
             raise EngineError(
                 f"tokens {len(completion.token_ids)} to {news.first_index - 1} of"
                 f" {self.request.request_id} are missing"
             )
-        tokens = news.token_ids[overlap:] if overlap > 0 else news.token_ids
+        tokens = news.token_ids[num_known_tokens:] if num_known_tokens > 0 else news.token_ids
         text, num_tokens_to_stop = "", None
         if self._stream is not None:
             text, num_tokens_to_stop = self._stream.push(tokens), self._stream.num_tokens_to_stop
         if num_tokens_to_stop is not None:
             tokens = tokens[:num_tokens_to_stop]
-        logprobs = news.logprobs[overlap:][: len(tokens)] if news.logprobs is not None else None
+        logprobs = (
+            news.logprobs[num_known_tokens:][: len(tokens)] if news.logprobs is not None else None
+        )
         reason = "stop" if num_tokens_to_stop is not None else news.finish_reason
         self._add(tokens, logprobs, reason, news.num_cached_tokens, text)
         return num_tokens_to_stop is not None and news.finish_reason is None

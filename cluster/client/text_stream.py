@@ -66,21 +66,26 @@ class TextStream:
 
     def _search(self, text: str, *, is_last: bool = False) -> str:
         """Add decoded text. Returns what is certain now, up to a stop string that it completes."""
-        text, num_new = self._withheld_text + text, self._reasoning.feed(text, is_last=is_last)
+        text, num_new_chars = (
+            self._withheld_text + text,
+            self._reasoning.feed(text, is_last=is_last),
+        )
         if self._num_tokens <= self._min_tokens:
             self._withheld_text = ""
             return text
-        search_start = max(len(text) - num_new, 0)
+        search_start = max(len(text) - num_new_chars, 0)
         new_text = text[search_start:]
         ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._stop_matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
         if matches:
-            num_certain, self.stop_string = min(matches)
+            num_certain_chars, self.stop_string = min(matches)
         else:
-            num_matched = max(matcher.num_matched for matcher in self._stop_matchers)
-            num_certain = max(len(text) - max(num_matched, self._reasoning.num_undecided), 0)
-        self._withheld_text = text[num_certain:]
-        return text[:num_certain]
+            matched_length = max(matcher.matched_length for matcher in self._stop_matchers)
+            num_certain_chars = max(
+                len(text) - max(matched_length, self._reasoning.num_undecided_chars), 0
+            )
+        self._withheld_text = text[num_certain_chars:]
+        return text[:num_certain_chars]
 
 
 class _Reasoning:
@@ -89,7 +94,7 @@ class _Reasoning:
     """
 
     def __init__(self, state: AnswerState) -> None:
-        self.num_undecided = 0  # characters at the end that may be the answer
+        self.num_undecided_chars = 0  # characters at the end that may be the answer
         self._state = state
         self._undecided_prefix = ""  # until it decides
         self._end_think_matcher = _Matcher(END_THINK)
@@ -99,14 +104,14 @@ class _Reasoning:
         """Take the next part. Returns how many characters at the end of all the answer gained."""
         if self._state is AnswerState.UNDECIDED:
             self._undecided_prefix = (self._undecided_prefix + text).lstrip()
-            self.num_undecided += len(text)
+            self.num_undecided_chars += len(text)
             if self._undecided_prefix.startswith(THINK):
                 self._state, text = AnswerState.REASONING, self._undecided_prefix[len(THINK) :]
-                self.num_undecided = 0
+                self.num_undecided_chars = 0
             elif is_last or not THINK.startswith(self._undecided_prefix):
-                self._state, num_new = AnswerState.CONTENT, self.num_undecided
-                self.num_undecided = 0
-                return num_new
+                self._state, num_new_chars = AnswerState.CONTENT, self.num_undecided_chars
+                self.num_undecided_chars = 0
+                return num_new_chars
         if self._state is AnswerState.UNDECIDED:
             return 0
         if self._state is AnswerState.REASONING:
@@ -125,32 +130,32 @@ class _Matcher:
     """Looks for one stop string in a text that comes in parts, in a time that depends on the length
     of the text only (Knuth, Morris and Pratt 1977).
 
-    `num_matched` is the length of the longest end of the text with which the stop string begins.
+    `matched_length` is the length of the longest end of the text with which the stop string begins.
     """
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
-        self.num_matched = 0
+        self.matched_length = 0
         self._prefix_function = _prefix_function(stop)
 
     def feed(self, text: str) -> int | None:
         """Take the next part. Returns up to where in it the stop string goes, or None while that is
         not complete. Not to be called again afterwards.
         """
-        stop, borders, num_matched = self.stop, self._prefix_function, self.num_matched
+        stop, borders, matched_length = self.stop, self._prefix_function, self.matched_length
         first_character, stop_length, offset = stop[0], len(stop), 0
         while offset < len(text):
-            if num_matched == 0:  # on to where the stop string may begin
+            if matched_length == 0:  # on to where the stop string may begin
                 offset = text.find(first_character, offset)
                 if offset < 0:
                     break
-            while num_matched and text[offset] != stop[num_matched]:
-                num_matched = borders[num_matched - 1]
-            num_matched += text[offset] == stop[num_matched]
+            while matched_length and text[offset] != stop[matched_length]:
+                matched_length = borders[matched_length - 1]
+            matched_length += text[offset] == stop[matched_length]
             offset += 1
-            if num_matched == stop_length:
+            if matched_length == stop_length:
                 return offset
-        self.num_matched = num_matched
+        self.matched_length = matched_length
         return None
 
 
@@ -159,8 +164,8 @@ def _prefix_function(stop: str) -> tuple[int, ...]:
     """For each beginning of a text, the length of its longest proper end that begins it too."""
     borders = [0]
     for character in stop[1:]:
-        num_matched = borders[-1]
-        while num_matched and character != stop[num_matched]:
-            num_matched = borders[num_matched - 1]
-        borders.append(num_matched + (character == stop[num_matched]))
+        matched_length = borders[-1]
+        while matched_length and character != stop[matched_length]:
+            matched_length = borders[matched_length - 1]
+        borders.append(matched_length + (character == stop[matched_length]))
     return tuple(borders)

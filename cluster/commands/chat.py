@@ -184,12 +184,12 @@ def show(console: Console, text: str, style: Style | None = None) -> None:
     console.print(Segments([Segment(text, style)]), end="", soft_wrap=True)
 
 
-def run_chat(config: EngineConfig, defaults: SamplingParams) -> None:
+def run_chat(config: EngineConfig, sampling_defaults: SamplingParams) -> None:
     """Start an engine, answer lines, stop. Raises `ConfigError` before anything runs for a model
     without a chat template, and `RequestError` at the end if lines of a pipe were refused.
     """
     check_arguments(sys.argv)
-    setup = make_engine_setup(config, defaults)
+    setup = make_engine_setup(config, sampling_defaults)
     if not setup.has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; use: launch.py generate --raw")
     for stream in (sys.stdin, sys.stdout):

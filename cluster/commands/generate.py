@@ -30,7 +30,7 @@ logger = logging.getLogger("eagleray")
 
 def run_generate(
     config: EngineConfig,
-    defaults: SamplingParams,
+    sampling_defaults: SamplingParams,
     *,
     prompts: list[str],
     input: Path | None,
@@ -53,7 +53,7 @@ def run_generate(
     for prompt in prompts:
         if not prompt:
             raise RequestError("a prompt is empty; give at least one token", "prompt")
-    setup = make_engine_setup(config, defaults)
+    setup = make_engine_setup(config, sampling_defaults)
     if requests is None:
         is_chat = setup.has_chat_template and not raw
         requests = [_request_of(prompt, is_chat=is_chat) for prompt in prompts]

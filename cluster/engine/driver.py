@@ -114,7 +114,7 @@ class Driver:
             self._deliver_soon,
             self._die,
             on_failed_step=self._supervisor.note_failed_step,
-            on_result_applied=self._supervisor.note_applied,
+            on_result_applied=self._supervisor.note_applied_result,
         )
         self._supervisor.watch()
         gc.freeze()  # so that later garbage collections do not visit the blocks

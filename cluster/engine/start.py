@@ -28,7 +28,7 @@ from cluster.recovery.states import Recovery, RecoveryState
 from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.resources.room import pick_device
 from cluster.resources.session import SESSION
-from cluster.timeouts import SHUTDOWN_TIMEOUT_S, Timeouts
+from cluster.timeouts import DRIVER_SHUTDOWN_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, EngineError
 from workers.configuration import has_cuda, resolve_config
@@ -96,7 +96,7 @@ def _start(
         recovery_waits_for=owner.recovery_waits_for,
     )
     # No thread of ours may be inside Ray when Ray stops.
-    undo_stack.callback(frontend.join, SHUTDOWN_TIMEOUT_S)
+    undo_stack.callback(frontend.join, DRIVER_SHUTDOWN_TIMEOUT_S)
     undo_stack.callback(_undo_unless_ray_ended, session_lease, owner.stop)
     undo_stack.callback(frontend.close)
     report = owner.start()
@@ -130,7 +130,7 @@ class DriverOwner:
 
     def start(self) -> StartReport:
         """Start the engine. Raises the error that kept it from starting."""
-        limit_s = self._timeouts.start_s
+        limit_s = self._timeouts.driver_start_s
         report: StartReport = result_of(self.driver.start.remote(), "start the engine", limit_s)
         if self._first_report is None:
             self._first_report = report
@@ -154,7 +154,7 @@ class DriverOwner:
                 f"{self._num_deaths_without_news} drivers died one after another before they had"
                 f" any news; the last one: {error}"
             )
-        limit_s = self._timeouts.give_up_s
+        limit_s = self._timeouts.give_up_after_s
         recovery = self._recovery = Recovery(time.monotonic, limit_s)
         recovery.note_fault(str(error))
         while True:
@@ -193,7 +193,7 @@ class DriverOwner:
         """End the driver and its ranks."""
         self._is_stopped = True
         with contextlib.suppress(EaglerayError):  # it may be dead; its processes are ended next
-            result_of(self.driver.shutdown.remote(), "stop the driver", SHUTDOWN_TIMEOUT_S)
+            result_of(self.driver.shutdown.remote(), "stop the driver", DRIVER_SHUTDOWN_TIMEOUT_S)
         self._end_processes()
 
     def _fence_driver(self, recovery: Recovery) -> None:

@@ -59,7 +59,7 @@ class Follower:
     ) -> None:
         """A thread that holds the lock calls `on_answers` with sequences that have answers."""
         self.grammar = grammar
-        self.num_followed = 0
+        self.num_followed_seqs = 0
         self.is_quick = False  # loaded, and every mask came quickly
         self._helper = helper
         self._lock = lock
@@ -92,7 +92,7 @@ class Follower:
         """The sequence has ended. The caller holds the lock."""
         followed_seq.has_ended = True
         self._ended_numbers.append(followed_seq.number)
-        self.num_followed -= 1
+        self.num_followed_seqs -= 1
 
     def close(self) -> None:
         """End the thread and the child, without waiting for them. The caller holds the lock."""

@@ -282,21 +282,21 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
 
 
 def _check_property_count(
-    schema: Schema, num_required: int, num_named_properties: int | None, where: str
+    schema: Schema, num_required_names: int, num_named_properties: int | None, where: str
 ) -> None:
     """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
     if num_named_properties is not None and minimum > num_named_properties:
         raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")
-    if num_named_properties is None and minimum > max(1, num_required):
+    if num_named_properties is None and minimum > max(1, num_required_names):
         raise NotHonored(
             f"{where}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
             "minProperties",
         )
-    if minimum <= num_required:
+    if minimum <= num_required_names:
         schema.pop("minProperties", None)
-    if schema.get("maxProperties", num_required) < num_required:
+    if schema.get("maxProperties", num_required_names) < num_required_names:
         raise NotHonored(f"{where}.maxProperties is less than what is required", "maxProperties")
 
 

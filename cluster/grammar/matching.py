@@ -67,7 +67,7 @@ class GrammarMatching:
         follower, grammar = followed_seq.follower, followed_seq.follower.grammar
         with self._lock:
             follower.forget(followed_seq)
-            if follower.num_followed == 0:
+            if follower.num_followed_seqs == 0:
                 self._idle_followers[grammar] = self._followers.pop(grammar)
                 if not follower.is_quick:
                     self._idle_followers.pop(grammar).close()
@@ -86,7 +86,7 @@ class GrammarMatching:
         followed_seq = self._followed_by_request.get(seq.request_id)
         if followed_seq is None:
             follower = self._follower(seq.grammar)
-            follower.num_followed += 1
+            follower.num_followed_seqs += 1
             followed_seq = FollowedSequence(next(self._sequence_numbers), seq, follower)
             self._followed_by_request[seq.request_id] = followed_seq
         if followed_seq.num_tokens_asked != seq.num_output_tokens:

@@ -199,8 +199,8 @@ def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
         *schema.get("patternProperties", {}).values(),
         schema.get("additionalProperties", True),
     ]
-    num_more = schema.get("minProperties", 0) - len(needed_schemas)
-    return needed_schemas + (optional + free_schemas)[: max(num_more, 0)]
+    num_missing_properties = schema.get("minProperties", 0) - len(needed_schemas)
+    return needed_schemas + (optional + free_schemas)[: max(num_missing_properties, 0)]
 
 
 def _needed_items(schema: Mapping[str, Any]) -> list[Any]:

@@ -37,7 +37,7 @@ from scheduler.messages import StepMask, StepPlan, StepResult
 from workers.memory.inheritance import RankMemory
 from workers.models.local import recheck_checkpoint
 from workers.models.size import parameters_line
-from workers.report import GRACE_S, WorkerReport
+from workers.report import STEP_GRACE_S, WorkerReport
 
 NODE_CHECK_PERIOD_S = 1.0
 LOST_CALL_PAUSE_S = 0.05
@@ -157,7 +157,7 @@ class RankGroup:
         doing when the time was up.
         """
         if first_report is not None:
-            limit_s = Timeouts.from_options(self._config.engine).give_up_s
+            limit_s = Timeouts.from_options(self._config.engine).give_up_after_s
             if self._rank_maker.placement.restore(limit_s, lambda: not self._is_closed):
                 end_ranks([spare for spare in self._spares if spare is not None])
                 self._spares = [None] * self._rank_maker.num_ranks
@@ -301,7 +301,7 @@ class RankGroup:
 
     def _answers(self, calls: StepCalls, action: str) -> list[bytes]:
         """The answers to the calls of a step, by rank. Lost calls are made again in time."""
-        limit_s = self._config.engine.step_timeout_s + 2 * GRACE_S
+        limit_s = self._config.engine.step_timeout_s + 2 * STEP_GRACE_S
         deadline_s = time.monotonic() + limit_s
         while True:
             remaining_s = max(0.0, deadline_s - time.monotonic())
@@ -355,7 +355,7 @@ class RankGroup:
     def _phases(self) -> str:
         """What each rank is doing at the moment."""
         refs = [handle.actor.progress.remote() for handle in self.ranks]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=GRACE_S)
+        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STEP_GRACE_S)
         phases = []
         for rank, ref in enumerate(refs):
             phase = f"the process of rank {rank} does not answer"

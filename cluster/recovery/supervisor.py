@@ -55,7 +55,7 @@ class Supervisor:
         self._clock = clock
         self._rank_maker = rank_maker
         self._engine_config = rank_maker.config.engine
-        self.recovery = Recovery(clock, Timeouts.from_options(self._engine_config).give_up_s)
+        self.recovery = Recovery(clock, Timeouts.from_options(self._engine_config).give_up_after_s)
         self._busy_since_s = busy_since_s
         self._has_work = has_work
         self._on_group = on_group
@@ -116,7 +116,7 @@ class Supervisor:
         self._failed_step = epoch, reason
         self._wake_event.set()
 
-    def note_applied(self, epoch: int) -> None:
+    def note_applied_result(self, epoch: int) -> None:
         """A result of this epoch was applied. Any thread; cheap."""
         self._last_applied_epoch = epoch
 

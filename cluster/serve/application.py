@@ -71,7 +71,7 @@ def application(config: ServeConfig) -> serve.Application:
     }
     if config.api_has_engine:
         return serve.deployment(**engine_options)(serve.ingress()(ApiReplica)).bind(config)
-    bound_engines = serve.deployment(
+    engine_app = serve.deployment(
         **engine_options,
         num_replicas="auto" if config.max_replicas else config.replicas,
         autoscaling_config=_autoscaling(config, device),
@@ -80,7 +80,7 @@ def application(config: ServeConfig) -> serve.Application:
     api_deployment = serve.deployment(
         **shared_options, name=API_DEPLOYMENT_NAME, num_replicas=config.api_replicas
     )
-    return api_deployment(serve.ingress()(ApiReplica)).bind(config, bound_engines)
+    return api_deployment(serve.ingress()(ApiReplica)).bind(config, engine_app)
 
 
 def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:

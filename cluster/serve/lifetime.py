@@ -26,7 +26,7 @@ from ray.serve.schema import (
 from ray.util import list_named_actors
 
 from cluster.error_kinds import ErrorKind, kind_of
-from cluster.timeouts import CONTROLLER_TIMEOUT_S, END_TIMEOUT_S, WATCH_PERIOD_S
+from cluster.timeouts import CONTROLLER_TIMEOUT_S, REPLICA_END_TIMEOUT_S, WATCH_PERIOD_S
 from scheduler.errors import EngineError
 
 CANNOT_START_MESSAGE = "the engine was lost and could not be started again"
@@ -103,7 +103,7 @@ class RunningApplication:
         """
         try:
             details = _serve_details(CONTROLLER_TIMEOUT_S).applications[self._name]
-            limit_s = END_TIMEOUT_S + max(map(_drain_limit_s, details.deployments.values()))
+            limit_s = REPLICA_END_TIMEOUT_S + max(map(_drain_limit_s, details.deployments.values()))
             _controller().delete_apps.remote([self._name])
         except GetTimeoutError:
             raise EngineError(
@@ -121,7 +121,7 @@ class RunningApplication:
         """
         try:
             _controller().delete_apps.remote([self._name])
-            if self._wait_until_ended(END_TIMEOUT_S):
+            if self._wait_until_ended(REPLICA_END_TIMEOUT_S):
                 return True
         except Exception as error:
             logger.warning("Ray Serve is gone: %s", _first_line(error))
@@ -134,7 +134,7 @@ class RunningApplication:
             for actor in list_named_actors(all_namespaces=True):
                 if actor["name"].startswith(f"SERVE_REPLICA::{self._name}#"):
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
-            return self._wait_until_ended(END_TIMEOUT_S)
+            return self._wait_until_ended(REPLICA_END_TIMEOUT_S)
         except Exception as error:  # Serve has not started, or is gone
             logger.debug("the replicas could not be ended: %s", error)
             return False

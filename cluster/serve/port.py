@@ -68,7 +68,7 @@ class SharedPortOwner:
             self._join_socket.bind(self.path)
             self._join_socket.listen()
             self._undo_stack = undo_stack.pop_all()
-        threading.Thread(target=self._take_processes, name="eagleray-port", daemon=True).start()
+        threading.Thread(target=self._accept_processes, name="eagleray-port", daemon=True).start()
 
     def close(self) -> None:
         """Stop listening, as far as this process goes."""
@@ -76,15 +76,15 @@ class SharedPortOwner:
             self._join_socket.shutdown(socket.SHUT_RDWR)  # `close` alone would not end `accept`
         self._undo_stack.close()
 
-    def _take_processes(self) -> None:
+    def _accept_processes(self) -> None:
         while True:
             try:
                 process_socket, _ = self._join_socket.accept()
             except OSError:  # it was closed
                 return
-            threading.Thread(target=self._follow, args=(process_socket,), daemon=True).start()
+            threading.Thread(target=self._serve_member, args=(process_socket,), daemon=True).start()
 
-    def _follow(self, process_socket: socket.socket) -> None:
+    def _serve_member(self, process_socket: socket.socket) -> None:
         """Share the port with a process until it ends, and with it its connection to here."""
         with process_socket:
             try:
@@ -93,7 +93,7 @@ class SharedPortOwner:
                 logger.warning("a process finds no place at the port; too many have not ended yet")
                 return
             try:
-                self._share(process_socket, place)
+                self._send_sockets(process_socket, place)
                 process_socket.recv(1)
             except OSError as error:
                 logger.debug("a process has left the port: %s", error)
@@ -101,7 +101,7 @@ class SharedPortOwner:
                 self._open_output_counts[place], self._connection_counts[place] = 0, ABSENT
                 self._free_places.append(place)
 
-    def _share(self, process_socket: socket.socket, place: int) -> None:
+    def _send_sockets(self, process_socket: socket.socket, place: int) -> None:
         for listener in self._listeners:
             listener.listen(LISTEN_BACKLOG)
         self._connection_counts[place] = 0

@@ -157,9 +157,9 @@ def _softmax_block(
     """
     num_rows, block_size = s_MP.shape
     for m in range(num_rows):
-        num_seen = max(0, min(block_size, ends_M[m] - first_token))
+        num_visible_tokens = max(0, min(block_size, ends_M[m] - first_token))
         ordered_max = ordered_bits(max_M[m])
-        for p in range(num_seen):
+        for p in range(num_visible_tokens):
             s_MP[m, p] *= scale
             ordered_max = max(ordered_max, ordered_bits(s_MP[m, p]))
         new_max = float_of_ordered_bits(ordered_max)
@@ -170,12 +170,12 @@ def _softmax_block(
                 acc_MD[m, d] *= rescale
             max_M[m] = new_max
         weight_sum = np.float32(0)
-        for p in range(num_seen):
+        for p in range(num_visible_tokens):
             weight = exp_nonpositive(s_MP[m, p] - new_max)
             p_MP[m, p] = narrow(weight, p_MP[0, 0])
             weight_sum += weight
         sum_M[m] += weight_sum
-        for p in range(num_seen, block_size):
+        for p in range(num_visible_tokens, block_size):
             p_MP[m, p] = narrow(np.float32(0), p_MP[0, 0])
 
 

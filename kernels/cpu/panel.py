@@ -83,7 +83,7 @@ def _panel_product(
                 add_64_columns(num_rows, *operands)
         if widens:
             sums = totals
-        _finish_rows(panel * width, sums, first_sum, width, bias_Y, scales, out_TY)
+        _apply_epilogue(panel * width, sums, first_sum, width, bias_Y, scales, out_TY)
 
     return multiply_panel  # type: ignore[no-any-return]
 
@@ -118,7 +118,7 @@ def _add_chunk_product(
 _add_other_rows = loop_over_rows((_MAX_HEIGHT + 1) // 2, _MAX_HEIGHT, 1)
 
 
-def _finish_rows(
+def _apply_epilogue(
     first_feature: int,
     sums: Array,
     first_sum: int,
@@ -131,11 +131,11 @@ def _finish_rows(
     raise NotImplementedError("for compiled code")
 
 
-@overload(_finish_rows)  # the signatures must match exactly, so none is annotated
-def _choose_finish(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
+@overload(_apply_epilogue)  # the signatures must match exactly, so none is annotated
+def _choose_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
     is_scaled = len(scales) > 0
 
-    def finish_rows(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
+    def apply_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
         first = np.uint64(first_feature)
         num_features = min(np.uint64(width), np.uint64(out_TY.shape[1]) - first)
@@ -152,7 +152,7 @@ def _choose_finish(first_feature, sums, first_sum, width, bias_Y, scales, out_TY
                     value += widen(bias_Y[first + p])
                 out_TY[t, first + p] = narrow(value, out_TY[0, 0])
 
-    return finish_rows
+    return apply_epilogue
 
 
 # Tasks: out = x @ weight.T + bias for one panel, with `weight` as (address, bytes of a panel, an

@@ -57,20 +57,22 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
 
 
 def _define_run_function(
-    context: Any, caller: Any, task: Any, signature: Any, shared_type: Any
+    context: Any, caller_builder: Any, task: Any, signature: Any, shared_type: Any
 ) -> Any:
     """The function that a thread calls for tasks from `start` to `end`: `(shared_struct, start,
     end)`. `shared_struct`, an address, holds whether a task raised, and the arguments.
     """
     intp = context.get_value_type(types.intp)
-    name = caller.module.get_unique_name(f"{caller.function.name}.tasks")
-    run_function = ir.Function(caller.module, ir.FunctionType(ir.VoidType(), [intp] * 3), name)
+    name = caller_builder.module.get_unique_name(f"{caller_builder.function.name}.tasks")
+    run_function = ir.Function(
+        caller_builder.module, ir.FunctionType(ir.VoidType(), [intp] * 3), name
+    )
     run_function.linkage = "internal"
     builder = ir.IRBuilder(run_function.append_basic_block())
     shared_struct = builder.inttoptr(run_function.args[0], shared_type)
     start, end = run_function.args[1:]
-    raised_pointer, argument_pointer = (
-        cgutils.gep_inbounds(builder, shared_struct, 0, field_pointer) for field_pointer in range(2)
+    has_raised_pointer, argument_pointer = (
+        cgutils.gep_inbounds(builder, shared_struct, 0, field_index) for field_index in range(2)
     )
     argument_tuple = builder.load(argument_pointer)
     compiled_task = task.dispatcher.get_compile_result(signature)
@@ -82,7 +84,7 @@ def _define_run_function(
             builder, task_function, signature.return_type, signature.args, [index, *arguments]
         )
         with cgutils.if_unlikely(builder, status.is_error):
-            builder.store(_BYTE(1), raised_pointer)
+            builder.store(_BYTE(1), has_raised_pointer)
     builder.ret_void()
     return run_function
 

@@ -74,7 +74,7 @@ _NUM_WOKEN_OFFSET, _NUM_ENTERED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES) 
 _NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(
     0, 2 * _WORD_BYTES, _WORD_BYTES
 )  # of _RECORD_LINE: addresses
-_HEAD_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
+_HEADER_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
 _NEXT_TASK_LINE, _SLEEP_LINE, _LINES_PER_THREAD = range(3)
 _IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _REST_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
     0, 5 * _WORD_BYTES, _WORD_BYTES
@@ -131,7 +131,7 @@ def _first_task(part: int, num_tasks: int, num_parts: int) -> int:
 
 
 @exact_jit
-def _take_tasks(thread: int) -> int:
+def _run_tasks(thread: int) -> int:
     """Run tasks of the open loop until none is left, those of the thread's own part first; how many
     it has run.
     """
@@ -140,7 +140,7 @@ def _take_tasks(thread: int) -> int:
     argument = load_acquire(loop + _ARGUMENT_OFFSET)
     num_tasks = load_acquire(loop + _NUM_TASKS_OFFSET)
     num_parts = load_acquire(loop + _NUM_PARTS_OFFSET)
-    num_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
+    num_tasks_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
     for distance in range(num_parts):
         part = (thread + distance) % num_parts
         end = _first_task(part + 1, num_tasks, num_parts)
@@ -150,11 +150,11 @@ def _take_tasks(thread: int) -> int:
                 break
             if next_to_wake < num_parts:
                 now = now_ns()
-                began_ns = began_ns if num_run else now
+                began_ns = began_ns if num_tasks_run else now
                 next_to_wake = _wake_next(next_to_wake, num_parts, began_ns, now)
             call_tasks(function, argument, task, task + 1)
-            num_run += 1
-    return num_run
+            num_tasks_run += 1
+    return num_tasks_run
 
 
 @exact_jit
@@ -184,14 +184,16 @@ def _await_helpers() -> None:
     """Return when no helper is inside the loop, which is closed."""
     state = _line_address(_STATE_LINE)
     pipe = load_acquire(_thread_line_address(0, _SLEEP_LINE) + _READ_FD_OFFSET)
-    until_ns = now_ns() + _CALLER_WATCH_NS
-    while load_acquire(state) & _INSIDE_MASK and now_ns() < until_ns:
+    deadline_ns = now_ns() + _CALLER_WATCH_NS
+    while load_acquire(state) & _INSIDE_MASK and now_ns() < deadline_ns:
         for _ in range(_PAUSES_PER_LOOK):
             pause()
-    current = load_acquire(state)
-    while current & _INSIDE_MASK and not compare_and_swap(state, current, current | _AWAITING_FLAG):
-        current = load_acquire(state)
-    if current & _INSIDE_MASK:
+    state_word = load_acquire(state)
+    while state_word & _INSIDE_MASK and not compare_and_swap(
+        state, state_word, state_word | _AWAITING_FLAG
+    ):
+        state_word = load_acquire(state)
+    if state_word & _INSIDE_MASK:
         # A byte may be left over from an earlier loop, and signals end a wait.
         while load_acquire(state) & _INSIDE_MASK:
             take_byte(pipe)
@@ -214,26 +216,26 @@ def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
             _thread_line_address(part, _NEXT_TASK_LINE), _first_task(part, num_tasks, num_parts)
         )
     fetch_and_add(state, _LOOP_NUMBER_UNIT + _OPEN_FLAG)
-    _take_tasks(0)
+    _run_tasks(0)
     if fetch_and_add(state, -_OPEN_FLAG) & _INSIDE_MASK:
         _await_helpers()
     store_release(_line_address(_LOOP_LOCK_LINE), 0)
 
 
 @exact_jit
-def _write_down(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
+def _record_loop(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
     """Behind the loops that have been written down; if it does not fit, at the end is 0."""
     record = _line_address(_RECORD_LINE)
-    head = load_acquire(record + _NEXT_LOOP_OFFSET)
-    if head + _HEAD_BYTES + argument_bytes > load_acquire(record + _RECORD_END_OFFSET):
+    entry_address = load_acquire(record + _NEXT_LOOP_OFFSET)
+    if entry_address + _HEADER_BYTES + argument_bytes > load_acquire(record + _RECORD_END_OFFSET):
         store_release(record + _RECORD_END_OFFSET, 0)
         return
-    store_release(head, function)
-    store_release(head + _WORD_BYTES, num_tasks)
-    store_release(head + 2 * _WORD_BYTES, argument_bytes)
+    store_release(entry_address, function)
+    store_release(entry_address + _WORD_BYTES, num_tasks)
+    store_release(entry_address + 2 * _WORD_BYTES, argument_bytes)
     for offset in range(0, argument_bytes, _WORD_BYTES):
-        store_release(head + _HEAD_BYTES + offset, load_acquire(argument + offset))
-    store_release(record + _NEXT_LOOP_OFFSET, head + _HEAD_BYTES + argument_bytes)
+        store_release(entry_address + _HEADER_BYTES + offset, load_acquire(argument + offset))
+    store_release(record + _NEXT_LOOP_OFFSET, entry_address + _HEADER_BYTES + argument_bytes)
 
 
 @numba.cfunc(types.void(*[types.int64] * 4), cache=True, error_model="numpy")
@@ -242,15 +244,15 @@ def _run_loop(function: int, argument: int, num_tasks: int, argument_bytes: int)
     two are addresses. The argument is whole words.
     """
     if load_acquire(_line_address(_RECORD_LINE) + _NEXT_LOOP_OFFSET):
-        _write_down(function, argument, num_tasks, argument_bytes)
+        _record_loop(function, argument, num_tasks, argument_bytes)
     _share_tasks(function, argument, num_tasks)
 
 
 @exact_entry_jit
-def run_again(address: int, end: int) -> bool:
+def replay_loops(address: int, end: int) -> bool:
     """Run the loops that were written down between two addresses; whether a task raised."""
     while address < end:
-        argument = address + _HEAD_BYTES
+        argument = address + _HEADER_BYTES
         store_release(argument, load_acquire(argument) & ~_RAISED)
         _share_tasks(load_acquire(address), argument, load_acquire(address + _WORD_BYTES))
         if load_acquire(argument) & _RAISED:
@@ -281,51 +283,51 @@ def _run_helper(helper: int) -> None:
 @exact_jit
 def _watch(helper: int) -> None:
     """Help with one loop after the other, until none has come for a while or the core is lost."""
-    state, number_of_last = _line_address(_STATE_LINE), np.int64(0)
-    looked_ns = worked_ns = now_ns()
+    state, last_loop_number = _line_address(_STATE_LINE), np.int64(0)
+    last_look_ns = last_work_ns = now_ns()
     while True:
-        current = load_acquire(state)
-        number = current // _LOOP_NUMBER_UNIT
-        if current & _OPEN_FLAG and number != number_of_last:
-            number_of_last = number
-            if _enter(helper, number):
-                looked_ns = worked_ns = now_ns()
+        state_word = load_acquire(state)
+        number = state_word // _LOOP_NUMBER_UNIT
+        if state_word & _OPEN_FLAG and number != last_loop_number:
+            last_loop_number = number
+            if _help_with_loop(helper, number):
+                last_look_ns = last_work_ns = now_ns()
                 continue
         for _ in range(_PAUSES_PER_LOOK):
             pause()
         now = now_ns()
-        is_over = now - worked_ns > _WATCH_NS or now - looked_ns > _LOST_CORE_NS
-        if is_over or load_acquire(_line_address(_SLEEP_AFTER_LINE)) == number:
+        must_sleep = now - last_work_ns > _WATCH_NS or now - last_look_ns > _LOST_CORE_NS
+        if must_sleep or load_acquire(_line_address(_SLEEP_AFTER_LINE)) == number:
             return
-        looked_ns = now
+        last_look_ns = now
 
 
 @exact_jit
-def _enter(helper: int, number: int) -> bool:
+def _help_with_loop(helper: int, number: int) -> bool:
     """Help with a loop if it is still open; whether there was a task left."""
-    state, current = _line_address(_STATE_LINE), np.int64(0)
+    state, state_word = _line_address(_STATE_LINE), np.int64(0)
     while True:
-        current = load_acquire(state)
-        if not current & _OPEN_FLAG or current // _LOOP_NUMBER_UNIT != number:
+        state_word = load_acquire(state)
+        if not state_word & _OPEN_FLAG or state_word // _LOOP_NUMBER_UNIT != number:
             return False
-        if compare_and_swap(state, current, current + 1):
+        if compare_and_swap(state, state_word, state_word + 1):
             break
-    num_run = 0
+    num_tasks_run = 0
     if helper < load_acquire(_line_address(_LOOP_LINE) + _NUM_PARTS_OFFSET):
-        num_run = _take_tasks(helper)
-    if num_run:
+        num_tasks_run = _run_tasks(helper)
+    if num_tasks_run:
         fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_ENTERED_OFFSET, 1)
     before = fetch_and_add(state, -1)
     if before & _AWAITING_FLAG and before & _INSIDE_MASK == 1:
         put_byte(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
-    return num_run > 0
+    return num_tasks_run > 0
 
 
 @exact_jit
-def _sleep(helper: int, rests_until_ns: int) -> int:
-    """Sleep until a loop wakes the helper, not before `rests_until_ns`; when it did."""
+def _sleep(helper: int, rest_end_ns: int) -> int:
+    """Sleep until a loop wakes the helper, not before `rest_end_ns`; when it did."""
     line = _thread_line_address(helper, _SLEEP_LINE)
-    store_release(line + _REST_END_OFFSET, rests_until_ns)
+    store_release(line + _REST_END_OFFSET, rest_end_ns)
     store_release(line + _IS_ASLEEP_OFFSET, 1)
     while load_acquire(line + _IS_ASLEEP_OFFSET):
         take_byte(load_acquire(line + _READ_FD_OFFSET))
@@ -371,23 +373,23 @@ def put_helpers_to_sleep() -> None:
     )
 
 
-def write_down(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int:
+def record_loops_into(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int:
     """Write the loops of this process from now on into `memory`; None: nowhere. Returns the end of
     what was written to the memory before, an address. Raises `RuntimeError` if that was too small.
     """
-    next_loop, record_end = (
+    next_loop_index, record_end_index = (
         _word_index(_RECORD_LINE, field) for field in (_NEXT_LOOP_OFFSET, _RECORD_END_OFFSET)
     )
-    written_end = int(_pool_words[next_loop])
-    if written_end and not _pool_words[record_end]:
-        _pool_words[next_loop] = 0
+    written_end = int(_pool_words[next_loop_index])
+    if written_end and not _pool_words[record_end_index]:
+        _pool_words[next_loop_index] = 0
         raise RuntimeError("more loops than there is memory to write them down")
-    _pool_words[record_end] = 0 if memory is None else memory.ctypes.data + memory.nbytes
-    _pool_words[next_loop] = 0 if memory is None else memory.ctypes.data
+    _pool_words[record_end_index] = 0 if memory is None else memory.ctypes.data + memory.nbytes
+    _pool_words[next_loop_index] = 0 if memory is None else memory.ctypes.data
     return written_end
 
 
-def counts() -> tuple[int, int]:
+def helper_counts() -> tuple[int, int]:
     """How often a helper was woken so far, and how often one had a task of a loop."""
     return int(_pool_words[_word_index(_COUNTS_LINE, _NUM_WOKEN_OFFSET)]), int(
         _pool_words[_word_index(_COUNTS_LINE, _NUM_ENTERED_OFFSET)]

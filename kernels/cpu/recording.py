@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.jit import Array
-from kernels.cpu.pool import run_again, write_down
+from kernels.cpu.pool import record_loops_into, replay_loops
 
 _MAX_WORDS = 1 << 15  # of the loops between two calls; a layer has some 600
 
@@ -47,7 +47,7 @@ class Recording:
         assert not _current, "a recording within another"
         _current.append(self)
         self._memory = np.empty(_MAX_WORDS, np.int64)
-        write_down(self._memory)
+        record_loops_into(self._memory)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -55,7 +55,7 @@ class Recording:
         try:
             self._end_part()
         finally:
-            write_down(None)
+            record_loops_into(None)
             self._memory = np.empty(0, np.int64)
 
     def replay(self) -> None:
@@ -92,7 +92,7 @@ class Recording:
         return tensor
 
     def _end_part(self) -> None:
-        num_bytes = write_down(self._memory) - self._memory.ctypes.data
+        num_bytes = record_loops_into(self._memory) - self._memory.ctypes.data
         if num_bytes:
             loops = self._memory[: num_bytes // 8].copy()
             self._parts.append(partial(_run, loops, loops.ctypes.data, loops.nbytes))
@@ -136,9 +136,9 @@ def refuse() -> None:
 
 def run_once() -> None:
     """Compile what replays, or load it from the cache."""
-    run_again(0, 0)
+    replay_loops(0, 0)
 
 
 def _run(_loops: object, address: int, num_bytes: int) -> None:
-    if run_again(address, address + num_bytes):
+    if replay_loops(address, address + num_bytes):
         raise RuntimeError("a task of a recorded loop raised an error")

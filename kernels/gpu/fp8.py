@@ -108,8 +108,8 @@ def from_cache_dtype(cached_values, dtype: tl.constexpr, WIDENING: tl.constexpr)
                 ).to(dtype)
         else:
             bits = cached_values.to(tl.uint16)
-            half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16)
-            values = (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+            half_bits = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.uint16)
+            values = (half_bits.to(tl.float16, bitcast=True) * 256.0).to(dtype)
     else:
         values = cached_values
     return values

@@ -75,13 +75,13 @@ def dequantize(weight: GroupedCodes) -> Tensor:
     if weight.zeros_YG is None:
         is_int8 = weight.words_YW.dtype is torch.int8
         numbers_YX = weight.words_YW if is_int8 else from_fp8(weight.words_YW)
-        numbers_YGX = numbers_YX.unflatten(1, group_shape)
+        unscaled_YGX = numbers_YX.unflatten(1, group_shape)
     else:
         shifts = int4_device_shifts(weight.words_YW.device)
         codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
-        numbers_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros_YG.unsqueeze(2)
+        unscaled_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros_YG.unsqueeze(2)
     scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)
-    values_YGX: Tensor = numbers_YGX.to(torch.float32) * scale_YG1
+    values_YGX: Tensor = unscaled_YGX.to(torch.float32) * scale_YG1
     return values_YGX.flatten(1)
 
 

@@ -24,13 +24,17 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     order = [
         timeouts.HEARTBEAT_S + timeouts.RANK_ANSWER_TIMEOUT_S,
         limits.stuck_after_s,
-        limits.driver_silent_s,
-        limits.replica_silent_s,
+        limits.driver_silence_s,
+        limits.replica_silence_s,
     ]
     assert order == sorted(set(order)), order
-    assert start < limits.start_s < limits.lease_wait_s, "a request outlasts one start of a driver"
-    assert max(start, nodes, limits.driver_silent_s) <= limits.give_up_s < limits.replacement_s
-    assert nodes + limits.start_s < limits.first_engine_wait_s
+    assert start < limits.driver_start_s < limits.lease_wait_s, (
+        "a request outlasts one start of a driver"
+    )
+    assert (
+        max(start, nodes, limits.driver_silence_s) <= limits.give_up_after_s < limits.replacement_s
+    )
+    assert nodes + limits.driver_start_s < limits.first_engine_wait_s
 
 
 def test_each_who_asks_for_counters_waits_longer_than_whom_it_asks() -> None:
@@ -51,8 +55,8 @@ def test_an_engine_that_is_dead_for_good_is_replaced_within_ten_seconds() -> Non
 def test_nothing_is_raised_by_default() -> None:
     limits = Timeouts.from_options(EngineConfig())
     assert limits.describe_raised_limits() is None
-    assert (limits.stuck_after_s, limits.driver_silent_s, limits.give_up_s) == (20, 25, 300)
-    assert limits.replica_silent_s == 30
+    assert (limits.stuck_after_s, limits.driver_silence_s, limits.give_up_after_s) == (20, 25, 300)
+    assert limits.replica_silence_s == 30
 
 
 def test_what_is_raised_is_said_in_one_line() -> None:

@@ -58,9 +58,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def helps_with_long_loops() -> bool:
-    num_entered = pool.counts()[1]
+    num_entered = pool.helper_counts()[1]
     run_loops(1, LONG, values(16))
-    return pool.counts()[1] > num_entered
+    return pool.helper_counts()[1] > num_entered
 
 
 @contextmanager
@@ -96,11 +96,11 @@ def test_long_loops_wake_a_helper() -> None:
 
 def test_short_loops_wake_no_helper() -> None:
     time.sleep(0.01)  # until it sleeps
-    num_woken = pool.counts()[0]
+    num_woken = pool.helper_counts()[0]
     for _ in range(1000):
         run_loops(1, SHORT, values(16))
     # A loop that loses its core for a moment takes long.
-    assert pool.counts()[0] - num_woken < 50
+    assert pool.helper_counts()[0] - num_woken < 50
 
 
 def test_a_helper_sleeps_when_no_loop_comes() -> None:
@@ -117,7 +117,7 @@ def test_a_loop_ends_whether_its_helper_comes_or_not() -> None:
 pool._thread.start_new_thread = lambda *_: None
 pool.set_num_threads(2)
 run_loops(10, LONG, value_T := values(16))
-print(pool.counts(), value_T.sum())
+print(pool.helper_counts(), value_T.sum())
 """
     assert run_program(program) == f"(0, 0) {expected.sum()}\n"
 

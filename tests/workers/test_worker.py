@@ -111,7 +111,7 @@ def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> 
 def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "GRACE_S", 0.0)
+    monkeypatch.setattr(handover, "STEP_GRACE_S", 0.0)
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
     launchers = [
         threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))

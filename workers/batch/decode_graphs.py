@@ -76,8 +76,8 @@ class DecodeGraphs:
         # What a step sends, filled as if all rows were padding: the arrays, and tensors like them.
         self._row_arrays = [np.full(max_size, value, np.int32) for value in _PADDING_ROW]
         self._part_start_S1 = np.arange(max_size + 1, dtype=np.int32)
-        self._num_live_1 = np.zeros(1, np.int32)
-        kept_arrays = (*self._row_arrays, self._part_start_S1, self._num_live_1)
+        self._num_live_tokens_1 = np.zeros(1, np.int32)
+        kept_arrays = (*self._row_arrays, self._part_start_S1, self._num_live_tokens_1)
         self._inputs = [uploads.keep(array) for array in kept_arrays]
         self._uploads = uploads
         self._graphs: dict[tuple[int, int], Graph] = {}  # by size and number of parts
@@ -119,13 +119,13 @@ class DecodeGraphs:
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.seq_len_bounds[bisect.bisect_left(self.seq_len_bounds, rows.max_seq_len)]
         max_parts = self._state.max_decode_parts(size, bound)
-        numbers = (rows.slots_T, rows.positions_T, rows.num_cached_T, rows.seq_lens_B)
+        numbers = (rows.slots_T, rows.positions_T, rows.num_cached_tokens_T, rows.seq_lens_B)
         for row_array_S, numbers_R, padding in zip(
             self._row_arrays, numbers, _PADDING_ROW, strict=True
         ):
             row_array_S[:num_rows] = numbers_R
             row_array_S[num_rows:size] = padding
-        self._num_live_1[0] = num_rows
+        self._num_live_tokens_1[0] = num_rows
         if max_parts:
             seq_lens_B = self._row_arrays[-1][:size]
             self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
@@ -133,11 +133,13 @@ class DecodeGraphs:
 
     def _run(self, size: int, max_parts: int) -> None:
         *numbers, part_start_S1, num_live_tokens_1 = self._inputs
-        slots_B, positions_B, num_cached_B, seq_lens_B = (
+        slots_B, positions_B, num_cached_tokens_B, seq_lens_B = (
             kept_tensor[:size] for kept_tensor in numbers
         )
         part_start_B1 = part_start_S1[: size + 1]
-        token_ids_B, kv_places_B = self._state.look_up_tokens(slots_B, positions_B, num_cached_B)
+        token_ids_B, kv_places_B = self._state.look_up_tokens(
+            slots_B, positions_B, num_cached_tokens_B
+        )
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(
             query_start_B1=starts_B1,

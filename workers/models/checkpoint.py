@@ -34,11 +34,11 @@ SINGLE_FILE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _FLOAT_ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F64": 8}  # bytes of each
 _ITEM_BYTES = _FLOAT_ITEM_BYTES | {I8: 1, F8_E4M3: 1, INT32: 4, "I64": 8}
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING_NAME, _HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 # The experts of a layer: a tensor for each matrix of each, or, as transformers holds them, all in
 # two tensors, of which the first one has of each expert the gate, then up.
 _EXPERT_MATRIX_PATTERN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-_MERGED_GATE_UP, _MERGED_DOWN = "gate_up_proj", "down_proj"
+_MERGED_GATE_UP_NAME, _MERGED_DOWN_NAME = "gate_up_proj", "down_proj"
 # Computed from config.json; old versions of transformers stored them.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
 # Of tensors that only quantized checkpoints have: those of codes in words.
@@ -72,11 +72,11 @@ def expected_tensors(
     hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
     tensors: dict[str, tuple[int, ...]] = {
-        _EMBEDDING: (model.vocab_size, hidden),
+        _EMBEDDING_NAME: (model.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not model.tie_word_embeddings:
-        tensors[_HEAD] = (model.vocab_size, hidden)
+        tensors[_HEAD_NAME] = (model.vocab_size, hidden)
     matrices = {
         "self_attn.q_proj": (q_size, hidden),
         "self_attn.k_proj": (kv_size, hidden),
@@ -116,8 +116,8 @@ def _expert_tensors(
     num_experts, features = experts.num_experts, experts.intermediate_size
     tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (num_experts, hidden)}
     if is_merged:
-        tensors[f"{mlp}.experts.{_MERGED_GATE_UP}"] = (num_experts, 2 * features, hidden)
-        tensors[f"{mlp}.experts.{_MERGED_DOWN}"] = (num_experts, hidden, features)
+        tensors[f"{mlp}.experts.{_MERGED_GATE_UP_NAME}"] = (num_experts, 2 * features, hidden)
+        tensors[f"{mlp}.experts.{_MERGED_DOWN_NAME}"] = (num_experts, hidden, features)
         return tensors
     for expert in range(num_experts):
         for name, shape in _mlp_matrices(f"{mlp}.experts.{expert}", hidden, features).items():
@@ -132,7 +132,7 @@ def merged_place(name: str) -> tuple[str, int, bool] | None:
     if not (match := _EXPERT_MATRIX_PATTERN.fullmatch(name)):
         return None
     experts, expert, matrix = match.groups()
-    merged_part = _MERGED_DOWN if matrix == "down" else _MERGED_GATE_UP
+    merged_part = _MERGED_DOWN_NAME if matrix == "down" else _MERGED_GATE_UP_NAME
     return f"{experts}.{merged_part}", int(expert), matrix == "up"
 
 
@@ -200,19 +200,19 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
             " config.json has no quantization_config, which says how. Use a checkpoint whose"
             " config.json has one"
         )
-    is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP}") for name in stored)
+    is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored)
     expected_shapes = expected_tensors(
         model, merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
     )
     ignored_parts = model.stored_format.ignored_parts if model.stored_format is not None else ()
     ignored_ends = _COMPUTED_SUFFIX, *(f".{part}" for part in ignored_parts)
     ignored_names = {name for name in stored if name.endswith(ignored_ends)}
-    if model.tie_word_embeddings and _HEAD in stored:
-        ignored_names.add(_HEAD)
-        _check_tied(stored[_HEAD], stored.setdefault(_EMBEDDING, stored[_HEAD]))
+    if model.tie_word_embeddings and _HEAD_NAME in stored:
+        ignored_names.add(_HEAD_NAME)
+        _check_tied(stored[_HEAD_NAME], stored.setdefault(_EMBEDDING_NAME, stored[_HEAD_NAME]))
     if missing_names := expected_shapes.keys() - stored.keys():
         hint = ""
-        if missing_names == {_HEAD}:
+        if missing_names == {_HEAD_NAME}:
             hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
         raise ConfigError(
             f"{model_dir} lacks {_listing(missing_names)}, which its config.json calls for:"
@@ -293,9 +293,9 @@ def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:
     is_same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not is_same_kind or list(_samples(head)) != list(_samples(embedding)):
         raise ConfigError(
-            f"{head.path} holds {_HEAD}, which differs from {_EMBEDDING}, though config.json says"
-            " that they are one (tie_word_embeddings): set that to false to use both, or remove"
-            f" {_HEAD}"
+            f"{head.path} holds {_HEAD_NAME}, which differs from {_EMBEDDING_NAME}, though"
+            " config.json says that they are one (tie_word_embeddings): set that to false to use"
+            f" both, or remove {_HEAD_NAME}"
         )
 
 

@@ -43,7 +43,7 @@ class ScoredRows:
     """
 
     first_positions: tuple[int, ...]
-    num_scored: tuple[int, ...]
+    num_scored_tokens: tuple[int, ...]
     num_top: tuple[int, ...]
     indices_P: Tensor
     slots_P: Tensor
@@ -61,8 +61,8 @@ class ScoredTokens:
     def messages(self) -> tuple[PromptLogprobs, ...]:
         """One per row. The tensors are on the host."""
         rows = self.rows
-        ends = np.cumsum(rows.num_scored).tolist()
-        numbers = zip(rows.first_positions, rows.num_scored, rows.num_top, ends, strict=True)
+        ends = np.cumsum(rows.num_scored_tokens).tolist()
+        numbers = zip(rows.first_positions, rows.num_scored_tokens, rows.num_top, ends, strict=True)
         return tuple(
             self._message(first, num_top, slice(end - count, end))
             for first, count, num_top, end in numbers
@@ -101,19 +101,21 @@ class PromptScorer:
         end_R = rows.query_start_B1[scored_rows_R + 1].astype(np.int64)
         slots_R = rows.slots_B[scored_rows_R].astype(np.int64)
         first_position_R = rows.positions_T[begin_R].astype(np.int64) + 1
-        num_scored_R = np.minimum(
+        num_scored_tokens_R = np.minimum(
             end_R - begin_R, self._state.num_prompt_tokens_S[slots_R] - first_position_R
         )
-        row_start_P = np.repeat(np.cumsum(num_scored_R) - num_scored_R, num_scored_R)
-        index_in_row_P = np.arange(num_scored_R.sum()) - row_start_P
+        row_start_P = np.repeat(
+            np.cumsum(num_scored_tokens_R) - num_scored_tokens_R, num_scored_tokens_R
+        )
+        index_in_row_P = np.arange(num_scored_tokens_R.sum()) - row_start_P
         num_top_R = np.minimum(self._num_top_S[slots_R], self._shard.vocab_size)
         return ScoredRows(
             first_positions=tuple(first_position_R.tolist()),
-            num_scored=tuple(num_scored_R.tolist()),
+            num_scored_tokens=tuple(num_scored_tokens_R.tolist()),
             num_top=tuple(num_top_R.tolist()),
-            indices_P=put(np.repeat(begin_R, num_scored_R) + index_in_row_P),
-            slots_P=put(np.repeat(slots_R, num_scored_R)),
-            positions_P=put(np.repeat(first_position_R, num_scored_R) + index_in_row_P),
+            indices_P=put(np.repeat(begin_R, num_scored_tokens_R) + index_in_row_P),
+            slots_P=put(np.repeat(slots_R, num_scored_tokens_R)),
+            positions_P=put(np.repeat(first_position_R, num_scored_tokens_R) + index_in_row_P),
         )
 
     def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:

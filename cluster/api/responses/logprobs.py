@@ -58,12 +58,12 @@ class MessageLogprobs:
 
     def finish(self, *, is_cut_off: bool) -> None:
         """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
-        self._take(self._parser.finish(is_cut_off=is_cut_off))
+        self._add_parts(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:
         self._pending_characters.append((character, self._partial_token_indices))
         earlier_state = self._parser.state
-        self._take(self._parser.push(character))
+        self._add_parts(self._parser.push(character))
         new_state = self._parser.state
         # The text of a call that turns out to be none will be reported as it is.
         if new_state is AnswerState.REASONING or (
@@ -75,7 +75,7 @@ class MessageLogprobs:
                 {last_index: self._entries[last_index]} if last_index in self._entries else {}
             )
 
-    def _take(self, parts: AnswerParts) -> None:
+    def _add_parts(self, parts: AnswerParts) -> None:
         text = parts.content
         if parts.reasoning or parts.calls:
             self._is_in_message = False

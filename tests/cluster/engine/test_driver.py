@@ -88,7 +88,7 @@ class FakeSupervisor:
     def note_failed_step(self, epoch: int, why: str) -> None:
         raise AssertionError(f"epoch {epoch}: {why}")
 
-    def note_applied(self, epoch: int) -> None:
+    def note_applied_result(self, epoch: int) -> None:
         assert epoch == 0
 
     def end(self) -> None:

@@ -260,7 +260,7 @@ class Driver:
             lambda news: world.later.append(lambda: self.frontends.deliver(news)),
             self.fail,
             on_failed_step=self.supervisor.note_failed_step,
-            on_result_applied=self.supervisor.note_applied,
+            on_result_applied=self.supervisor.note_applied_result,
         )
 
     def fail(self, error: Exception) -> None:

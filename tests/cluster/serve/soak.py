@@ -70,14 +70,17 @@ class Reader:
         leaves = SLOW_SHARE <= drawn < SLOW_SHARE + LEAVING_SHARE
         self._num_events_left = rng.randrange(1, 60) if leaves else None
 
-    def read(self, events: Any) -> None:
+    def read(self, events: Any) -> list[Any]:
         """Read the events. Raises `Left` where the client disconnects."""
-        for _ in events:
+        read = []
+        for event in events:
+            read.append(event)
             time.sleep(self._pause_s)
             if self._num_events_left is not None:
                 self._num_events_left -= 1
                 if self._num_events_left == 0:
                     raise Left
+        return read
 
 
 class Clients:
@@ -118,7 +121,7 @@ class Clients:
             if reader is None:
                 whole = self._openai.chat.completions.create(model="model", **body)
                 return _comparable(whole)
-            usage = {"include_usage": True}
+            usage: Any = {"include_usage": True}
             with self._openai.chat.completions.stream(
                 model="model", stream_options=usage, **body
             ) as stream:
@@ -132,9 +135,8 @@ class Clients:
             if reader is None:
                 whole = self._openai.completions.create(model="model", **body)
                 return whole.choices[0].text, whole.choices[0].finish_reason
-            chunks: list[Any] = []
             with self._openai.completions.create(model="model", stream=True, **body) as stream:
-                reader.read(chunks.append(chunk) for chunk in stream)
+                chunks = reader.read(stream)
             text = "".join(chunk.choices[0].text for chunk in chunks)
             return text, chunks[-1].choices[0].finish_reason
 

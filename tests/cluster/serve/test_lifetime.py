@@ -19,7 +19,7 @@ from ray.serve.schema import (
 
 from cluster.serve import lifetime
 from cluster.serve.lifetime import RunningApplication
-from cluster.timeouts import END_TIMEOUT_S
+from cluster.timeouts import REPLICA_END_TIMEOUT_S
 from scheduler.errors import ConfigError, EngineError, UnreadableError
 
 LOST = "A replica's health check failed."
@@ -204,4 +204,4 @@ def test_who_ends_an_application_waits_as_long_as_its_requests_may_take(
     else:
         with pytest.raises(EngineError, match="has not ended within 305 s"):
             RunningApplication("eagleray").finish()
-    assert deleted == [["eagleray"]] and limits == [300 + END_TIMEOUT_S]
+    assert deleted == [["eagleray"]] and limits == [300 + REPLICA_END_TIMEOUT_S]

@@ -345,6 +345,6 @@ def test_check_names_the_law_a_corrupt_table_breaks(config: ResolvedConfig) -> N
     with pytest.raises(WorkerError, match="block tables name blocks of the cache"):
         state.check()
     state.block_table_SW[0, 0] = 0
-    state.num_computed_S[0] = 1
+    state.num_computed_tokens_S[0] = 1
     with pytest.raises(WorkerError, match="a free slot holds nothing"):
         state.check()
