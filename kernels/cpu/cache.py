@@ -21,11 +21,13 @@ from typing import Any
 
 import numba
 from llvmlite import binding as llvm
-from numba.core import caching
+from numba.core import caching, codegen
 
 logger = logging.getLogger(__name__)
 
 _NumbaIndexFile = caching.IndexDataCacheFile
+_optimize_final_module = codegen.CPUCodeLibrary._optimize_final_module
+_OUR_PACKAGE = "7kernels3cpu"  # in mangled names
 _KERNELS_DIR = Path(__file__).resolve().parent
 _CHECKOUT_DIR = _KERNELS_DIR.parent.parent
 # Functions of these files are inlined into compiled functions of other files.
@@ -144,10 +146,22 @@ def _cache_file(
     )
 
 
-def use_content_cache() -> None:
-    """Make numba ask `ContentCacheLocator` first, and save our signatures each for itself. Call
-    before any function is compiled.
+def _internalize_callees(library: codegen.CPUCodeLibrary) -> None:
+    """Optimize a library whose copies of our functions that it calls are its own. By default they
+    have the names of the originals, and a process runs whichever copy it has loaded first, though
+    the optimizer may have added in another order in each.
     """
+    for function in library._final_module.functions:
+        if function.linkage is llvm.Linkage.linkonce_odr and _OUR_PACKAGE in function.name:
+            function.linkage = "internal"
+    _optimize_final_module(library)
+
+
+def use_content_cache() -> None:
+    """Make numba ask `ContentCacheLocator` first, save our signatures each for itself, and keep the
+    libraries of our functions apart. Call before any function is compiled.
+    """
+    codegen.CPUCodeLibrary._optimize_final_module = _internalize_callees
     caching.IndexDataCacheFile = _cache_file
     locator_name = f"{__name__}.{ContentCacheLocator.__name__}"
     numba.config.CACHE_LOCATOR_CLASSES = ",".join((locator_name, *_NUMBA_LOCATORS))

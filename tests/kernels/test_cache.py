@@ -1,7 +1,12 @@
-"""The cache of compiled kernels: processes that compile at the same time leave it whole."""
+"""The cache of compiled kernels: processes that compile at the same time leave it whole, and code
+from it computes what it computed when it was compiled.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,9 +16,22 @@ import numpy as np
 import pytest
 from numba.core import caching
 
+from configs.paths import SOURCE_ROOT
 from kernels.cpu.cache import FilePerSignature
 from kernels.cpu.jit import exact_entry_jit
 
+PRODUCT = """
+import torch
+from kernels.interface import GroupedCodes
+from kernels.reference.grouped import pack_codes, quantize_groups
+from kernels.select import select_backend
+
+torch.manual_seed(0)
+codes, zeros, scale = quantize_groups(torch.randn(192, 256), 64)
+weight = GroupedCodes(words_YW=pack_codes(codes), zeros_YG=zeros, scale_YG=scale, num_rows=192)
+int4 = select_backend("cpu", "cpu").quantized["int4"]
+print(int4.linear(torch.randn(1, 256), int4.pack_weight(weight), None).tolist())
+"""
 STAMP = "version"
 # When a process of the two writes its first and its second file: the second process writes the
 # index last and the data first, as happens when something else has the core of the first.
@@ -128,3 +146,22 @@ def test_every_signature_is_compiled_once_and_then_loaded(
         for size, array in arrays.items():
             assert compiled(array) == size
         assert sum(getattr(compiled.stats, count).values()) == len(arrays)
+
+
+def test_code_from_the_cache_gives_the_bits_of_the_process_that_compiled_it(
+    tmp_path: Path,
+) -> None:
+    """A rank that replaces another may have loaded what the other compiled."""
+    answers = [
+        subprocess.run(
+            [sys.executable, "-c", PRODUCT],
+            cwd=SOURCE_ROOT,
+            env=os.environ | {"EAGLERAY_CACHE_DIR": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert answers[0] and answers[0] == answers[1]
