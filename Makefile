@@ -47,6 +47,7 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.api.fuzz --requests 50000
 	$(BIN)/python -m tests.cluster.api.capacity
 	$(BIN)/python -m tests.cluster.serve.disconnects
+	$(BIN)/python -m tests.cluster.serve.soak
 	$(BIN)/python -m tests.cluster.grammar.many
 	$(BIN)/python -m tests.cluster.recovery.soak
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 0 --seed 1
