@@ -50,10 +50,10 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.serve.soak
 	$(BIN)/python -m tests.cluster.grammar.many
 	$(BIN)/python -m tests.cluster.recovery.soak
-	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 0 --seed 1
-	$(BIN)/python -m tests.cluster.recovery.soak --faults 20 --steps-ahead 2 --seed 2
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 30 --steps-ahead 0 --seed 1
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 30 --steps-ahead 2 --seed 2
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 25 --tp 1 --seed 3
-	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 0.02
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 3
 	$(BIN)/python -m tests.cluster.recovery.false_alarm
 
 # The pictures of the page and of the dashboard in docs/.

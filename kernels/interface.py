@@ -116,7 +116,9 @@ class GroupedKernels(Protocol):
         """The weight in the layout `linear` needs, perhaps the same object."""
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
-        """x @ weight.T + bias, [T, Y] in the dtype of x, with sums in float32."""
+        """x @ weight.T + bias, [T, Y] in the dtype of x. Sums are in float32, of 8-bit products
+        exact.
+        """
 
 
 class MixedKernels(Protocol):

@@ -95,7 +95,9 @@ class BlockManager:
     # -- sequences ---------------------------------------------------------------------------------
 
     def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether there are blocks for all tokens of a sequence, some of them cached and free."""
+        """Whether there are blocks for all tokens of a sequence. Cached blocks that are free count
+        as taken.
+        """
         cached_blocks = self._find_cached_blocks(seq)
         num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
         num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)

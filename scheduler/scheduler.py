@@ -112,7 +112,9 @@ class Scheduler:
         self.suspects.drop(seq)
 
     def hold(self, seq: Sequence) -> None:
-        """Leave a sequence out of the steps planned from now on, until `resume` or a new slot."""
+        """Leave a sequence out of the steps planned from now on, until `resume`, or until it
+        loses its slot.
+        """
         seq.is_held = True
 
     def resume(self, seq: Sequence) -> None:

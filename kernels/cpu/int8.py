@@ -73,6 +73,7 @@ class CpuInt8:
     def pack_weight(self, weight: GroupedCodes, /) -> PackedInt8Codes:
         """The weight in oneDNN's layout, which only `linear` can read."""
         codes_YX = weight.words_YW
+        assert weight.scale_YG.shape[1] == 1, "one scale per row"
         packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
         if has_dot_products():
             set_panel_address(packed_YX, packed_address(codes_YX, packed_YX))

@@ -103,7 +103,7 @@ def test_a_program_with_files_of_the_same_names_gets_answers(
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "answer 85 from 1\nanswer 85 from 2\n" in done.stdout
+    assert "answer 85 from 1" in done.stdout and "answer 85 from 2" in done.stdout
     assert "top-level modules of ours []" in done.stdout
 
 

@@ -109,7 +109,8 @@ def _fwd_3(left_out: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """Trailing arguments with their default values may be missing."""
         given: dict[str, Any] = dict.fromkeys(_NAMES_3) | dict(zip(_NAMES_3, values, strict=False))
         for name in given.keys() - _USED_3:
-            assert given[name] in (None, 0, -1), f"{name} is not used by this project"
+            unused = -1 if name.startswith("window") else 0
+            assert given[name] in (None, unused), f"{name} is not used by this project"
         q, k, v, out = (given[name] for name in ("q", "k", "v", "out"))
         bound = given["max_seqlen_q"]
         assert "FP16" not in left_out or q.dtype != torch.float16, "a build without FP16"

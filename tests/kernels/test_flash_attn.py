@@ -156,6 +156,31 @@ def test_keys_are_split_only_where_that_pays(
     assert may_split(num_tokens, num_rows, bound, num_heads=16, num_kv_heads=8) is splits
 
 
+@pytest.mark.parametrize("name", STAND_INS)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_no_tensor_is_read_by_the_host(
+    monkeypatch: pytest.MonkeyPatch, name: str, batch: str
+) -> None:
+    """A meta tensor has no data that could be read."""
+    monkeypatch.setattr(stand_in, "_attend", lambda *arguments: arguments[-1])
+    install(monkeypatch, name)
+    for function in ("flash_attn_with_kvcache", "flash_attn_varlen_func") if name == FA2 else ():
+        monkeypatch.setattr(
+            sys.modules[name], function, lambda q, *args, **kwargs: torch.empty_like(q)
+        )
+    library = find_flash_attn()
+    assert library is not None
+    meta = torch.device("meta")
+    *lens, group = BATCHES[batch]
+    block_size = library.default_block_size
+    q, k_cache, v_cache, attn = make_half_case(*lens, group=group, block_size=block_size)
+    values = {each.name: getattr(attn, each.name) for each in fields(attn)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    meta_attn = replace(attn, **{name: tensor.to(meta) for name, tensor in tensors.items()})
+    out = library.paged_attention(q.to(meta), k_cache.to(meta), v_cache.to(meta), meta_attn, 0.25)
+    assert out.shape == q.shape
+
+
 @pytest.mark.parametrize(("num_tokens", "num_splits"), [(512, 0), (513, 1)])
 def test_flash_attn_3_splits_no_keys_where_the_parts_would_be_large(
     monkeypatch: pytest.MonkeyPatch, calls: list[dict[str, Any]], num_tokens: int, num_splits: int

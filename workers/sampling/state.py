@@ -265,7 +265,7 @@ class SamplingState:
         """Write the parameters of these rows, which a graph samples."""
         arrays = {name: values_S[: len(slots_B)] for name, values_S in static_rows.arrays.items()}
         arrays["position"][:] = positions_B
-        for name in arrays.keys() & {*_INT_FIELDS, *_FLOAT_FIELDS}:
+        for name in arrays.keys() - {"position", "is_drawn"}:
             arrays[name][:] = self._table[name][slots_B]
         arrays["is_drawn"][:] = arrays["temperature"] > 0
         # Greedy rows, and later the padding in their place, go through the filters of the others

@@ -612,8 +612,8 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
 def test_the_same_grammar_sent_many_times_is_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.05)
-    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.3)
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.6)
     compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     forks = count_forks(compiler, monkeypatch, lambda memory_bytes: StubCompiling())
     threads, results = in_threads(compiler, ["slow"] * 3 + ["quick"] * 5)

@@ -130,7 +130,7 @@ class Soak:
         self.tp = tp
         self.health = Health(llm)
         self.outlived: list[str] = []
-        self.num_faults = 0  # signals that reached a process, and faults that ranks made
+        self.num_signals = 0  # that reached a process, and faults that ranks made
         self.done: collections.Counter[str] = collections.Counter()
         self.seconds: dict[str, list[float]] = collections.defaultdict(list)
         self.kinds = kinds or [
@@ -165,26 +165,34 @@ class Soak:
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> int:
         """Send it as soon as there is such a process. Returns its id."""
-        self.wait_for(lambda: name in self.processes(), name, None)
-        epoch, pid = self.health.epoch(), self.pid(name)
+        epoch, until = self.health.epoch(), time.monotonic() + self.limits.recovery_s
+        while (process := self.processes().get(name)) is None:
+            if time.monotonic() > until:
+                raise SystemExit(f"no {name} within {self.limits.recovery_s} s")
+            time.sleep(0.02)
+            epoch = self.health.epoch()
         limits, is_stop = self.limits, number == signal.SIGSTOP
         limit_s = limits.ready_after_stop_s if is_stop else limits.ready_after_kill_s
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(process.pid, number)
             self.health.expect(epoch, limit_s, f"signal {number} to {name}")
-            self.num_faults += 1
-        return pid
+            self.num_signals += 1
+        return process.pid
 
     def kill(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-            self.num_faults += 1
+            self.num_signals += 1
 
-    def end_spares(self) -> None:
-        """What stands by dies, so that the ranks after the next loss make a whole start."""
-        for name, process in self.processes().items():
-            if name.startswith("spare"):
-                self.kill(process.pid)
+    def end_spares(self, load: Load) -> bool:
+        """What stands by dies, so that the ranks after the next loss make a whole start. False if
+        the load ends before anything stands by.
+        """
+        self.wait_for(lambda: "spare 0" in self.processes(), "what stands by", load)
+        spares = [process for name, process in self.processes().items() if "spare" in name]
+        for process in spares:
+            self.kill(process.pid)
+        return bool(spares)
 
     def fires(self, armed: Path, load: Load) -> bool:
         """Whether a rank reaches an armed point, and acts, before the load ends."""
@@ -193,7 +201,7 @@ class Soak:
         armed.unlink(missing_ok=True)
         is_fired = fired.exists()
         fired.unlink(missing_ok=True)
-        self.num_faults += is_fired
+        self.num_signals += is_fired
         return is_fired
 
     def cause(self, kind: str, load: Load) -> None:
@@ -209,8 +217,9 @@ class Soak:
                 action = self.rng.choice(("kill", "kill", "raise", "stop"))
                 armed.write_text(f"{action} {self.rng.randrange(4)}")
             else:
+                if not self.end_spares(load):
+                    return
                 armed.write_text("kill")
-                self.end_spares()
                 self.signal(first)
             if not self.fires(armed, load):
                 return
@@ -223,7 +232,8 @@ class Soak:
                     self.kill(process.pid)
             self.health.expect(epoch, self.limits.ready_after_kill_s, kind)
         elif kind == "rank and spare":
-            self.end_spares()
+            if not self.end_spares(load):
+                return
             self.signal(last)
         elif kind == "twice":
             self.signal(first)
@@ -255,7 +265,7 @@ class Soak:
             time.sleep(0.1)
             self.kill(old["driver"].pid)
         if kind != "stop and continue":
-            self.wait_for(lambda: self.health.epoch() != epoch, f"an epoch after {kind}", load)
+            self.wait_for(lambda: self.health.epoch() != epoch, f"an epoch after {kind}", None)
         load.wait_for_news(self.limits.recovery_s)
         self.done[kind] += 1
         self.seconds[kind].append(time.monotonic() - began)
@@ -365,7 +375,7 @@ def main() -> None:
             time.sleep(0.2)
         before, rounds, wrong = holdings(llm), 0, []
         before["threads"] -= 1  # that of `Health`
-        while soak.num_faults < args.faults:
+        while sum(soak.done.values()) < args.faults:
             load = Load(llm, of)
             rounds += 1
             load.wait_for_news(limits.recovery_s)
@@ -375,7 +385,7 @@ def main() -> None:
                 if not load.is_running:
                     break
                 soak.cause(kind, load)
-                print(f"{soak.num_faults}: {kind}", flush=True)
+                print(f"{sum(soak.done.values())}: {kind}", flush=True)
             wrong += compare(of, load.wait(limits.round_s), expected)
             print(f"round {rounds}: {len(wrong)} not as expected", flush=True)
             if not kinds:
@@ -383,6 +393,8 @@ def main() -> None:
         for action in () if kinds else POISON:
             wrong += soak.poison(action, of, expected)
         wrong += [*soak.outlived, *soak.health.late.values()]
+        if args.faults >= 2 * len(soak.kinds):
+            wrong += [f"never: {kind}" for kind in soak.kinds if not soak.done[kind]]
         while "spare 0" not in soak.processes():
             time.sleep(0.2)
         soak.health.stop()
@@ -393,7 +405,8 @@ def main() -> None:
         after, stats = holdings(llm), llm.stats()
     line = {
         "machine": machine(),
-        "faults": soak.num_faults,
+        "faults": sum(soak.done.values()),
+        "signals": soak.num_signals,
         "requests": rounds * len(of),
         "options": {"tp": args.tp, "steps_ahead": args.steps_ahead, "lose_calls": args.lose_calls},
         "slow_by": args.slow_by,
