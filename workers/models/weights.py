@@ -36,9 +36,9 @@ class WeightSlice:
     `start + target.shape[dim]` along `dim`, everything along the others.
 
     With `scale`, `target` gets codes, `scale` and `zeros` those of groups of inputs, one group per
-    column, as in `GroupedCodes`. `start` counts rows or inputs. The codes are the checkpoint's or, with
-    `group_size`, computed for so many inputs of the whole matrix at a time, so that they are the
-    same however it is cut.
+    column, as in `GroupedCodes`. `start` counts rows or inputs. The codes are the checkpoint's or,
+    with `group_size`, computed for so many inputs of the whole matrix at a time, so that they are
+    the same however it is cut.
     """
 
     name: str
