@@ -175,7 +175,9 @@ def test_no_tensor_is_read_by_the_host(
     block_size = library.default_block_size
     q, k_cache, v_cache, attn = make_half_case(*lens, group=group, block_size=block_size)
     values = {each.name: getattr(attn, each.name) for each in fields(attn)}
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    tensors: dict[str, Any] = {
+        name: value for name, value in values.items() if isinstance(value, torch.Tensor)
+    }
     meta_attn = replace(attn, **{name: tensor.to(meta) for name, tensor in tensors.items()})
     out = library.paged_attention(q.to(meta), k_cache.to(meta), v_cache.to(meta), meta_attn, 0.25)
     assert out.shape == q.shape
