@@ -9,26 +9,35 @@ TP ?= 2
 # Every program that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
+.PHONY: run test test-slow test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
     gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# Tests that start engines run one after another, the others in three processes, since some wait. A
-# process takes neighbors, which share what they prepare; one that is done takes over from others.
+# Tests that start engines run in two processes, each file in one of them; the others in three, since
+# some wait: a process takes neighbors, which share what they prepare; one that is done takes over.
+PYTEST := $(BIN)/python -m pytest
+PYTEST_ENGINES := $(PYTEST) -n 2 --dist loadgroup
+# Collecting the other files takes seconds.
+ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
+
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not engine"
-	$(BIN)/python -m pytest -m "engine and not programs and not nodes" tests/cluster
+	$(PYTEST) -n 3 --dist worksteal -m "not engine"
+	$(PYTEST_ENGINES) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
+
+# The next two beside each other.
+test-slow: $(VENV)/.ready
+	$(PYTEST_ENGINES) -m "programs or nodes" $(ENGINE_TESTS)
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
-	$(BIN)/python -m pytest -m programs tests/cluster
+	$(PYTEST_ENGINES) -m programs $(ENGINE_TESTS)
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready
-	$(BIN)/python -m pytest -m nodes tests/cluster/nodes
+	$(PYTEST) -m nodes tests/cluster/nodes
 
 # Real client programs from PyPI and npm against the server; installs gigabytes below the user's cache.
 test-clients: $(VENV)/.ready
@@ -81,7 +90,7 @@ gpu-check:
 # After installing, the CPU's kernels are compiled in two processes, so that no first start waits.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m workers.compilation first-step & \
 	    $(BIN)/python -m workers.compilation other-steps; wait
 	touch $@

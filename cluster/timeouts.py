@@ -4,9 +4,9 @@
 
 Each part is replaced by the one that loses least by it: ranks by their driver, which keeps every
 token; a driver by its owner, whose frontend keeps every request; a replica, whose streams end with
-it, by Ray Serve, last of all. So each limit is longer than those on its left, and a request waits
-longer than one replacement takes. The user sets `stuck_after_s`, `start_timeout_s` and
-`wait_for_nodes_s`; the others are derived from these.
+it, by Ray Serve, last of all. So each limit is longer than those on its left. A request waits as
+long as it takes to notice that a driver hangs and to start another one once. The user sets
+`stuck_after_s`, `start_timeout_s` and `wait_for_nodes_s`; the others are derived from these.
 
 Calls that ask for the state of engines have their own order, from the engine outward: each caller
 waits longer than the one that it calls.

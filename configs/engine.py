@@ -187,7 +187,11 @@ class EngineConfig:
         choices=("off", "warm"),
     )
     step_timeout_s: float = option(
-        120.0, help="Limit on a step.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
+        120.0,
+        help="Limit on a step; after it the ranks are replaced, even if they make progress.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
     frontend_timeout_s: float = option(
         60.0,

@@ -27,7 +27,9 @@ MAX_TENSOR_PARALLEL_SIZE = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding: type, base `theta`, and the parameters of the scaling (`workers/rope`)."""
+    """Rotary embedding: type, base `theta`, and the parameters of the scaling
+    (`workers/models/rope.py`).
+    """
 
     rope_type: str = "default"
     theta: float = 10000.0

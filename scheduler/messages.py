@@ -31,8 +31,9 @@ class Request:
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
     earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, as Unix time in
-    seconds: resubmitted requests keep their place in line. `grammar` says what its output must
-    match, for the driver's `Grammars`; empty if any output will do.
+    seconds: resubmitted requests keep their place in line. Only requests with the same `cache_salt`
+    share blocks. `grammar` says what its output must match, for the driver's `Grammars`; empty if
+    any output will do.
     """
 
     request_id: str
@@ -121,8 +122,9 @@ class PromptLogprobs:
     """Natural-log probabilities of prompt tokens, each given the tokens before it, under the raw
     logits: of the token at place `first_position` of the prompt and of those that follow it.
 
-    `first_position` is at least 1, since nothing comes before the first token. `ranks` as in
-    `TokenLogprobs`; `top_token_ids` and `top_logprobs` hold `num_top` tokens per place, best first.
+    `first_position` is at least 1, since nothing comes before the first token. `token_ranks`: see
+    `TokenLogprobs.rank`; `top_token_ids` and `top_logprobs` hold `num_top` tokens per place, best
+    first.
     """
 
     first_position: int
@@ -216,12 +218,13 @@ class EngineStats:
 
     num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
     that were found in the prefix cache, num_evictions the blocks that were taken from it to hold
-    other tokens. queue_s adds up the time from arrival to first admission of
-    num_admitted sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds
-    the whole steps of each rank. is_ready: the ranks answer, and work, if there is any, makes
-    progress. state and num_recoveries are those of the group of ranks; step_age_s is the time since
-    the last result while steps are under way. recovery_waits_for names the missing resources while
-    ranks cannot be placed, or says why the last start failed while another one follows.
+    other tokens. queue_s adds up the time from arrival to first admission of num_admitted
+    sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds the whole
+    steps of each rank. is_ready: the ranks answer, and work, if there is any, makes progress. state
+    and num_recoveries are those of the group of ranks; step_age_s is the time since the last result
+    while there is work, also while ranks are replaced. recovery_waits_for names the missing
+    resources while ranks cannot be placed, or says why the last start failed while another one
+    follows.
 
     num_recomputed_tokens counts what running sequences lost with ranks and compute again. Not
     counted are steps in flight, cached prefixes of waiting sequences, and what an earlier driver

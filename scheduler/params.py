@@ -4,7 +4,7 @@
 layers of defaults (flags, then the checkpoint's `generation_config`, then
 `DEFAULT_SAMPLING_PARAMS`) and returns `ResolvedSampling`, the complete message to the engine. Stop
 strings, `n` and `ignore_eos` stay in the frontend, which is the only part that knows text and
-end-of-sequence ids.
+end-of-sequence ids; `stream_interval` and `structured_outputs` become fields of the `Request`.
 """
 
 from __future__ import annotations

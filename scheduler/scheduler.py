@@ -19,7 +19,7 @@ submitted before, the token of that step is void (`retract`).
 
 At most one running sequence is in the middle of its prompt, and it is the last one, so every other
 sequence that is not held makes progress in every step. Owns sequences and the `BlockManager`. Never
-touches tensors, time or Ray. One thread.
+touches tensors or Ray; its clock serves statistics only, no decision. One thread.
 """
 
 from __future__ import annotations
@@ -149,12 +149,12 @@ class Scheduler:
             self._admit(suspect, step)
         else:
             self._schedule_running(step)
-            if suspect is not None:
-                step.head_wait_reason = records.WAITS_FOR_SUSPECT
-            elif step.num_preempted:
+            if step.num_preempted:
                 step.head_wait_reason = records.WAITS_FOR_BLOCKS
-            else:
+            elif suspect is None:
                 self._schedule_waiting(step)
+        if suspect is not None and self.waiting:
+            step.head_wait_reason = records.WAITS_FOR_SUSPECT
         if not step.slots:
             return None
         self._last_step_id += 1

@@ -158,7 +158,7 @@ class Api:
         return JsonResponse({"state": stats.state, "step_age_s": round(stats.step_age_s, 3)})
 
     async def _trace(self, request: Request) -> Response:
-        """The last steps of this process' engine as a Chrome trace; `?seconds=10` says how many."""
+        """The steps of the last `?seconds=10` as a Chrome trace, those of one engine."""
         text = request.query_params.get("seconds", "10")
         try:
             seconds = float(text)

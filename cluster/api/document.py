@@ -63,7 +63,7 @@ GET_SUMMARIES = {
     "/": "A page with the engine live and a chat.",
     "/v1/models": "The model that is served.",
     "/health": "200 while requests are taken and the engine answers, otherwise 503.",
-    "/debug/trace": "The last steps as a Chrome trace; ?seconds=10 says how many.",
+    "/debug/trace": "The steps of the last ?seconds=10 as a Chrome trace.",
     "/live": "200 while the process lives.",
     "/version": "The version.",
     "/metrics": "Counters for Prometheus.",

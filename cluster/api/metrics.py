@@ -98,7 +98,7 @@ class ApiMetrics:
             buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
-        self.tokens = _TokenCounts()
+        self.tokens = _TokenMetrics()
         self._registry.register(self.tokens)
         self.duration = Histogram(
             "eagleray_request_seconds",
@@ -137,7 +137,7 @@ def engine_families(stats: EngineStats) -> list[Family]:
     return families
 
 
-class _TokenCounts(Collector):
+class _TokenMetrics(Collector):
     """What is counted per token, without the locks of Prometheus' own counters."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class _TokenCounts(Collector):
         self._num_tokens += count
 
     def observe(self, interval_s: float, count: int) -> None:
-        """Count gaps of this length between tokens."""
+        """Count times of this length between tokens."""
         self._bucket_counts[bisect_left(TOKEN_BUCKETS_S, interval_s)] += count
         self._interval_sum_s += interval_s * count
 

@@ -24,6 +24,7 @@ from cluster.engine.loop import Finish, NewsByFrontend, RanksLost, RanksReplaced
 from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
 from cluster.grammar.matching import GrammarMatching
+from cluster.log import log_to_stderr
 from cluster.ranks.actor import RankActor
 from cluster.ranks.group import RankHandle, RankMaker
 from cluster.ranks.processes import ProcessId, mark_this_process
@@ -63,7 +64,7 @@ class Driver:
         engine had at first, if this driver replaces one that has died.
         """
         gc.disable()  # until the engine has started
-        logging.basicConfig(level=config.engine.log_level.upper())
+        log_to_stderr(config.engine.log_level)
         self._config = config
         self._engine_id = engine_id
         self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor_class)

@@ -159,6 +159,10 @@ class StepLoop:
             self._carry_out(self._inbox.popleft())
         if self._has_ranks:
             self._run_step()
+        elif not self.engine.scheduler.has_unfinished_sequences:
+            self.busy_since_s = None
+        elif self.busy_since_s is None:
+            self.busy_since_s = time.monotonic()
         self._report_failures()  # also if the step was lost
 
     def _run_step(self) -> None:
@@ -198,7 +202,7 @@ class StepLoop:
 
     def _lose_ranks(self) -> None:
         """Run no steps until there are other ranks."""
-        self._has_ranks, self.busy_since_s = False, None
+        self._has_ranks = False
 
     def _replace_ranks(self, replacement: RanksReplaced) -> None:
         """Begin the next epoch: every sequence goes on, except those that keep killing ranks."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import logging
 import os
 import pickle
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.log import log_to_stderr
 from cluster.ranks.causes import enable_crash_report
 from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark_this_process
@@ -62,7 +62,7 @@ class RankActor:
         gc.disable()
         self._process = mark_this_process(engine_id)
         enable_crash_report(self._process.mark_fd)
-        logging.basicConfig(level=config.engine.log_level.upper())
+        log_to_stderr(config.engine.log_level)
         self._config = config
         self._rank = rank
         self._is_spare = spare_gpus is not None

@@ -62,8 +62,8 @@ class Standby:
             self._drop_group()
 
     def ready(self) -> list[RankHandle]:
-        """The processes that would replace ranks now: those of the group that stands by, or, on
-        GPUs, warm spares. Any thread.
+        """The processes of the group that stands by; on GPUs, warm spares. On a CPU spares that do
+        not form a group yet are left out, though `take` gives them. Any thread.
         """
         group, start = self._group, self._start_future
         if group is None or start is None:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cluster.ranks.cores import THREAD_NAME
 
 OURS = ("ray::RankActor", "ray::Driver")
+# The number of this one of the processes in which tests run at the same time.
+TEST_PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+@contextmanager
+def ray_folder() -> Iterator[dict[str, str]]:
+    """Variables for a program that makes a cluster: programs that run beside it would find that
+    cluster and join it. The path is short, because sockets are below it.
+    """
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield {"RAY_TMPDIR": folder}
 
 
 def command_of(pid: int) -> str | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.http_load import free_port
 from configs.paths import SOURCE_ROOT
+from tests.cluster.serve.served import free_port
 
 EXAMPLES = sorted((SOURCE_ROOT / "examples").glob("*.py"))
 LIMIT_S = 120.0

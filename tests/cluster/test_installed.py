@@ -13,6 +13,7 @@ import pytest
 
 from configs.paths import SOURCE_ROOT
 from setup import inside_package
+from tests.cluster.processes import ray_folder
 
 # One process installs the copy for all of them.
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
@@ -92,16 +93,17 @@ def test_a_program_with_files_of_the_same_names_gets_answers(
     python: Path, own_folder: Path
 ) -> None:
     """From a Ray of its own, then from a cluster of two nodes."""
-    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        [str(python), "program.py"],
-        cwd=own_folder,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    with ray_folder() as variables:
+        variables |= {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(
+            [str(python), "program.py"],
+            cwd=own_folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "answer 85 from 1" in done.stdout and "answer 85 from 2" in done.stdout
     assert "top-level modules of ours []" in done.stdout

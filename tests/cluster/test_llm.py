@@ -223,7 +223,7 @@ def test_a_stream_left_early_frees_its_blocks(llm: LLM) -> None:
     next(stream)
     assert not idle(llm)
     stream.close()
-    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+    wait_until(lambda: idle(llm), "freeing the blocks", 8.0)
 
 
 def test_aborting_by_name_ends_the_stream_with_abort(llm: LLM) -> None:
@@ -232,7 +232,7 @@ def test_aborting_by_name_ends_the_stream_with_abort(llm: LLM) -> None:
     assert llm.abort("mine")
     assert sum(len(chunk.token_ids) for chunk in stream) < 200
     assert not llm.abort("mine")
-    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+    wait_until(lambda: idle(llm), "freeing the blocks", 8.0)
 
 
 def test_a_name_belongs_to_one_stream_while_that_runs(llm: LLM) -> None:
@@ -259,7 +259,7 @@ def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the
         # Too large to go inline.
         llm.generate([[i % 1000] * 200 for i in range(600)], SamplingParams(max_tokens=1))
     ray.get(submitted[0])
-    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+    wait_until(lambda: idle(llm), "freeing the blocks", 8.0)
 
 
 def test_async_twins_run_inside_a_running_event_loop(llm: LLM) -> None:
@@ -286,7 +286,7 @@ def test_canceling_an_async_call_frees_its_blocks(llm: LLM) -> None:
         await stream.aclose()
 
     asyncio.run(main())
-    wait_until(lambda: idle(llm), "freeing the blocks", 2.0)
+    wait_until(lambda: idle(llm), "freeing the blocks", 8.0)
 
 
 def test_a_frontend_that_stops_polling_has_its_requests_aborted(

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from scheduler import records
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.suspects import CLEARING_TOKENS, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN
@@ -53,6 +54,7 @@ def test_after_two_crashes_each_runs_alone_until_it_has_a_few_tokens() -> None:
     crash(scheduler)
     for name in "abc":
         run_alone(scheduler, name)
+        assert scheduler.records.since(0.0)[-1].head_wait_reason == records.WAITS_FOR_SUSPECT
         assert all(seq.request_id != name for seq in scheduler.suspects.sequences)
     run_step(scheduler)
     assert running(scheduler) == ["a", "b", "c"]

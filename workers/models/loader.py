@@ -3,7 +3,7 @@
 A rank reads only the slices that its layers declare and copies each to its own memory: safetensors
 slices are lazy views of the mapped file, which would keep it mapped, be read only in the first
 step, and crash the process if the file were rewritten. Conversion to the engine's dtype, or to
-8-bit codes, happens in that copy, so nothing is held twice. Never imports transformers.
+codes, happens in that copy, so nothing is held twice. Never imports transformers.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ class StoredMatrix:
         words = self._untransposed(self._read(stored_format.zeros_part))
         # The offset was subtracted from whole words, so a zero point of 0 has borrowed from the
         # next one: adding to whole words gives that back.
-        words = words + stored_format.zero_offset * (0xFFFFFFFF // ((1 << stored_format.bits) - 1))
+        ones = sum(
+            1 << stored_format.bits * index for index in range(len(stored_format.code_order))
+        )
+        words = words + stored_format.zero_offset * ones
         return unpack(words, stored_format.code_order, stored_format.bits, 0)[: self._shape[0]]
 
     def _read_groups(self) -> Tensor:

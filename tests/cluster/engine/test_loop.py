@@ -215,6 +215,20 @@ def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
     assert executor.events[3:] == [] and not loop._has_ranks
 
 
+def test_the_time_since_the_last_result_goes_on_while_there_are_no_ranks() -> None:
+    loop, _ = slow_loop(1)
+    since_s = loop.busy_since_s
+    loop.post(RanksLost())
+    loop.run_once()
+    assert since_s is not None and loop.busy_since_s == since_s
+    loop.post(Finish(request_ids=["r0"], reason="abort"))
+    loop.run_once()
+    assert loop.busy_since_s is None, "nobody waits for a result"
+    loop.post(Submit(frontend_id="f", requests=[make_request("late", [1, 2, 3])]))
+    loop.run_once()
+    assert loop.busy_since_s is not None
+
+
 class FailsLater(OneIsBad):
     """The grammar fails at its third token: in a step for which the loop waits."""
 

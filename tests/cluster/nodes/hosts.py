@@ -7,7 +7,6 @@ have a switch and addresses each.
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.paths import SOURCE_ROOT
-from tests.cluster.processes import descendants, wait_until
+from tests.cluster.processes import TEST_PROCESS, descendants, wait_until
 
-_PROCESS = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-SWITCH = f"eagleray{_PROCESS}"
-NETWORK = f"10.77.{_PROCESS}"
+SWITCH = f"eagleray{TEST_PROCESS}"
+NETWORK = f"10.77.{TEST_PROCESS}"
 TOOLS = ("ip", "unshare", "nsenter", "mount")
 # Run as the first process of a host, from which all others in it descend.
 INIT = """

@@ -18,7 +18,7 @@ from kernels.cpu.cache import cache_dir
 from tests.cluster.nodes import autoscaling
 from tests.cluster.nodes.hosts import Host, hosts, why_not
 from tests.cluster.nodes.losing_nodes import SOON_DEAD
-from tests.cluster.processes import OURS, wait_until
+from tests.cluster.processes import OURS, ray_folder, wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.nodes]
 NO_HOSTS = why_not()
@@ -26,9 +26,16 @@ NO_HOSTS = why_not()
 
 def run(program: str, limit_s: float) -> str:
     command = [sys.executable, "-m", f"tests.cluster.nodes.{program}"]
-    done = subprocess.run(
-        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=limit_s, check=False
-    )
+    with ray_folder() as variables:
+        done = subprocess.run(
+            command,
+            cwd=SOURCE_ROOT,
+            env=os.environ | variables,
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            check=False,
+        )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

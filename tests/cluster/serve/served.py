@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -17,18 +18,27 @@ import httpx
 from cluster.commands import top
 from cluster.resources.addresses import host_and_port
 from configs.paths import SOURCE_ROOT
-from tests.cluster.processes import command_of, family
+from tests.cluster.processes import TEST_PROCESS, command_of, family
 
 # Logprobs make every token an event, whether or not it has text.
 LONG = {"prompt": "<|im_start|>user\n", "max_tokens": 900, "ignore_eos": True, "logprobs": 0}
 NUM_STREAMS, NUM_TOKENS = 16, 300
 
 
+_NUM_PORTS = 1000
+_FIRST_PORT = 20_000 + _NUM_PORTS * TEST_PROCESS
+_ports = itertools.cycle(range(_FIRST_PORT, _FIRST_PORT + _NUM_PORTS))
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody uses, below those that Linux hands out: another process, such as one of
+    Ray, could get one of these before it is used.
+    """
+    for port in itertools.islice(_ports, _NUM_PORTS):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"all of {_NUM_PORTS} ports are in use")
 
 
 def stats_of(url: str) -> dict[str, float]:
