@@ -197,7 +197,8 @@ def server(begin: Begin) -> Server:
     port = free_port()
     traits = ALL if WHY_NOT is None else ()
     host = "::" if has_ipv6() else "127.0.0.1"
-    program = begin(traits, "serve", "--host", host, "--port", str(port), "--tp", "2")
+    options = ("--host", host, "--port", str(port), "--tp", "2", "--spares", "off")
+    program = begin(traits, "serve", *options)
     return Server(port, program, wait_until_ready(program))
 
 

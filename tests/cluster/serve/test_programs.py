@@ -140,7 +140,8 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
 
     url, _ = served
     address = ray.get_runtime_context().gcs_address
-    other = ["--name", "other", "--model", str(small_model.path), "--device", "cpu", "--tp", "2"]
+    small = ["--model", str(small_model.path), "--device", "cpu", "--spares", "off"]
+    other = ["--name", "other", "--tp", "2", *small]
 
     def launch(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "launch.py", *arguments, "--ray-address", address]

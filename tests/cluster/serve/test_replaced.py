@@ -27,7 +27,7 @@ from tests.cluster.serve.served import NUM_STREAMS, NUM_TOKENS, Program, Streams
 from tests.test_launch import invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
-SMALL = ("--kv-cache-bytes", str(2**26), "--ray-address", "local", "--device", "cpu")
+SMALL = ("--kv-cache-bytes", str(2**26), "--device", "cpu", "--spares", "off")
 # How soon a server ends that has lost its engine for good.
 END_S = 10.0
 
@@ -65,7 +65,7 @@ def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
     model = shutil.copytree(DEFAULT_MODEL_DIR, tmp_path / "model")
-    program = start(*SMALL, "--model", str(model))
+    program = start(*SMALL, "--ray-address", "local", "--model", str(model))
     program.wait_until_ready()
     shutil.rmtree(model)
     for pid in named(program, "ray::Driver"):
@@ -107,10 +107,9 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
 
     monkeypatch.setattr(RunningApplication, "watch", watch_and_tell)
     where = ("--ray-address", ray.get_runtime_context().gcs_address, "--route-prefix", "/lost")
-    size = ("--device", "cpu", "--kv-cache-bytes", 2**26)
     with ThreadPoolExecutor(1) as threads:
         losing = threads.submit(lose)
-        run = invoke("serve", "--model", model, "--name", "lost", *where, *size)
+        run = invoke("serve", "--model", model, "--name", "lost", *where, *SMALL)
         assert time.monotonic() - losing.result() < END_S
     lines = run.stderr.splitlines()
     [place] = [number for number, line in enumerate(lines) if line.startswith("ready on")]
@@ -125,7 +124,7 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
     start: Callable[..., Program], lost: str
 ) -> None:
-    program = start(*SMALL)
+    program = start(*SMALL, "--ray-address", "local")
     program.wait_until_ready()
     for pid in family(program.process.pid):
         if Path((command_of(pid) or "").split(" ")[0]).name == lost:
@@ -139,7 +138,7 @@ def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
     """A server of which the replica is harmed in one test after another."""
-    program = Program(*SMALL, "--drain-timeout-s", "1", "--spares", "off")
+    program = Program(*SMALL, "--ray-address", "local", "--drain-timeout-s", "1")
     try:
         program.wait_until_ready()
         yield program
@@ -182,7 +181,7 @@ def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
     itself sees no request, and would end the replica after `SHUTDOWN_WAIT_PERIOD_S`.
     """
     port = free_port()
-    engine = EngineConfig(device="cpu", kv_cache_bytes=2**26)
+    engine = EngineConfig(device="cpu", kv_cache_bytes=2**26, spares="off")
     config = ServeConfig(engine=engine, listen_address=("127.0.0.1", port))
     others = processes("ray::RankActor")
     serve.run(application(config), name="direct", route_prefix="/direct")
