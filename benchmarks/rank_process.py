@@ -49,9 +49,9 @@ class RankProcess:
             and self.worker._group is not None
         )
         runner, group = self.worker._runner, self.worker._group
-        runner.state.apply(plan)
-        rows = runner.state.take(plan)
-        inputs = runner.state.stage(rows, lambda array: runner.device.upload(array)[0])()
+        runner.batch_state.apply(plan)
+        rows = runner.batch_state.take(plan)
+        inputs = runner.batch_state.stage(rows, lambda array: runner.device.upload(array)[0])()
         hidden_TE = runner.model.forward(
             inputs.token_ids_T, inputs.positions_T, inputs.attn, runner.cache.layers
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from cluster.resources.authentication import use_token_if_there_is_one
+from cluster.resources.authentication import use_auth_token_if_there_is_one
 from cluster.resources.surroundings import set_missing_variables
 from configs.paths import PACKAGE_PREFIX
 
@@ -39,7 +39,7 @@ _MODULE_OF_NAME = {
 }
 
 set_missing_variables()
-use_token_if_there_is_one()  # before anything imports Ray
+use_auth_token_if_there_is_one()  # before anything imports Ray
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ class ExpertsConfig:
         return index not in self.dense_layers and (index + 1) % self.sparse_step == 0
 
 
-def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | None:
+def read_experts(raw_config: Mapping[str, Any], source_name: str) -> ExpertsConfig | None:
     """The experts in a decoded `config.json`, None if it is of another model type or no layer has
     them. Raises `ConfigError` for values that cannot be, `KeyError` with the missing key.
     """
@@ -46,12 +46,12 @@ def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | N
 
     def integer(key: str, default: int | None = None) -> int:
         value = raw_config[key] if default is None else raw_config.get(key, default)
-        return _integer(value, key, where)
+        return _integer(value, key, source_name)
 
     normalizes_weights = raw_config.get("norm_topk_prob", False)
     if type(normalizes_weights) is not bool:
         raise ConfigError(
-            f"{where}: norm_topk_prob must be true or false, got {normalizes_weights!r}"
+            f"{source_name}: norm_topk_prob must be true or false, got {normalizes_weights!r}"
         )
     dense_layers = raw_config.get("mlp_only_layers") or ()
     name = "num_local_experts" if "num_local_experts" in raw_config else "num_experts"
@@ -62,7 +62,9 @@ def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | N
         normalizes_weights=normalizes_weights,
         sparse_step=integer("decoder_sparse_step", 1),
         dense_layers=tuple(
-            sorted(_integer(index, "each of mlp_only_layers", where) for index in dense_layers)
+            sorted(
+                _integer(index, "each of mlp_only_layers", source_name) for index in dense_layers
+            )
         ),
     )
     for key, value, maximum in (
@@ -73,12 +75,12 @@ def read_experts(raw_config: Mapping[str, Any], where: str) -> ExpertsConfig | N
     ):
         if value < 1 or (maximum is not None and value > maximum):
             possible_range = "at least 1" if maximum is None else f"between 1 and {maximum}"
-            raise ConfigError(f"{where}: {key} must be {possible_range}, got {value}")
+            raise ConfigError(f"{source_name}: {key} must be {possible_range}, got {value}")
     has_moe_layers = any(map(experts.is_moe_layer, range(integer("num_hidden_layers"))))
     return experts if has_moe_layers else None
 
 
-def _integer(value: object, name: str, where: str) -> int:
+def _integer(value: object, name: str, source_name: str) -> int:
     if type(value) is not int:
-        raise ConfigError(f"{where}: {name} must be a whole number, got {value!r}")
+        raise ConfigError(f"{source_name}: {name} must be a whole number, got {value!r}")
     return value

@@ -68,9 +68,11 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
 
     @classmethod
-    def from_dict(cls, raw_config: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
+    def from_dict(
+        cls, raw_config: Mapping[str, Any], source_name: str = "config.json"
+    ) -> ModelConfig:
         """Read a `config.json`. Raises `ConfigError` naming what is missing or not supported."""
-        _check_supported(raw_config, where)
+        _check_supported(raw_config, source_name)
         try:
             num_heads = int(raw_config["num_attention_heads"])
             hidden_size = int(raw_config["hidden_size"])
@@ -87,19 +89,19 @@ class ModelConfig:
                 rms_norm_eps=float(raw_config.get("rms_norm_eps", 1e-6)),
                 tie_word_embeddings=bool(raw_config.get("tie_word_embeddings", False)),
                 attention_bias=bool(raw_config.get("attention_bias", False)),
-                rope=_read_rope(raw_config, where),
-                dtype=_read_dtype(raw_config, where),
+                rope=_read_rope(raw_config, source_name),
+                dtype=_read_dtype(raw_config, source_name),
                 eos_token_ids=_as_ids(raw_config.get("eos_token_id")),
-                experts=read_experts(raw_config, where),
-                stored_format=read_format(raw_config, where),
+                experts=read_experts(raw_config, source_name),
+                stored_format=read_format(raw_config, source_name),
             )
         except KeyError as error:
             raise ConfigError(
-                f"{where} has no {error.args[0]!r}: is this a Qwen3 checkpoint?"
+                f"{source_name} has no {error.args[0]!r}: is this a Qwen3 checkpoint?"
             ) from None
         except (TypeError, ValueError, ArithmeticError) as error:
-            raise ConfigError(f"{where} cannot be read: {error}") from None
-        config._check(where)
+            raise ConfigError(f"{source_name} cannot be read: {error}") from None
+        config._check(source_name)
         return config
 
     @classmethod
@@ -112,8 +114,10 @@ class ModelConfig:
         try:
             eos_token_ids = _as_ids(generation_config.get("eos_token_id"))
         except (TypeError, ValueError) as error:
-            where = model_dir / "generation_config.json"
-            raise ConfigError(f"{where}: eos_token_id cannot be read: {error}") from None
+            generation_config_path = model_dir / "generation_config.json"
+            raise ConfigError(
+                f"{generation_config_path}: eos_token_id cannot be read: {error}"
+            ) from None
         return config.with_eos_token_ids(eos_token_ids)
 
     def with_eos_token_ids(self, token_ids: Iterable[int]) -> ModelConfig:
@@ -162,25 +166,25 @@ class ModelConfig:
             and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
         )
 
-    def _check(self, where: str) -> None:
+    def _check(self, source_name: str) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if type(value) is int and value < 1:
-                raise ConfigError(f"{where}: {field.name} must be at least 1, got {value}")
+                raise ConfigError(f"{source_name}: {field.name} must be at least 1, got {value}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
-                f"{where}: num_attention_heads ({self.num_attention_heads}) must be a multiple of"
-                f" num_key_value_heads ({self.num_key_value_heads})"
+                f"{source_name}: num_attention_heads ({self.num_attention_heads}) must be a"
+                f" multiple of num_key_value_heads ({self.num_key_value_heads})"
             )
         stored_format = self.stored_format
         if self.experts is not None and stored_format is not None and stored_format.is_int8:
             raise ConfigError(
-                f"{where}: {stored_format.name} is not possible for a model with experts"
+                f"{source_name}: {stored_format.name} is not possible for a model with experts"
                 f" (model_type {MODEL_TYPE_WITH_EXPERTS!r}). Use its version in bfloat16 or FP8"
             )
         if self.head_dim % 2:
             raise ConfigError(
-                f"{where}: head_dim must be even for rotary embeddings, got {self.head_dim}"
+                f"{source_name}: head_dim must be even for rotary embeddings, got {self.head_dim}"
             )
 
 
@@ -209,43 +213,43 @@ def read_generation_config(model_dir: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
-def _check_supported(raw_config: Mapping[str, Any], where: str) -> None:
+def _check_supported(raw_config: Mapping[str, Any], source_name: str) -> None:
     model_type = raw_config.get("model_type")
     if model_type not in ("qwen3", MODEL_TYPE_WITH_EXPERTS):
         raise ConfigError(
-            f"{where} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3) and"
-            f" {MODEL_TYPE_WITH_EXPERTS!r} (Qwen3 with experts)"
+            f"{source_name} is of model_type {model_type!r}; this engine runs 'qwen3' (dense Qwen3)"
+            f" and {MODEL_TYPE_WITH_EXPERTS!r} (Qwen3 with experts)"
         )
     if raw_config.get("hidden_act", "silu") != "silu":
         raise ConfigError(
-            f"{where}: hidden_act {raw_config['hidden_act']!r} is not supported, only 'silu'"
+            f"{source_name}: hidden_act {raw_config['hidden_act']!r} is not supported, only 'silu'"
         )
     if raw_config.get("use_sliding_window"):
-        raise ConfigError(f"{where}: use_sliding_window is not supported")
+        raise ConfigError(f"{source_name}: use_sliding_window is not supported")
 
 
-def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
+def _read_rope(raw_config: Mapping[str, Any], source_name: str) -> RopeConfig:
     parameters = dict(raw_config.get("rope_parameters") or {})
     # Where a file has both, the old key was added to it, and transformers goes by that too.
     scaling = dict(raw_config.get("rope_scaling") or parameters)
     rope_type = scaling.get("rope_type") or scaling.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise ConfigError(
-            f"{where}: rope scaling {rope_type!r} is not supported; possible are"
+            f"{source_name}: rope scaling {rope_type!r} is not supported; possible are"
             f" {', '.join(ROPE_TYPES)}"
         )
     rotary_share = scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor"))
     if rotary_share not in (None, 1):
-        raise ConfigError(f"{where}: partial_rotary_factor is not supported, only 1")
+        raise ConfigError(f"{source_name}: partial_rotary_factor is not supported, only 1")
     thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw_config.get("rope_theta"))
     theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)
     if "factor" not in scaling:
-        raise ConfigError(f"{where}: rope scaling {rope_type!r} has no factor")
+        raise ConfigError(f"{source_name}: rope scaling {rope_type!r} has no factor")
     if not float(scaling["factor"]) > 0:
         raise ConfigError(
-            f"{where}: the factor of rope scaling must be above 0, got {scaling['factor']!r}"
+            f"{source_name}: the factor of rope scaling must be above 0, got {scaling['factor']!r}"
         )
     original_length = scaling.get("original_max_position_embeddings") or raw_config.get(
         "max_position_embeddings", 32768
@@ -267,12 +271,12 @@ def _read_rope(raw_config: Mapping[str, Any], where: str) -> RopeConfig:
     )
 
 
-def _read_dtype(raw_config: Mapping[str, Any], where: str) -> str:
+def _read_dtype(raw_config: Mapping[str, Any], source_name: str) -> str:
     dtype = raw_config.get("dtype") or raw_config.get("torch_dtype") or "float32"
     dtype = str(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise ConfigError(
-            f"{where}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"
+            f"{source_name}: dtype {dtype!r} is not supported; possible are {', '.join(DTYPES)}"
         )
     return dtype
 

@@ -70,7 +70,7 @@ def stored_quantization(
     is_int4 = (
         stored_format.dtype == INT32
         and stored_format.bits == 4
-        and stored_format.group_index_part is None
+        and stored_format.group_index_suffix is None
     )
     if not is_int4 and not stored_format.is_fp8:
         return None

@@ -30,8 +30,8 @@ def max_decode_parts(num_rows: int, num_kv_heads: int, max_seq_len: int, num_sms
     each row, and enough to fill a device of `num_sms` multiprocessors, as each part is
     `num_kv_heads` programs.
     """
-    parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // num_kv_heads)
-    max_parts = max(num_rows + num_rows // _ROWS_PER_SPARE_PART, parts_to_fill_device)
+    num_parts_to_fill_device = -(-_PROGRAMS_PER_SM * num_sms // num_kv_heads)
+    max_parts = max(num_rows + num_rows // _ROWS_PER_SPARE_PART, num_parts_to_fill_device)
     return min(
         max_parts, num_rows * min(MAX_PARTS_PER_ROW, max(1, -(-max_seq_len // CHUNK_TOKENS)))
     )

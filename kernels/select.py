@@ -59,13 +59,13 @@ def choose_capabilities(
     return capabilities
 
 
-def backends_with_quantization(name: str) -> str:
+def backends_with_quantization(quantization: str) -> str:
     """Which backends can compute here with weights in this format, for a message."""
     return ", ".join(
-        f"{key!r} ({device})"
-        for device, backends in BACKENDS.items()
-        for key, backend in backends.items()
-        if _has_quantization(backend, name)
+        f"{backend_name!r} ({device_type})"
+        for device_type, backends in BACKENDS.items()
+        for backend_name, backend in backends.items()
+        if _has_quantization(backend, quantization)
     )
 
 

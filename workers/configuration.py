@@ -182,7 +182,7 @@ def reason_to_unpack(config: ResolvedConfig) -> str | None:
         return "the model has experts"
     if stored.dtype == INT32 and stored.bits != 4:
         return f"codes have {stored.bits} bits"
-    if stored.group_index_part is not None:
+    if stored.group_index_suffix is not None:
         return "inputs of a group do not follow one another (desc_act, actorder)"
     kept_quantization = stored_quantization(
         stored, model.input_sizes(config.engine.tensor_parallel_size)

@@ -118,16 +118,16 @@ class ModelRunner:
         with guard_allocation(
             f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
         ):
-            self.state = BatchState(config, num_blocks, device, kernels, num_kv_heads)
+            self.batch_state = BatchState(config, num_blocks, device, kernels, num_kv_heads)
             self.sampler = _make_sampler(config, model)
             self.uploads = device.step_uploads(
                 _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
             )
             self.next_tokens = NextTokens(
-                config, model, self.sampler, self.state, device, self.uploads
+                config, model, self.sampler, self.batch_state, device, self.uploads
             )
         self.layers = RecordedLayers(config, model, self.cache)
-        self.scorer = PromptScorer(model, self.sampler.shard, self.state)
+        self.scorer = PromptScorer(model, self.sampler.shard, self.batch_state)
         self.decode_graphs: DecodeGraphs | None = None
         self.mixed_graphs: MixedGraphs | None = None
         if device.has_graphs and not config.engine.enforce_eager:
@@ -138,7 +138,15 @@ class ModelRunner:
         self._hidden_SE = torch.zeros(
             max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
         )
-        parts = (config, model, self.cache, self.state, self.device, self.uploads, self._hidden_SE)
+        parts = (
+            config,
+            model,
+            self.cache,
+            self.batch_state,
+            self.device,
+            self.uploads,
+            self._hidden_SE,
+        )
         self.decode_graphs = DecodeGraphs(*parts)
         self.mixed_graphs = MixedGraphs(*parts)
         largest_graph = self.decode_graphs.capture(self.mixed_graphs.capture())
@@ -157,7 +165,7 @@ class ModelRunner:
         self._apply(plan)
         if not len(plan.slots):
             return PendingStep(device=self.device)
-        rows = self.state.take(plan)
+        rows = self.batch_state.take(plan)
         forward = self._stage(rows, self.scorer.stage(plan, rows, self.uploads.put))
         mask_s = 0.0
 
@@ -186,11 +194,11 @@ class ModelRunner:
 
     def check(self) -> None:
         """Raise unless the laws of batch state and sampler hold."""
-        self.state.check()
+        self.batch_state.check()
         self.sampler.state.check()
 
     def _apply(self, plan: StepPlan) -> None:
-        self.state.apply(plan)
+        self.batch_state.apply(plan)
         for slot in plan.released_slots:
             self.sampler.state.release(slot)
         rows = plan.admitted_rows
@@ -218,7 +226,7 @@ class ModelRunner:
                 return hidden_RE, None
 
             return replay_graph
-        make_inputs = self.state.stage(rows, self.uploads.put)
+        make_inputs = self.batch_state.stage(rows, self.uploads.put)
 
         def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()

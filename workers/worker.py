@@ -34,7 +34,7 @@ from workers.device import Device, open_device
 from workers.handover import Outcome, StepHandover
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.huge_pages import use_huge_pages
-from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -188,11 +188,11 @@ class Worker:
                 self._begin_steps(self._runner)
         self.progress.phase = "steps"
 
-    def memory(self) -> RankMemory:
+    def memory(self) -> RankMemoryHandles:
         """What this rank will leave. After `allocate_cache`."""
         assert self._runner is not None and self._loaded_model is not None
         weights, cache = self._loaded_model.memory, self._runner.cache.memory
-        return RankMemory(
+        return RankMemoryHandles(
             weights=weights.handle if weights is not None else None,
             cache=cache.handle if cache is not None else None,
             checkpoint_hash=self._loaded_model.checkpoint_hash,

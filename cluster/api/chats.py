@@ -23,7 +23,7 @@ from cluster.api.structure import CallRules, call_rules, structure_of
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import THINKING_SWITCH, state_after
+from cluster.grammar.markers import THINKING_SWITCH, answer_state_after
 from scheduler.bounds import check_bound, field_limit
 from scheduler.errors import RequestError
 from scheduler.params import MAX_LOGPROBS, StructuredOutputs
@@ -118,14 +118,18 @@ def chat_of(request: ChatRequest, served: ServedModel) -> Chat:
 def rules_of(request: ChatRequest) -> CallRules:
     """Raises `RequestError`."""
     tools = [tool.function for tool in request.tools or ()]
-    choice, parallel = request.tool_choice, request.parallel_tool_calls
+    choice, parallel_tool_calls = request.tool_choice, request.parallel_tool_calls
     if isinstance(choice, NamedTool):
-        return call_rules(tools, None, named_tool=choice.function.name, parallel=parallel)
+        return call_rules(
+            tools, None, named_tool=choice.function.name, parallel_tool_calls=parallel_tool_calls
+        )
     if isinstance(choice, AllowedTools):
         allowed = choice.allowed_tools
         names = {tool.function.name for tool in allowed.tools}
-        return call_rules(tools, allowed.mode, allowed=names, parallel=parallel)
-    return call_rules(tools, choice, parallel=parallel)
+        return call_rules(
+            tools, allowed.mode, allowed_names=names, parallel_tool_calls=parallel_tool_calls
+        )
+    return call_rules(tools, choice, parallel_tool_calls=parallel_tool_calls)
 
 
 def job_of(chat: Chat, served: ServedModel) -> Job:
@@ -156,7 +160,7 @@ def job_of(chat: Chat, served: ServedModel) -> Job:
             served.name,
             generations,
             tokenizer,
-            state=state_after(generations[0].prompt or ""),
+            state=answer_state_after(generations[0].prompt or ""),
             has_tools=bool(chat.rules.tools),
             token_ids=bool(options.return_token_ids),
             num_prompt_top_logprobs=options.prompt_logprobs,

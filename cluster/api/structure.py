@@ -49,27 +49,27 @@ def call_rules(
     choice: str | None,
     *,
     named_tool: str | None = None,
-    allowed: Collection[str] | None = None,
-    parallel: bool | None = None,
+    allowed_names: Collection[str] | None = None,
+    parallel_tool_calls: bool | None = None,
 ) -> CallRules:
-    """`choice`: "auto", "none" or "required". `allowed`: the names of the tools that may be called,
-    None for all. `parallel`: whether several calls are possible. Raises `RequestError` for a name
-    that no tool has.
+    """`choice`: "auto", "none" or "required". `allowed_names`: the names of the tools that may be
+    called, None for all. `parallel_tool_calls`: whether several calls are possible. Raises
+    `RequestError` for a name that no tool has.
     """
-    if allowed is not None:
+    if allowed_names is not None:
         names = [tool.name for tool in tools]
-        if missing_names := sorted(set(allowed).difference(names)):
+        if missing_names := sorted(set(allowed_names).difference(names)):
             raise RequestError(
                 f"tool_choice allows {missing_names[0]!r}, which is not among the tools"
                 f" {', '.join(names)}",
                 "tool_choice",
             )
-        tools = [tool for tool in tools if tool.name in allowed]
+        tools = [tool for tool in tools if tool.name in allowed_names]
     return CallRules(
         tools=() if choice == "none" else tools,
         is_required=choice == "required" or named_tool is not None,
         named_tool=named_tool,
-        ends_after_one_call=parallel is False,
+        ends_after_one_call=parallel_tool_calls is False,
     )
 
 

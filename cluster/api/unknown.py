@@ -157,11 +157,15 @@ def _misspellings(field_names: frozenset[str]) -> dict[str, str]:
     form with one letter fewer (Garbe's symmetric deletion).
     """
     field_by_form: dict[str, str] = {}
-    for num_missing, min_length in ((0, 0), (1, MIN_LENGTH_ONE_FAULT), (2, MIN_LENGTH_TWO_FAULTS)):
+    for num_deletions, min_length in (
+        (0, 0),
+        (1, MIN_LENGTH_ONE_FAULT),
+        (2, MIN_LENGTH_TWO_FAULTS),
+    ):
         for field in sorted(field_names):
             normalized_name = _normalized_name(field)
             if len(normalized_name) >= min_length:
-                for letters in combinations(normalized_name, len(normalized_name) - num_missing):
+                for letters in combinations(normalized_name, len(normalized_name) - num_deletions):
                     field_by_form.setdefault("".join(letters), field)
     return field_by_form
 

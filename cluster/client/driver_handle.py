@@ -212,12 +212,14 @@ class DriverHandle:
         if has_ended or not self._is_ray_connected():
             return
 
-        def retry_if_lost(answer: Future[None]) -> None:
-            if was_lost(answer) and actor is self.actor:
+        def retry_if_lost(finish_future: Future[None]) -> None:
+            if was_lost(finish_future) and actor is self.actor:
                 self._run_on_sender(self._send_finish, actor, request_ids, reason, *submit_refs)
 
-        answer = actor.finish.remote(request_ids, reason, self._frontend_id, *submit_refs).future()
-        answer.add_done_callback(retry_if_lost)
+        finish_future = actor.finish.remote(
+            request_ids, reason, self._frontend_id, *submit_refs
+        ).future()
+        finish_future.add_done_callback(retry_if_lost)
 
     # -- the end of a driver, and the next one -----------------------------------------------------
 
@@ -288,14 +290,14 @@ class DriverHandle:
 
     def _watch_end(self, actor: Any) -> None:
         if actor is self.actor and not self.is_closed and self._is_ray_connected():
-            end = actor.wait_for_end.remote().future()
-            end.add_done_callback(lambda end: self._note_end(actor, end))
+            end_future = actor.wait_for_end.remote().future()
+            end_future.add_done_callback(lambda end_future: self._note_end(actor, end_future))
 
-    def _note_end(self, actor: Any, end: Future[None]) -> None:
-        if was_lost(end):
+    def _note_end(self, actor: Any, end_future: Future[None]) -> None:
+        if was_lost(end_future):
             self._run_on_sender(self._watch_end, actor)
             return
-        error = end.exception()
+        error = end_future.exception()
         cause = cause_of(error) if isinstance(error, Exception) else None
         with self._change_condition:
             if actor is not self.actor:

@@ -34,21 +34,21 @@ OnDead = Callable[[list[Generation], EaglerayError], None]
 class Frontend:
     """Requests of one process to one driver. Any thread may call.
 
-    driver: the driver, to be asked about its life and death.
+    driver_handle: the driver, to be asked about its life and death.
     """
 
     make_thread: type[threading.Thread] = threading.Thread
 
     def __init__(
         self,
-        driver: Any,
+        actor: Any,
         is_ray_connected: Callable[[], bool] = lambda: True,
         replace: ReplaceDriver = cannot_replace,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
         recovery_waits_for: Callable[[], str] = lambda: "",
     ) -> None:
-        """`driver`: the actor. `is_ray_connected`: whether this process is still part of the
+        """`actor`: the driver. `is_ray_connected`: whether this process is still part of the
         driver's cluster. `replace` takes a driver that has died or does not answer, the reason, and
         whether there was any news from it; it returns a new driver, or raises. `answer_limit_s`:
         how long the driver may take beyond what it was asked to wait. `on_dead` gets the requests
@@ -61,8 +61,8 @@ class Frontend:
         self._news_callbacks: list[Callable[[], None]] = []
         self._change_condition = threading.Condition()
         self._outstanding_requests = OutstandingRequests(self._change_condition)
-        self.driver = DriverHandle(
-            driver,
+        self.driver_handle = DriverHandle(
+            actor,
             self._outstanding_requests,
             self._change_condition,
             is_ray_connected=is_ray_connected,
@@ -71,7 +71,7 @@ class Frontend:
             is_shared=on_dead is not None,
             recovery_waits_for=recovery_waits_for,
         )
-        self._last_reply: tuple[Any, int] = (driver, 0)  # a driver, and its last reply
+        self._last_reply: tuple[Any, int] = (actor, 0)  # a driver, and its last reply
         self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
@@ -81,20 +81,21 @@ class Frontend:
         """
         requests = [o.continued_request() for g in generations for o in g.unfinished_outputs]
         with self._change_condition:
-            self.driver.check_not_shut_down()
+            self.driver_handle.check_not_shut_down()
             self._outstanding_requests.add(generations)
         refs: list[Any] = []
         try:
-            self.driver.submit(requests, refs)
+            self.driver_handle.submit(requests, refs)
         except BaseException as error:
             self._outstanding_requests.forget(generations)
             has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
-            must_abort_after_close = self.driver.is_closed and self._on_dead is not None
+            must_abort_after_close = self.driver_handle.is_closed and self._on_dead is not None
             # The driver may have them, or receive them later.
             if not has_refused or must_abort_after_close:
                 request_ids = [request.request_id for request in requests]
-                self.driver.finish(request_ids, "abort")  # Ray drops the next if a call was lost
-                self.driver.finish(request_ids, "abort", submit_refs=refs)
+                # Ray drops the second if a call was lost.
+                self.driver_handle.finish(request_ids, "abort")
+                self.driver_handle.finish(request_ids, "abort", submit_refs=refs)
             raise
 
     def abort(self, generations: list[Generation]) -> None:
@@ -107,11 +108,11 @@ class Frontend:
                 generation.end()
             self._outstanding_requests.forget(generations)
         self._run_news_callbacks()
-        self.driver.finish([output.request.request_id for output in outputs], "abort")
+        self.driver_handle.finish([output.request.request_id for output in outputs], "abort")
 
     def finish(self, generations: list[Generation]) -> None:
         """Tell the driver that nobody needs these generations. Does not wait."""
-        self.driver.finish([i for g in generations for i in g.request_ids], "abort")
+        self.driver_handle.finish([i for g in generations for i in g.request_ids], "abort")
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
         """Have `callback` called after each batch of news, on the thread that handled it."""
@@ -121,17 +122,17 @@ class Frontend:
         """The driver's counters. Raises `OverloadedError` while the driver is replaced,
         `EngineDeadError`, `NoAnswerError`.
         """
-        counters: EngineStats = self.driver.ask("stats", "read the counters")
+        counters: EngineStats = self.driver_handle.ask("stats", "read the counters")
         return counters
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`. Raises as `stats`."""
-        records: list[StepRecord] = self.driver.ask("records", "read the records", seconds)
+        records: list[StepRecord] = self.driver_handle.ask("records", "read the records", seconds)
         return records
 
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
-        self.driver.close()
+        self.driver_handle.close()
         self._fail_all(EngineDeadError("the engine was shut down"))
 
     def join(self, limit_s: float) -> None:
@@ -149,26 +150,29 @@ class Frontend:
 
     def _wait_for_work(self) -> bool:
         """Wait until there is a reason to poll. False after `close`."""
-        driver = self.driver
+        driver_handle = self.driver_handle
         with self._change_condition:
             while not (
                 self._outstanding_requests.has_accepted
-                or driver.actor is driver.dead_actor
-                or driver.is_closed
+                or driver_handle.actor is driver_handle.dead_actor
+                or driver_handle.is_closed
             ):
                 self._change_condition.wait()
-            return not driver.is_closed
+            return not driver_handle.is_closed
 
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
-        actor = self.driver.current_actor()  # what is outstanding has been sent to this driver
+        # What is outstanding has been sent to this driver.
+        actor = self.driver_handle.current_actor()
         polled_driver, acknowledged_number = self._last_reply
         try:
-            deltas = self.driver.poll(actor, acknowledged_number if polled_driver is actor else 0)
-            if deltas is None or actor is not self.driver.actor:
+            deltas = self.driver_handle.poll(
+                actor, acknowledged_number if polled_driver is actor else 0
+            )
+            if deltas is None or actor is not self.driver_handle.actor:
                 return  # lost, or its requests were sent to the next driver
             self._last_reply = (actor, deltas.reply_number)
-            self.driver.has_been_healthy |= bool(deltas.request_ids)
+            self.driver_handle.has_been_healthy |= bool(deltas.request_ids)
             self._deliver(deltas)
             loss = _loss_in(deltas)
             if loss is not None and self._on_dead is not None:
@@ -183,14 +187,15 @@ class Frontend:
 
     def _replace_or_fail(self, actor: Any, error: EaglerayError) -> None:
         try:
-            self.driver.replace_driver(actor, error)
+            self.driver_handle.replace_driver(actor, error)
         except Exception as caught_error:
             failure = caught_error
             if not isinstance(failure, EaglerayError):  # a bug must not leave callers waiting
                 logger.exception("the driver could not be replaced")
                 failure = _frontend_error(caught_error)
             with self._change_condition:
-                self.driver.dead_actor = None  # no other will come; a new request tries again
+                # No other will come; a new request tries again.
+                self.driver_handle.dead_actor = None
             if self._on_dead is None:
                 self._fail_all(failure)
             else:
@@ -227,8 +232,8 @@ class Frontend:
                     )
                     self._outstanding_requests.forget([generation])
         self._run_news_callbacks()
-        self.driver.finish(stopped_request_ids, "stop")
-        self.driver.finish(failed_request_ids, "abort")
+        self.driver_handle.finish(stopped_request_ids, "stop")
+        self.driver_handle.finish(failed_request_ids, "abort")
 
     def _fail_all(self, error: EaglerayError) -> None:
         """Fail what is outstanding; where requests can go elsewhere, only what the driver has."""

@@ -19,7 +19,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.calls import CallStructure, candidate_formats
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.formats import format_after_thinking, format_of, source_of
-from cluster.grammar.markers import THINKING_SWITCH, AnswerState, state_after
+from cluster.grammar.markers import THINKING_SWITCH, AnswerState, answer_state_after
 from configs.model import ModelConfig
 from scheduler.bounds import check_bound
 from scheduler.errors import RequestError
@@ -150,7 +150,7 @@ class RequestBuilder:
             )
         state = AnswerState.CONTENT
         if prompt.conversation is not None:
-            state = self._state_after(prompt.conversation, prompt.text)
+            state = self._answer_state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
             source = source_of(format_after_thinking(format_of(structure), state))
             return self._grammar_compiler.check(source), ()
@@ -164,10 +164,10 @@ class RequestBuilder:
         assert refusal is not None, "the last candidate is refused with a reason"
         raise refusal
 
-    def _state_after(self, conversation: Conversation, text: str | None) -> AnswerState:
+    def _answer_state_after(self, conversation: Conversation, text: str | None) -> AnswerState:
         """How the answer begins. Where thinking off renders the same, the model does not think."""
         assert self._tokenizer is not None and text is not None
-        state, switch = state_after(text), THINKING_SWITCH
+        state, switch = answer_state_after(text), THINKING_SWITCH
         if state is not AnswerState.UNDECIDED:
             return state
         variables = conversation.template_variables
@@ -214,7 +214,7 @@ class RequestBuilder:
             return None
         state = AnswerState.CONTENT
         if prompt.conversation is not None:
-            state = state_after(prompt.text or "")
+            state = answer_state_after(prompt.text or "")
         stop, min_tokens = params.stop_strings(), params.min_tokens or 0
         return TextStream(self._tokenizer, stop, min_tokens, state)
 

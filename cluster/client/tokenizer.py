@@ -12,7 +12,7 @@ from tokenizers import Encoding
 
 from cluster.client import tokenizer_files
 from cluster.client.prompts import Conversation
-from cluster.grammar.markers import AnswerState, state_after
+from cluster.grammar.markers import AnswerState, answer_state_after
 from scheduler.errors import PromptTooLongError, RequestError
 
 # Text that fits hardly ever has more characters per token.
@@ -172,7 +172,7 @@ class Tokenizer:
     def always_thinks(self) -> bool:
         """Whether an answer begins within the reasoning unless a variable says otherwise."""
         question = Conversation(messages=[{"role": "user", "content": "Hi"}])
-        return state_after(self.render_chat(question)) is AnswerState.REASONING
+        return answer_state_after(self.render_chat(question)) is AnswerState.REASONING
 
     @cached_property
     def end_token_ids(self) -> frozenset[int]:

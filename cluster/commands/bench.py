@@ -83,7 +83,7 @@ def run_bench(job: BenchJob) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="eagleray-") as folder:
         num_ranks = job.config.tensor_parallel_size
-        name = _write_shape(Path(folder), job.shape, job.num_layers, num_ranks)
+        name = _write_checkpoint_of_shape(Path(folder), job.shape, job.num_layers, num_ranks)
         config = dataclasses.replace(job.config, model=folder)
         _run(dataclasses.replace(job, config=config), name)
 
@@ -140,7 +140,9 @@ def synthetic_requests(
     return requests
 
 
-def _write_shape(folder: Path, shape: str, num_layers: int | None, num_ranks: int) -> str:
+def _write_checkpoint_of_shape(
+    folder: Path, shape: str, num_layers: int | None, num_ranks: int
+) -> str:
     """Write a random checkpoint; returns what to call it. Raises `ConfigError` if so many ranks
     cannot split it, or the folder has too little room.
     """

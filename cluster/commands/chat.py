@@ -24,7 +24,7 @@ from cluster.api.parser import AnswerParser, AnswerParts
 from cluster.client.outputs import Chunk
 from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.setup import EngineSetup, make_engine_setup
-from cluster.grammar.markers import state_after
+from cluster.grammar.markers import answer_state_after
 from cluster.llm import LLM
 from cluster.resources.session import check_arguments
 from configs.engine import EngineConfig
@@ -161,7 +161,7 @@ class Chat:
         """The parts of the answer to a conversation, counted in `answer`."""
         conversation = Conversation(messages=messages, template_variables=self._template_variables)
         prompt = ParsedPrompt(conversation=conversation)
-        first_state = state_after(self._tokenizer.render_chat(conversation))
+        first_state = answer_state_after(self._tokenizer.render_chat(conversation))
         parser = AnswerParser(first_state, looks_for_calls=False)
         with contextlib.closing(self._llm.stream(prompt, self._params)) as chunks:
             for chunk in chunks:

@@ -100,7 +100,7 @@ def _start(
     undo_stack.callback(_undo_unless_ray_ended, session_lease, owner.stop)
     undo_stack.callback(frontend.close)
     report = owner.start()
-    frontend.driver.watch_end()
+    frontend.driver_handle.watch_end()
     for line in report.log_lines:
         logger.info(line)
     total_s = time.perf_counter() - began_s

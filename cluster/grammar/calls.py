@@ -110,11 +110,11 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
     """(a schema that is honored, whether it leaves out a part of the tool's)"""
     if tool.parameters is None:
         return ANY_OBJECT, False
-    where = f"the parameters of {tool.name}"
+    path = f"the parameters of {tool.name}"
     if tool.is_strict:
-        schema, has_dropped_keywords = honored_schema(tool.parameters, where), False
+        schema, has_dropped_keywords = honored_schema(tool.parameters, path), False
     else:
-        schema, has_dropped_keywords = loosened_schema(tool.parameters, where)
+        schema, has_dropped_keywords = loosened_schema(tool.parameters, path)
     # Arguments are an object, also where the schema says nothing.
     return (ANY_OBJECT if schema is True or schema == {} else schema), has_dropped_keywords
 

@@ -40,7 +40,7 @@ class FollowedSequence:
     follower: Follower
     num_tokens_asked: int = -1
     num_tokens_answered: int = -1
-    answer: Answer = None
+    mask_answer: Answer = None
     num_tokens_sent: int = 0  # output tokens that the child knows; the thread's own
     spent_cpu_s: float = 0.0
     num_child_losses: int = 0
@@ -82,7 +82,7 @@ class Follower:
             if not self._thread.is_alive():
                 self._thread.start()
         except RuntimeError as error:  # there is no room for another thread
-            followed_seq.answer = _failed(followed_seq, str(error))
+            followed_seq.mask_answer = _failed(followed_seq, str(error))
             followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
             return
         self._queue.append(followed_seq)
@@ -133,8 +133,8 @@ class Follower:
         while batch:
             num_answered = 0
             try:
-                for answer, seconds in self._masks(batch):
-                    self._take_answer(batch[num_answered], answer, seconds)
+                for mask_or_reason, cpu_s in self._masks(batch):
+                    self._take_answer(batch[num_answered], mask_or_reason, cpu_s)
                     num_answered += 1
             except HelperLateError:
                 self._drop_child()
@@ -171,13 +171,13 @@ class Follower:
         answers = child.answers(
             MASK_LIMIT_S, len(batch), "masks", new_tokens, ended_numbers, yields_cores=True
         )
-        for followed_seq, (answer, seconds) in zip(batch, answers, strict=True):
+        for followed_seq, (answer, cpu_s) in zip(batch, answers, strict=True):
             num_new_tokens = followed_seq.num_tokens_asked - followed_seq.num_tokens_sent
-            if seconds > QUICK_MASK_S + QUICK_MASK_PER_TOKEN_S * num_new_tokens:
+            if cpu_s > QUICK_MASK_S + QUICK_MASK_PER_TOKEN_S * num_new_tokens:
                 self._was_slow = True
             followed_seq.num_tokens_sent = followed_seq.num_tokens_asked
             masks.append(masks[answer] if isinstance(answer, int) else answer)
-            yield masks[-1], seconds
+            yield masks[-1], cpu_s
 
     def _loaded_child(self) -> Child:
         """The child; if there is none, a new one, which knows the grammar but no tokens."""
@@ -199,17 +199,17 @@ class Follower:
             child.close()
 
     def _take_answer(
-        self, followed_seq: FollowedSequence, answer: bytes | str | None, seconds: float
+        self, followed_seq: FollowedSequence, mask_or_reason: bytes | str | None, cpu_s: float
     ) -> None:
-        followed_seq.spent_cpu_s += seconds
+        followed_seq.spent_cpu_s += cpu_s
         limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
         if followed_seq.spent_cpu_s > limit_s:
             how = f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"
             self._answer(followed_seq, _too_slow(how))
-        elif isinstance(answer, str):
-            self._fail([followed_seq], answer)
+        elif isinstance(mask_or_reason, str):
+            self._fail([followed_seq], mask_or_reason)
         else:
-            self._answer(followed_seq, answer)
+            self._answer(followed_seq, mask_or_reason)
 
     def _fail(self, batch: list[FollowedSequence], why: str) -> None:
         for followed_seq in batch:
@@ -217,7 +217,7 @@ class Follower:
 
     def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:
         with self._lock:
-            followed_seq.answer = answer
+            followed_seq.mask_answer = answer
             followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
 
 

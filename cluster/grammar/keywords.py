@@ -97,26 +97,26 @@ _VALUE_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def check_value(keyword: str, value: object, where: str) -> None:
+def check_value(keyword: str, value: object, path: str) -> None:
     """Raise `NotHonored` for a value that the keyword cannot have."""
     if keyword in _VALUE_CHECKS:
         accepts, description = _VALUE_CHECKS[keyword]
         if not accepts(value):
             raise NotHonored(
-                f"{where}.{keyword} must be {description}, got {short_repr(value)}", keyword
+                f"{path}.{keyword} must be {description}, got {short_repr(value)}", keyword
             )
 
 
-def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
+def enforceable_schema(schema: Schema, path: str) -> Schema | bool:
     """A schema without references and alternatives as xgrammar enforces it. Raises `NotHonored`."""
     for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:
             raise NotHonored(
-                f"{where}.{keyword} needs a type beside it: {' or '.join(needed_types)}", keyword
+                f"{path}.{keyword} needs a type beside it: {' or '.join(needed_types)}", keyword
             )
     types = merging.declared_types(schema)
     if (values := merging.listed_values(schema)) is not None:
-        _check_listed_values(values, types, where)
+        _check_listed_values(values, types, path)
         return schema
     if types is None:
         return {}
@@ -125,14 +125,14 @@ def enforceable_schema(schema: Schema, where: str) -> Schema | bool:
     types = list(dict.fromkeys(types))
     result: Schema = {"type": types[0] if len(types) == 1 else types}
     if "object" in types:
-        result |= _object(_with_only(schema, _OBJECT_KEYWORDS), where)
+        result |= _object(_with_only(schema, _OBJECT_KEYWORDS), path)
     if "array" in types:
-        result |= _array(_with_only(schema, _ARRAY_KEYWORDS), where)
+        result |= _array(_with_only(schema, _ARRAY_KEYWORDS), path)
     if "string" in types:
-        result |= _string(_with_only(schema, _STRING_KEYWORDS), where)
+        result |= _string(_with_only(schema, _STRING_KEYWORDS), path)
     if "integer" in types or "number" in types:
         number_bounds = ranges.enforceable_bounds(
-            _with_only(schema, (*_NUMBER_KEYWORDS, "format")), types, where
+            _with_only(schema, (*_NUMBER_KEYWORDS, "format")), types, path
         )
         if "enum" in number_bounds:
             other_types = [name for name in types if name not in ("integer", "number")]
@@ -146,14 +146,14 @@ def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
     return {name: schema[name] for name in names if name in schema}
 
 
-def _check_listed_values(values: list[Any], types: list[Any] | None, where: str) -> None:
+def _check_listed_values(values: list[Any], types: list[Any] | None, path: str) -> None:
     """Raise `NotHonored` for values of another type, and for numbers that lose digits."""
     for value in values:
         if types is not None and not any(_is_of_type(value, type_name) for type_name in types):
-            raise NotHonored(f"{where} lists {short_repr(value)}, which is not of its type")
+            raise NotHonored(f"{path} lists {short_repr(value)}, which is not of its type")
         if not _is_exact(value):
             raise NotHonored(
-                f"{where} lists {short_repr(value)}, which has a number that is too large"
+                f"{path} lists {short_repr(value)}, which has a number that is too large"
             )
 
 
@@ -184,12 +184,12 @@ def _is_of_type(value: object, type_name: object) -> bool:
 # -- objects ---------------------------------------------------------------------------------------
 
 
-def _object(schema: Schema, where: str) -> Schema:
+def _object(schema: Schema, path: str) -> Schema:
     """Unnamed properties come only with `additionalProperties` or the like, or if none is named."""
     properties = dict(schema.get("properties", {}))
     additional_schema = schema.get("additionalProperties")
     required_names = list(dict.fromkeys(schema.get("required", ())))
-    names_schema = _names_schema(schema, where)
+    names_schema = _names_schema(schema, path)
     if names_schema is not None:
         schema["propertyNames"] = names_schema
     else:
@@ -201,20 +201,20 @@ def _object(schema: Schema, where: str) -> Schema:
         if name not in properties:
             if additional_schema is False or has_name_rules:
                 raise NotHonored(
-                    f"{where}.required names {short_repr(name)}, which properties does not have",
+                    f"{path}.required names {short_repr(name)}, which properties does not have",
                     "required",
                 )
             properties[name] = True if additional_schema is None else additional_schema
-    _check_false_properties(properties, required_names, additional_schema, where)
+    _check_false_properties(properties, required_names, additional_schema, path)
     if "patternProperties" in schema:
-        _check_patterns(schema, properties, additional_schema, where)
+        _check_patterns(schema, properties, additional_schema, path)
         additional_schema = False
     possible_properties = {name: part for name, part in properties.items() if part is not False}
     if additional_schema is None and properties and not possible_properties:
         additional_schema = False  # without properties, any are possible
     has_free_names = has_name_rules or additional_schema not in (None, False)
     _check_property_count(
-        schema, len(required_names), None if has_free_names else len(possible_properties), where
+        schema, len(required_names), None if has_free_names else len(possible_properties), path
     )
     schema |= {"properties": possible_properties, "required": required_names}
     if additional_schema is not None:
@@ -223,7 +223,7 @@ def _object(schema: Schema, where: str) -> Schema:
     return {name: value for name, value in schema.items() if value or name not in omitted_if_empty}
 
 
-def _names_schema(schema: Schema, where: str) -> Schema | None:
+def _names_schema(schema: Schema, path: str) -> Schema | None:
     """What the names of all properties must match, None for nothing."""
     names_schema = schema.get("propertyNames")
     if names_schema is None or names_schema is True or names_schema == {"type": "string"}:
@@ -238,43 +238,43 @@ def _names_schema(schema: Schema, where: str) -> Schema | None:
         obstacle = _PROPERTY_NAMES_OBSTACLE
         if conflicting_keyword:
             obstacle = f"together with {conflicting_keyword!r}"
-        raise NotHonored(f"{where}.propertyNames cannot be honored {obstacle}", "propertyNames")
+        raise NotHonored(f"{path}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names_schema)
 
 
 def _check_false_properties(
-    properties: Schema, required_names: list[str], additional_schema: Any, where: str
+    properties: Schema, required_names: list[str], additional_schema: Any, path: str
 ) -> None:
     """Raise `NotHonored` for properties that must not be there, if they could be."""
     for name, part in properties.items():
         if part is False and name in required_names:
             raise NotHonored(
-                f"{where}.required names {short_repr(name)}, which cannot be", "required"
+                f"{path}.required names {short_repr(name)}, which cannot be", "required"
             )
         if part is False and additional_schema not in (None, False):
             raise NotHonored(
-                f"{where}.properties.{name[:100]}: false cannot be honored together with"
+                f"{path}.properties.{name[:100]}: false cannot be honored together with"
                 " 'additionalProperties'",
                 "properties",
             )
 
 
-def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, where: str) -> None:
+def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, path: str) -> None:
     """A property has one schema, and names may come twice, so no two schemas may concern one."""
     pattern_properties = schema["patternProperties"]
     if len(pattern_properties) > 1 or additional_schema not in (None, True, False):
         obstacle = "other patterns" if len(pattern_properties) > 1 else "'additionalProperties'"
         raise NotHonored(
-            f"{where}.patternProperties cannot be honored together with {obstacle}",
+            f"{path}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
     [(pattern, part)] = pattern_properties.items()
-    rewritten = _pattern(pattern, f"{where}.patternProperties", "patternProperties")
+    rewritten = _pattern(pattern, f"{path}.patternProperties", "patternProperties")
     leading_tokens = patterns.leading_tokens(pattern)
     for name in properties:
         if not patterns.cannot_begin_with(name, leading_tokens):
             raise NotHonored(
-                f"{where}.patternProperties cannot be honored: {short_repr(name)} of the properties"
+                f"{path}.patternProperties cannot be honored: {short_repr(name)} of the properties"
                 " may match a pattern, or begins like it",
                 "patternProperties",
             )
@@ -282,28 +282,28 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
 
 
 def _check_property_count(
-    schema: Schema, num_required_names: int, num_named_properties: int | None, where: str
+    schema: Schema, num_required_names: int, num_named_properties: int | None, path: str
 ) -> None:
     """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
     if num_named_properties is not None and minimum > num_named_properties:
-        raise NotHonored(f"{where}.minProperties is more than are possible", "minProperties")
+        raise NotHonored(f"{path}.minProperties is more than are possible", "minProperties")
     if num_named_properties is None and minimum > max(1, num_required_names):
         raise NotHonored(
-            f"{where}.minProperties cannot be honored where names are free; set"
+            f"{path}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
             "minProperties",
         )
     if minimum <= num_required_names:
         schema.pop("minProperties", None)
     if schema.get("maxProperties", num_required_names) < num_required_names:
-        raise NotHonored(f"{where}.maxProperties is less than what is required", "maxProperties")
+        raise NotHonored(f"{path}.maxProperties is less than what is required", "maxProperties")
 
 
 # -- lists, strings --------------------------------------------------------------------------------
 
 
-def _array(schema: Schema, where: str) -> Schema:
+def _array(schema: Schema, path: str) -> Schema:
     prefix, minimum = schema.get("prefixItems", []), schema.get("minItems", 0)
     maximum = schema.get("maxItems")
     if maximum is not None and maximum < len(prefix):
@@ -317,34 +317,34 @@ def _array(schema: Schema, where: str) -> Schema:
     if "items" not in schema and (not prefix or minimum > len(prefix)):
         schema["items"] = True
     if schema.get("items") is False and minimum > len(schema.get("prefixItems", ())):
-        raise NotHonored(f"{where}.minItems is more than the items that are possible", "minItems")
+        raise NotHonored(f"{path}.minItems is more than the items that are possible", "minItems")
     if minimum > (math.inf if maximum is None else maximum):
-        raise NotHonored(f"{where}.minItems is more than maxItems", "minItems")
+        raise NotHonored(f"{path}.minItems is more than maxItems", "minItems")
     return {name: value for name, value in schema.items() if value != []}
 
 
-def _string(schema: Schema, where: str) -> Schema:
+def _string(schema: Schema, path: str) -> Schema:
     lengths = [schema.get(name) for name in ("minLength", "maxLength")]
     if lengths != [None, None]:
         minimum, maximum = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
         if lengths[1] is not None and lengths[1] < minimum:
-            raise NotHonored(f"{where}.minLength is more than maxLength", "minLength")
+            raise NotHonored(f"{path}.minLength is more than maxLength", "minLength")
         return {"pattern": f"^{patterns.UNESCAPED_CHARACTER}{{{minimum},{maximum}}}$"}
     if "format" in schema:
         if schema["format"] not in _FORMAT_PATTERNS:
             raise NotHonored(
-                f"{where}: the format {short_repr(schema['format'])} is not supported; supported"
+                f"{path}: the format {short_repr(schema['format'])} is not supported; supported"
                 f" are {', '.join(FORMAT_NAMES)}",
                 "format",
             )
-        return {"pattern": _pattern(_FORMAT_PATTERNS[schema["format"]], where)}
+        return {"pattern": _pattern(_FORMAT_PATTERNS[schema["format"]], path)}
     if "pattern" in schema:
-        return {"pattern": _pattern(schema["pattern"], f"{where}.pattern", "pattern")}
+        return {"pattern": _pattern(schema["pattern"], f"{path}.pattern", "pattern")}
     return {}
 
 
-def _pattern(pattern: object, where: str, keyword: str | None = None) -> str:
+def _pattern(pattern: object, path: str, keyword: str | None = None) -> str:
     try:
-        return patterns.rewritten_pattern(pattern, where, is_json_string=True)
+        return patterns.rewritten_pattern(pattern, path, is_json_string=True)
     except RequestError as error:
         raise NotHonored(str(error).removeprefix("structured_outputs: "), keyword) from None

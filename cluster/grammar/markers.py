@@ -19,7 +19,7 @@ class AnswerState(enum.Enum):
     CALL = "call"
 
 
-def state_after(prompt: str) -> AnswerState:
+def answer_state_after(prompt: str) -> AnswerState:
     """How an answer begins after a rendered prompt. A template may have opened the reasoning, or
     closed it because thinking is off.
     """

@@ -52,7 +52,7 @@ class GrammarMatching:
                 for followed_seq in self._unanswered:
                     followed_seq.follower.is_quick = False  # until it has caught up
                 self._unanswered.clear()
-            return [f.answer if _is_answered(f) else MASK_LATE for f in followed_seqs]
+            return [f.mask_answer if _is_answered(f) else MASK_LATE for f in followed_seqs]
 
     def is_quick(self, seq: Sequence) -> bool:
         """See `Grammars`."""

@@ -177,10 +177,10 @@ def _types_of(schema: Mapping[str, Any]) -> set[Any] | None:
 
 
 def _type_of(value: Any) -> str:
-    types = {bool: "boolean", str: "string", list: "array", type(None): "null"}
+    json_type_by_class = {bool: "boolean", str: "string", list: "array", type(None): "null"}
     if isinstance(value, int | float) and not isinstance(value, bool):
         return "number"
-    return types.get(type(value), "object")
+    return json_type_by_class.get(type(value), "object")
 
 
 def _types_are_disjoint(first: set[Any] | None, second: set[Any] | None) -> bool:

@@ -52,23 +52,23 @@ class _Group:
     has_alternatives: bool = False
 
 
-def rewritten_pattern(pattern: object, where: str, *, is_json_string: bool = False) -> str:
+def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = False) -> str:
     """A pattern that matches nothing else when xgrammar reads it; with `is_json_string`, as the
     spelling of strings in JSON, which go on where a pattern has one anchor alone. Raises
     `RequestError`.
     """
     if not isinstance(pattern, str):
-        raise refusal(f"{where} must be text, got {short_repr(pattern)}")
-    check_bound("pattern", len(pattern), where, "structured_outputs")
+        raise refusal(f"{path} must be text, got {short_repr(pattern)}")
+    check_bound("pattern", len(pattern), path, "structured_outputs")
     if re.search(r"\(\?(?!:)", pattern):
-        raise refusal(f"{where}: groups that begin with '(?', other than '(?:', are not supported")
+        raise refusal(f"{path}: groups that begin with '(?', other than '(?:', are not supported")
     groups = [_Group(True, True)]
     tokens = _TOKEN.findall(pattern)
     text = "".join(
-        _rewritten_token(token, groups, where, is_json_string=is_json_string) for token in tokens
+        _rewritten_token(token, groups, path, is_json_string=is_json_string) for token in tokens
     )
     if len(groups) > 1:
-        raise refusal(f"{where}: a group is not closed")
+        raise refusal(f"{path}: a group is not closed")
     if not is_json_string:
         return text
     if not groups[0].has_alternatives:
@@ -116,12 +116,12 @@ def _may_match(character: str, token: str) -> bool:
         return True
 
 
-def _rewritten_token(token: str, groups: list[_Group], where: str, *, is_json_string: bool) -> str:
+def _rewritten_token(token: str, groups: list[_Group], path: str, *, is_json_string: bool) -> str:
     """What a token becomes."""
     group = groups[-1]
     if token == "^":
         if not group.is_at_start:
-            raise refusal(f"{where}: '^' is possible at the beginning alone")
+            raise refusal(f"{path}: '^' is possible at the beginning alone")
         return ""
     if token == "$":
         group.is_at_end = True
@@ -133,38 +133,38 @@ def _rewritten_token(token: str, groups: list[_Group], where: str, *, is_json_st
         return token
     if token in (")", ")?"):
         if len(groups) == 1:
-            raise refusal(f"{where}: a group is closed that is not open")
+            raise refusal(f"{path}: a group is closed that is not open")
         groups.pop()
         groups[-1].is_at_end |= group.has_ended_alternative or group.is_at_end
         # In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches.
         return "|)" if token == ")?" else token
     if token in ("?", "*", "+") or (token[0] == "{" and len(token) > 1):
         return token
-    return _rewritten_atom(token, groups, where, is_json_string=is_json_string)
+    return _rewritten_atom(token, groups, path, is_json_string=is_json_string)
 
 
-def _rewritten_atom(token: str, groups: list[_Group], where: str, *, is_json_string: bool) -> str:
+def _rewritten_atom(token: str, groups: list[_Group], path: str, *, is_json_string: bool) -> str:
     """What a token that matches something becomes."""
     group = groups[-1]
     if group.is_at_end:
-        raise refusal(f"{where}: '$' is possible at the end alone")
+        raise refusal(f"{path}: '$' is possible at the end alone")
     if token in ("(", "(?:"):
         groups.append(_Group(group.is_at_start, group.is_at_start))
         group.is_at_start = False
         return token
     group.is_at_start = False
     if token[0] == "[":
-        _check_class(token, where, is_json_string=is_json_string)
+        _check_class(token, path, is_json_string=is_json_string)
         return token
-    character = _character(token, where)
+    character = _character(token, path)
     if character is None or not is_json_string or not _is_escaped_in_json(character):
         return token
     if character not in _JSON_ESCAPE_PATTERNS:
-        raise refusal(f"{where} has the control character {character!r}, which is not supported")
+        raise refusal(f"{path} has the control character {character!r}, which is not supported")
     return _JSON_ESCAPE_PATTERNS[character]
 
 
-def _character(token: str, where: str) -> str | None:
+def _character(token: str, path: str) -> str | None:
     """The character that a token stands for, None if there are several."""
     if token[0] != "\\":
         return None if token == "." else token
@@ -176,25 +176,25 @@ def _character(token: str, where: str) -> str | None:
     if name in _CONTROL_ESCAPES:
         return _CONTROL_ESCAPES[name]
     if name.isalnum() or not name:
-        raise refusal(f"{where}: {token!r} is not supported")
+        raise refusal(f"{path}: {token!r} is not supported")
     return name
 
 
-def _check_class(token: str, where: str, *, is_json_string: bool) -> None:
+def _check_class(token: str, path: str, *, is_json_string: bool) -> None:
     """Raise `RequestError` for a class whose characters xgrammar would not spell as JSON does: it
     leaves out those that need an escape, unless there are no others.
     """
     if token[-1] != "]":
-        raise refusal(f"{where}: a class is not closed")
+        raise refusal(f"{path}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
     is_negated = items[:1] == ["^"]
     items = items[1:] if is_negated else items
     if not items:
-        raise refusal(f"{where}: the class {token!r} is empty")
-    characters = [_character(item, where) if item[0] == "\\" else item for item in items]
+        raise refusal(f"{path}: the class {token!r} is empty")
+    characters = [_character(item, path) if item[0] == "\\" else item for item in items]
     has_unescaped = is_negated or any(map(_has_unescaped_character, _ranges(items, characters)))
     if is_json_string and not has_unescaped:
-        raise refusal(f"{where}: the class {token!r} has no character that is not escaped in JSON")
+        raise refusal(f"{path}: the class {token!r} has no character that is not escaped in JSON")
 
 
 def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, int]]:

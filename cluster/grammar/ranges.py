@@ -29,31 +29,31 @@ class NotHonored(Exception):
         self.keyword = keyword
 
 
-def enforceable_bounds(schema: Schema, types: list[Any], where: str) -> Schema:
+def enforceable_bounds(schema: Schema, types: list[Any], path: str) -> Schema:
     """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
     `types` are those of the schema. Raises `NotHonored`.
     """
     format_name = schema.pop("format", None) if "string" not in types else None
     step = schema.pop("multipleOf", None)
     if "integer" in types:
-        bounds = _integer_bounds(schema, format_name, where)
+        bounds = _integer_bounds(schema, format_name, path)
     else:
         if format_name not in (None, "float", "double"):
             raise NotHonored(
-                f"{where}: the format {short_repr(format_name)} is not supported", "format"
+                f"{path}: the format {short_repr(format_name)} is not supported", "format"
             )
-        bounds = _number_bounds(schema, where)
+        bounds = _number_bounds(schema, path)
     if step is None:
         return bounds
     is_whole = "integer" in types and step == int(step) and step >= 1
     if not is_whole:
         raise NotHonored(
-            f"{where}.multipleOf is supported of whole numbers of type integer alone", "multipleOf"
+            f"{path}.multipleOf is supported of whole numbers of type integer alone", "multipleOf"
         )
-    return _multiples(int(step), bounds, where)
+    return _multiples(int(step), bounds, path)
 
 
-def _multiples(step: int, bounds: Schema, where: str) -> Schema:
+def _multiples(step: int, bounds: Schema, path: str) -> Schema:
     if step == 1:
         return bounds
     if not bounds and step <= _MAX_UNBOUNDED_STEP:
@@ -61,17 +61,17 @@ def _multiples(step: int, bounds: Schema, where: str) -> Schema:
     minimum, maximum = bounds.get("minimum"), bounds.get("maximum")
     if minimum is None or maximum is None or maximum - minimum > step * _MAX_LISTED_MULTIPLES:
         raise NotHonored(
-            f"{where}.multipleOf is supported up to {_MAX_UNBOUNDED_STEP} without bounds, or with"
+            f"{path}.multipleOf is supported up to {_MAX_UNBOUNDED_STEP} without bounds, or with"
             f" bounds that leave at most {_MAX_LISTED_MULTIPLES} multiples",
             "multipleOf",
         )
     values = list(range(-(-minimum // step) * step, maximum + 1, step))
     if not values:
-        raise NotHonored(f"{where}: no multiple is between the bounds", "multipleOf")
+        raise NotHonored(f"{path}: no multiple is between the bounds", "multipleOf")
     return {"enum": values}
 
 
-def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
+def _integer_bounds(schema: Schema, format_name: Any, path: str) -> Schema:
     """Bounds of whole numbers, as whole numbers that are included."""
     minimums = [math.ceil(schema[name]) for name in ("minimum",) if name in schema]
     maximums = [math.floor(schema[name]) for name in ("maximum",) if name in schema]
@@ -80,7 +80,7 @@ def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
     if format_name is not None:
         if format_name not in _INTEGER_FORMATS:
             raise NotHonored(
-                f"{where}: the format {short_repr(format_name)} is not supported", "format"
+                f"{path}: the format {short_repr(format_name)} is not supported", "format"
             )
         minimums.append(_INTEGER_FORMATS[format_name][0])
         maximums.append(_INTEGER_FORMATS[format_name][1])
@@ -91,12 +91,12 @@ def _integer_bounds(schema: Schema, format_name: Any, where: str) -> Schema:
         bounds["maximum"] = min(*maximums, _MAX_INTEGER)
     if bounds.get("minimum", -_MAX_INTEGER) > bounds.get("maximum", _MAX_INTEGER):
         raise NotHonored(
-            f"{where}: no whole number up to {_MAX_INTEGER} is between the bounds", "minimum"
+            f"{path}: no whole number up to {_MAX_INTEGER} is between the bounds", "minimum"
         )
     return bounds
 
 
-def _number_bounds(schema: Schema, where: str) -> Schema:
+def _number_bounds(schema: Schema, path: str) -> Schema:
     """Bounds of numbers, with as many decimals as grammars and floats have."""
     bounds: Schema = {}
     for inclusive, exclusive, rounding, tighter in (
@@ -109,15 +109,13 @@ def _number_bounds(schema: Schema, where: str) -> Schema:
         name = tighter(bounds_given, key=bounds_given.__getitem__)
         value = bounds_given[name]
         if abs(value) > _MAX_BOUND:
-            raise NotHonored(
-                f"{where}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name
-            )
+            raise NotHonored(f"{path}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name)
         rounded = _rounded(value, rounding)
         bounds[inclusive if rounded != value else name] = rounded
     lower: Any = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
     upper: Any = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
     if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):
-        raise NotHonored(f"{where}: no number with few decimals is between the bounds", "minimum")
+        raise NotHonored(f"{path}: no number with few decimals is between the bounds", "minimum")
     return bounds
 
 

@@ -104,7 +104,7 @@ def _pointer_target(target: Any, pointer: str) -> Any:
 
 
 def check_satisfiable(
-    root: Any, original_references: Mapping[str, str], where: str, make_error: ErrorMaker
+    root: Any, original_references: Mapping[str, str], path: str, make_error: ErrorMaker
 ) -> None:
     """Raise what `make_error` makes of a reason, for a schema that no finite value fits. `root` has
     only keywords and values that are honored; `original_references`: how those were called.
@@ -117,13 +117,13 @@ def check_satisfiable(
     advice = "make one of the properties on the way optional, or add an alternative"
     if id(root) not in satisfiable_ids:
         raise make_error(
-            f"{where}: no finite value fits this schema, because its references lead back to"
+            f"{path}: no finite value fits this schema, because its references lead back to"
             f" themselves; {advice}"
         )
     for reference, target in targets.items():
         if isinstance(target, Mapping) and id(target) not in satisfiable_ids:
             raise make_error(
-                f"{where}: no finite value fits {original_references[reference][:100]!r}, which"
+                f"{path}: no finite value fits {original_references[reference][:100]!r}, which"
                 f" leads back to itself; {advice}"
             )
 

@@ -62,21 +62,21 @@ _MAX_PARTS = 20_000
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
-def honored_schema(schema: object, where: str) -> Any:
+def honored_schema(schema: object, path: str) -> Any:
     """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
     accept but not enforce, what is no schema, and references that have no end.
     """
     try:
-        return _Rewriter(schema, where, drops_keywords=False).rewritten()
+        return _Rewriter(schema, path, drops_keywords=False).rewritten()
     except NotHonored as error:
         raise patterns.refusal(str(error)) from None
 
 
-def loosened_schema(schema: object, where: str) -> tuple[Any, bool]:
+def loosened_schema(schema: object, path: str) -> tuple[Any, bool]:
     """(as `honored_schema`, but of an object; whether keywords were left out because they cannot be
     honored). Raises nothing.
     """
-    rewriter = _Rewriter(schema, where, drops_keywords=True)
+    rewriter = _Rewriter(schema, path, drops_keywords=True)
     try:
         rewritten = rewriter.rewritten()
     except (NotHonored, RequestError):
@@ -91,12 +91,12 @@ class _Rewriter:
     leads there. With `drops_keywords`, keywords that are not honored are left out.
     """
 
-    def __init__(self, root: Any, where: str, *, drops_keywords: bool) -> None:
+    def __init__(self, root: Any, path: str, *, drops_keywords: bool) -> None:
         self.has_dropped_keywords = False
         self._has_references = False
         self._num_parts = 0
         self._root = root
-        self._where = where
+        self._path = path
         self._drops_keywords = drops_keywords
         self._references = References(root)
         self._merger = Merger(self._references)
@@ -106,26 +106,26 @@ class _Rewriter:
 
     def rewritten(self) -> Any:
         """The whole schema. Raises `NotHonored` and `RequestError`."""
-        root = self._rewritten_part(self._root, self._where, 0)
+        root = self._rewritten_part(self._root, self._path, 0)
         targets: dict[str, Any] = {}
         while self._unwritten_targets:
             name, target, reference = self._unwritten_targets.pop()
-            where = self._where + reference.removeprefix("#").replace("/", ".")
-            targets[name.removeprefix("#/$defs/")] = self._rewritten_part(target, where, 0)
+            path = self._path + reference.removeprefix("#").replace("/", ".")
+            targets[name.removeprefix("#/$defs/")] = self._rewritten_part(target, path, 0)
         if targets and isinstance(root, dict):
             root["$defs"] = targets
         if self._has_references:
-            check_satisfiable(root, self._reference_of, self._where, NotHonored)
+            check_satisfiable(root, self._reference_of, self._path, NotHonored)
         return root
 
-    def _rewritten_part(self, schema: Any, where: str, depth: int) -> Any:
+    def _rewritten_part(self, schema: Any, path: str, depth: int) -> Any:
         """A part of the schema, rewritten; with `drops_keywords`, without keywords that are not
         honored. Raises `RequestError` for too many parts.
         """
         self._num_parts += 1
         if self._num_parts > _MAX_PARTS:
             raise patterns.refusal(
-                f"{self._where} becomes more than {_MAX_PARTS} parts where references have other"
+                f"{self._path} becomes more than {_MAX_PARTS} parts where references have other"
                 " keywords beside them; simplify it"
             )
         if _has_type_alone(schema):
@@ -134,24 +134,24 @@ class _Rewriter:
             schema = self._without_unsupported_keywords(schema)
         try:
             merged = self._rewrite_or_drop_keywords(
-                schema, lambda schema: self._checked_schema(schema, where, depth)
+                schema, lambda schema: self._checked_schema(schema, path, depth)
             )
             if isinstance(merged, bool):
                 return merged
             if "$ref" in merged:
-                return self._rewritten_reference(merged, where)
+                return self._rewritten_reference(merged, path)
             parts = {
-                name: self._rewritten_value(name, value, f"{where}.{name}", depth)
+                name: self._rewritten_value(name, value, f"{path}.{name}", depth)
                 for name, value in merged.items()
                 if name in _HONORED_KEYWORDS
             }
             if "oneOf" in parts:
-                self._check_one_of(merged["oneOf"], where)
+                self._check_one_of(merged["oneOf"], path)
             for name in ("oneOf", "anyOf"):
                 if name in parts:
                     return _alternatives(parts[name])
             return self._rewrite_or_drop_keywords(
-                parts, lambda parts: keywords.enforceable_schema(dict(parts), where)
+                parts, lambda parts: keywords.enforceable_schema(dict(parts), path)
             )
         except NotHonored:
             if not self._drops_keywords:
@@ -184,27 +184,27 @@ class _Rewriter:
         self.has_dropped_keywords = True
         return self._references.register_copy(schema, {n: normalized[n] for n in kept_names})
 
-    def _checked_schema(self, schema: Any, where: str, depth: int) -> Any:
+    def _checked_schema(self, schema: Any, path: str, depth: int) -> Any:
         """One schema with keywords that are known, for all that are merged in it."""
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise NotHonored(f"{where} must be a JSON schema, got {short_repr(schema)}")
+            raise NotHonored(f"{path} must be a JSON schema, got {short_repr(schema)}")
         if depth > _MAX_DEPTH:
-            raise NotHonored(f"{where} is deeper than {_MAX_DEPTH} levels")
-        merged = self._merged(_normalized(schema), where)
+            raise NotHonored(f"{path} is deeper than {_MAX_DEPTH} levels")
+        merged = self._merged(_normalized(schema), path)
         if not isinstance(merged, bool):
-            self._check_keywords(merged, where)
+            self._check_keywords(merged, path)
         return merged
 
-    def _check_keywords(self, schema: Mapping[str, Any], where: str) -> None:
+    def _check_keywords(self, schema: Mapping[str, Any], path: str) -> None:
         """Raise `NotHonored` for a keyword that is not known, or not beside another one."""
         for keyword in schema:
             if _is_annotation(keyword):
                 continue
             if keyword not in _HONORED_KEYWORDS:
                 raise NotHonored(
-                    f"{where}.{keyword}: this keyword of JSON schemas is not supported; supported"
+                    f"{path}.{keyword}: this keyword of JSON schemas is not supported; supported"
                     f" are {', '.join(sorted(_HONORED_KEYWORDS))}",
                     keyword,
                 )
@@ -212,71 +212,71 @@ class _Rewriter:
             if conflicting_keywords:
                 other = min(conflicting_keywords)
                 raise NotHonored(
-                    f"{where}.{keyword} cannot be honored together with {other!r}", other
+                    f"{path}.{keyword} cannot be honored together with {other!r}", other
                 )
-            keywords.check_value(keyword, schema[keyword], where)
+            keywords.check_value(keyword, schema[keyword], path)
             value_kind = _HONORED_KEYWORDS[keyword]
             if value_kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
-                raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
+                raise NotHonored(f"{path}.{keyword} must be a list of schemas", keyword)
             if value_kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
-                raise NotHonored(f"{where}.{keyword} must map names to schemas", keyword)
+                raise NotHonored(f"{path}.{keyword} must map names to schemas", keyword)
         if "$ref" in schema:
-            self._target(schema, where)
+            self._target(schema, path)
 
-    def _rewritten_value(self, keyword: str, value: Any, where: str, depth: int) -> Any:
+    def _rewritten_value(self, keyword: str, value: Any, path: str, depth: int) -> Any:
         """The value of a keyword, rewritten."""
         value_kind = _HONORED_KEYWORDS[keyword]
         if value_kind == _SCHEMA:
             if keyword == "propertyNames" and isinstance(value, Mapping):
                 value = {"type": "string", **value}
-            return self._rewritten_part(value, where, depth + 1)
+            return self._rewritten_part(value, path, depth + 1)
         if value_kind == _LIST:
             return [
-                self._rewritten_part(part, f"{where}[{i}]", depth + 1)
+                self._rewritten_part(part, f"{path}[{i}]", depth + 1)
                 for i, part in enumerate(value)
             ]
         if value_kind == _BY_NAME:
             return {
-                name: self._rewritten_part(part, f"{where}.{name[:100]}", depth + 1)
+                name: self._rewritten_part(part, f"{path}.{name[:100]}", depth + 1)
                 for name, part in value.items()
             }
         return value
 
-    def _merged(self, schema: Mapping[str, Any], where: str) -> Any:
+    def _merged(self, schema: Mapping[str, Any], path: str) -> Any:
         """A schema without `allOf`, and with nothing beside `$ref`, `anyOf` and `oneOf`."""
         for _ in range(_MAX_DEPTH):
             keyword = next((k for k in _MERGED_KEYWORDS if _needs_merging(schema, k)), None)
             if keyword is None:
                 return schema
             try:
-                merged = self._merge_keyword(keyword, schema, where)
+                merged = self._merge_keyword(keyword, schema, path)
             except CannotMerge as error:
                 raise NotHonored(
-                    f"{where}.{keyword} cannot be honored here: {error}", keyword
+                    f"{path}.{keyword} cannot be honored here: {error}", keyword
                 ) from None
             if isinstance(merged, bool):
                 return merged
             schema = _normalized(merged)
-        raise NotHonored(f"{where}: schemas apply to each other again and again", keyword)
+        raise NotHonored(f"{path}: schemas apply to each other again and again", keyword)
 
-    def _merge_keyword(self, keyword: str, schema: Mapping[str, Any], where: str) -> Any:
+    def _merge_keyword(self, keyword: str, schema: Mapping[str, Any], path: str) -> Any:
         """A keyword and what is beside it, in one schema. Raises `CannotMerge`."""
         value = schema[keyword]
         siblings = {name: other for name, other in schema.items() if name != keyword}
         if keyword == "$ref":
-            self._target(schema, where)
+            self._target(schema, path)
             reference = self._references.register_copy(schema, {keyword: value})
             return self._merger.merged([reference, siblings], _without_annotations)
         if not isinstance(value, list) or not value:
-            raise NotHonored(f"{where}.{keyword} must be a list of schemas", keyword)
+            raise NotHonored(f"{path}.{keyword} must be a list of schemas", keyword)
         if keyword == "allOf":
             return self._merger.merged([siblings, *value], _without_annotations)
         for part in value:  # counts, and says what cannot be
             self._merger.merged([siblings, part], _without_annotations)
         return {keyword: [{"allOf": [siblings, part]} for part in value]}
 
-    def _rewritten_reference(self, schema: Mapping[str, Any], where: str) -> Any:
-        target = self._target(schema, where)
+    def _rewritten_reference(self, schema: Mapping[str, Any], path: str) -> Any:
+        target = self._target(schema, path)
         self._has_references = True
         if isinstance(target, bool):
             return target
@@ -287,33 +287,33 @@ class _Rewriter:
             self._unwritten_targets.append((name, target, schema["$ref"]))
         return {"$ref": name}
 
-    def _target(self, schema: Mapping[str, Any], where: str) -> Any:
+    def _target(self, schema: Mapping[str, Any], path: str) -> Any:
         reference = schema["$ref"]
         target = None
         if isinstance(reference, str):
             target = self._references.target(schema, reference)
         if target is None and not (isinstance(reference, str) and reference.startswith("#")):
             raise NotHonored(
-                f"{where}: $ref {short_repr(reference)} must point into the schema itself", "$ref"
+                f"{path}: $ref {short_repr(reference)} must point into the schema itself", "$ref"
             )
         if target is None:
-            raise NotHonored(f"{where}: $ref {reference[:100]!r} leads to no schema", "$ref")
+            raise NotHonored(f"{path}: $ref {reference[:100]!r} leads to no schema", "$ref")
         return target
 
-    def _check_one_of(self, alternatives: list[Any], where: str) -> None:
+    def _check_one_of(self, alternatives: list[Any], path: str) -> None:
         """Raise `NotHonored` unless at most one of the alternatives fits any value; with
         `drops_keywords`, any of them may.
         """
         try:
             self._merger.check_disjoint(
                 [
-                    self._merged(_normalized(part), where) if isinstance(part, Mapping) else part
+                    self._merged(_normalized(part), path) if isinstance(part, Mapping) else part
                     for part in alternatives
                 ]
             )
         except CannotMerge as error:
             if not self._drops_keywords:
-                raise NotHonored(f"{where}.oneOf: {error}", "oneOf") from None
+                raise NotHonored(f"{path}.oneOf: {error}", "oneOf") from None
             self.has_dropped_keywords = True
 
 

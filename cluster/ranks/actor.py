@@ -20,7 +20,7 @@ from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
 from cluster.ranks.processes import ProcessId, mark_this_process
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
-from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.progress import Progress
 from workers.report import WorkerReport
 
@@ -49,7 +49,7 @@ class RankActor:
         rank: int,
         engine_id: str,
         spare_gpus: list[str] | None = None,
-        inherited_memory: RankMemory | None = None,
+        inherited_memory: RankMemoryHandles | None = None,
     ) -> None:
         """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`;
         `inherited_memory`, the memory of its rank.
@@ -152,7 +152,7 @@ class RankActor:
         ).start()
         return num_threads
 
-    def allocate_cache(self, num_blocks: int) -> RankMemory:
+    def allocate_cache(self, num_blocks: int) -> RankMemoryHandles:
         """See `Worker.allocate_cache`. The first rank then compiles the remaining kernels in the
         background. Returns where its memory is.
         """

@@ -34,7 +34,7 @@ from scheduler.errors import (
     WorkerError,
 )
 from scheduler.messages import StepMask, StepPlan, StepResult
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 from workers.models.local import recheck_checkpoint
 from workers.models.size import parameters_line
 from workers.report import STEP_GRACE_S, WorkerReport
@@ -61,7 +61,7 @@ class RankHandle:
 
     actor: Any
     process: ProcessId | None = None
-    memory: RankMemory | None = None
+    memory: RankMemoryHandles | None = None
 
     @property
     def cache_inode(self) -> int | None:
@@ -101,7 +101,7 @@ class RankMaker:
         self,
         place: Place,
         places_if_spare: Seq[Place] = (),
-        inherited_memory: RankMemory | None = None,
+        inherited_memory: RankMemoryHandles | None = None,
     ) -> RankHandle:
         """A new actor. With `places_if_spare`, the places of all ranks, it is a spare, which
         reserves nothing in its bundle: it will use the resources of its rank, and its memory

@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 
 # Spares are made when the engine has served for a moment: a program that generates once and ends
 # needs none. They warm up with the lowest priority, so they are made beside the work.
@@ -37,7 +37,7 @@ class Spares:
         self._warming_spares: dict[Any, RankHandle] = {}
         self._due_s = time.monotonic() + SPARES_DELAY_S
 
-    def prepare(self, memories: Seq[RankMemory | None]) -> None:
+    def prepare(self, memories: Seq[RankMemoryHandles | None]) -> None:
         """Make spares if they are due, and note those that are ready. `memories`: of the ranks."""
         if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
             try:
@@ -64,7 +64,7 @@ class Spares:
         """Make the next spares a while from now."""
         self._due_s = time.monotonic() + seconds
 
-    def _create(self, memories: Seq[RankMemory | None]) -> None:
+    def _create(self, memories: Seq[RankMemoryHandles | None]) -> None:
         places = self._rank_maker.placement.places()
         spares = [
             self._rank_maker.create(place, places, memory)

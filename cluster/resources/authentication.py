@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 
-def use_token_if_there_is_one() -> None:
+def use_auth_token_if_there_is_one() -> None:
     if "ray" in sys.modules:
         return
     default = Path.home() / ".ray" / "auth_token"

@@ -133,7 +133,7 @@ class EngineReplica:
     async def _live_driver(self, limit_s: float) -> Any | None:
         lookup = self._driver_lookup
         if lookup is None or lookup.done():
-            live_actor = self._engine.frontend.driver.live_actor
+            live_actor = self._engine.frontend.driver_handle.live_actor
             lookup = self._driver_lookup = asyncio.ensure_future(asyncio.to_thread(live_actor))
         await asyncio.wait({lookup}, timeout=limit_s)
         # A dead engine has no driver either; until Serve has replaced it, others are asked.

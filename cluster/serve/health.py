@@ -27,7 +27,7 @@ class DriverHealth:
         self, frontend: Frontend, replacement_s: float, period_s: float = DRIVER_CHECK_PERIOD_S
     ) -> None:
         """`replacement_s`: the longest that the replacement of a driver may take."""
-        self._driver = frontend.driver
+        self._driver_handle = frontend.driver_handle
         self._replacement_s = replacement_s
         self._period_s = period_s
         self._call_began_s: float | None = None  # of a call that has no answer yet
@@ -40,7 +40,7 @@ class DriverHealth:
         """Raises `EngineDeadError` if the engine has stopped for good, or if its driver was not
         replaced in time. Does not wait.
         """
-        death, call_began_s = self._death or self._driver.death_error, self._call_began_s
+        death, call_began_s = self._death or self._driver_handle.death_error, self._call_began_s
         if death is not None:
             raise death
         if call_began_s is not None and time.monotonic() - call_began_s > self._replacement_s:
@@ -51,12 +51,12 @@ class DriverHealth:
         self._is_closed.set()
 
     def _run(self) -> None:
-        while not (self._death or self._driver.death_error) and not self._is_closed.wait(
+        while not (self._death or self._driver_handle.death_error) and not self._is_closed.wait(
             self._period_s
         ):
             self._call_began_s = time.monotonic()
             try:
-                self._driver.check()
+                self._driver_handle.check()
             except EngineDeadError as error:
                 self._death = error
             except EaglerayError as error:  # the next call may succeed

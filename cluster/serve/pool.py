@@ -164,7 +164,7 @@ class EnginePool:
                 on_dead=lambda generations, error: self._move(driver_id, generations, error),
             )
             frontend.add_news_callback(self._call_news_callbacks)
-            frontend.driver.watch_end()
+            frontend.driver_handle.watch_end()
             self._senders[driver_id] = RequestSender(frontend)
         return self._senders[driver_id]
 

@@ -86,7 +86,7 @@ class PrefixTable:
         loads = [self._num_open_requests[engine] for engine in candidates]
         mean_load = sum(loads) / len(loads)
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
-        num_matching = self._num_matching_hashes(hashes)
+        num_hashes_by_engine = self._num_matching_hashes_by_engine(hashes)
         engines_by_hash = self._engines_by_hash
         session_engines = set[str]()
         if hashed_session is not None:
@@ -98,7 +98,7 @@ class PrefixTable:
             num_open_requests = self._num_open_requests[engine]
             is_full, is_new_to_session = num_open_requests > max_load, engine not in session_engines
             load = (num_open_requests, self._last_choice_number[engine])
-            return is_full, is_new_to_session, -num_matching[engine], *load
+            return is_full, is_new_to_session, -num_hashes_by_engine[engine], *load
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine
@@ -144,13 +144,13 @@ class PrefixTable:
         for engines_with_hash in self._engines_by_hash.values():
             engines_with_hash &= engines
 
-    def _num_matching_hashes(self, hashes: Seq[int]) -> Counter[str]:
+    def _num_matching_hashes_by_engine(self, hashes: Seq[int]) -> Counter[str]:
         """By engine, how many hashes long the prefix is that it has been sent before."""
-        num_matching: Counter[str] = Counter()
+        num_hashes_by_engine: Counter[str] = Counter()
         for number, prefix_hash in enumerate(hashes, 1):
             engines_with_hash = self._engines_by_hash.get(prefix_hash)
             if not engines_with_hash:
                 break
             for engine in engines_with_hash:
-                num_matching[engine] = number
-        return num_matching
+                num_hashes_by_engine[engine] = number
+        return num_hashes_by_engine

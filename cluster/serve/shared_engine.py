@@ -43,7 +43,7 @@ class SharedEngine:
                 self._ask("recovery_waits_for", ENGINE_STATS_TIMEOUT_S) or ""
             ),
         )
-        self.frontend.driver.watch_end()
+        self.frontend.driver_handle.watch_end()
         threading.Thread(target=self._watch, name="eagleray-engine", daemon=True).start()
 
     def _next_driver(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
@@ -79,7 +79,7 @@ class SharedEngine:
         """
         while True:
             time.sleep(DRIVER_CHECK_PERIOD_S)
-            driver = self.frontend.driver
-            if (death := driver.death_error) is not None:
+            driver_handle = self.frontend.driver_handle
+            if (death := driver_handle.death_error) is not None:
                 with contextlib.suppress(EaglerayError):  # the next attempt may succeed
-                    driver.replace_driver(driver.actor, death)
+                    driver_handle.replace_driver(driver_handle.actor, death)

@@ -19,13 +19,13 @@ def read(config: Section) -> StoredFormat:
     config.require("lm_head", False, default=False)
     return StoredFormat(
         name="AWQ",
-        codes_part="qweight",
+        codes_suffix="qweight",
         dtype=INT32,
         bits=config.require("bits", 4),
         code_order=_CODE_ORDER,
         packs_rows=True,
         is_transposed=True,
-        scales_part="scales",
-        zeros_part="qzeros",
+        scales_suffix="scales",
+        zeros_suffix="qzeros",
         group_size=config.group_size(default=128),
     )

@@ -50,10 +50,10 @@ def _int_quantized(group: Section, config: Section) -> StoredFormat:
     inputs.require("dynamic", True)
     return StoredFormat(
         name="compressed-tensors (int-quantized)",
-        codes_part="weight",
+        codes_suffix="weight",
         dtype=I8,
         bits=8,
-        scales_part=_SCALE,
+        scales_suffix=_SCALE,
     )
 
 
@@ -69,17 +69,17 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     )
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
-        codes_part="weight_packed",
+        codes_suffix="weight_packed",
         dtype=INT32,
         bits=bits,
         code_order=sequential_order(bits),
-        scales_part=_SCALE,
-        zeros_part=None if weights.require("symmetric", True, False) else "weight_zero_point",
+        scales_suffix=_SCALE,
+        zeros_suffix=None if weights.require("symmetric", True, False) else "weight_zero_point",
         # Both are stored with this added, so that they are not negative; it cancels out.
         zero_offset=2 ** (bits - 1) if weights.values["symmetric"] else 0,
-        group_index_part="weight_g_idx" if activation_order in ("group", "dynamic") else None,
+        group_index_suffix="weight_g_idx" if activation_order in ("group", "dynamic") else None,
         group_size=weights.group_size() if is_grouped else -1,
-        ignored_parts=("weight_shape", "weight_g_idx"),
+        ignored_suffixes=("weight_shape", "weight_g_idx"),
     )
 
 
@@ -96,14 +96,14 @@ def _float_quantized(group: Section, config: Section) -> StoredFormat:
         weights.require("block_structure", [block_rows, group_size])
     return StoredFormat(
         name="compressed-tensors (float-quantized)",
-        codes_part="weight",
+        codes_suffix="weight",
         dtype=F8_E4M3,
         bits=8,
-        scales_part=_SCALE,
+        scales_suffix=_SCALE,
         block_rows=block_rows,
         group_size=group_size,
         has_whole_groups=False,
-        ignored_parts=("input_scale",),
+        ignored_suffixes=("input_scale",),
     )
 
 

@@ -18,10 +18,10 @@ def read(config: Section) -> StoredFormat:
     config.require("weight_block_size", [BLOCK_SIZE, BLOCK_SIZE])
     return StoredFormat(
         name="FP8",
-        codes_part="weight",
+        codes_suffix="weight",
         dtype=F8_E4M3,
         bits=8,
-        scales_part="weight_scale_inv",
+        scales_suffix="weight_scale_inv",
         block_rows=BLOCK_SIZE,
         group_size=BLOCK_SIZE,
         has_whole_groups=False,

@@ -19,18 +19,18 @@ def read(config: Section) -> StoredFormat:
     _check_dynamic_rules(config)
     return StoredFormat(
         name="GPTQ",
-        codes_part="qweight",
+        codes_suffix="qweight",
         dtype=INT32,
         bits=bits,
         code_order=sequential_order(bits),
         is_transposed=True,
-        scales_part="scales",
-        zeros_part="qzeros",
+        scales_suffix="scales",
+        zeros_suffix="qzeros",
         zero_offset=_ZERO_OFFSETS[checkpoint_format],
-        group_index_part="g_idx" if config.values.get("desc_act") else None,
+        group_index_suffix="g_idx" if config.values.get("desc_act") else None,
         group_size=config.group_size(default=-1),
         has_whole_groups=False,
-        ignored_parts=("g_idx",),
+        ignored_suffixes=("g_idx",),
     )
 
 

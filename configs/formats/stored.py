@@ -29,10 +29,10 @@ class StoredFormat:
         weight[y, x] = (code[y, x] - zero[y, group of x]) * scale[y, group of x]
 
     name: how messages call the format.
-    codes_part, scales_part, zeros_part, group_index_part: the last part of the names of the tensors
-        that hold the codes, the scales, the zero points and the group of each input. Without
-        stored zero points, each is `zero_offset`, which is added to stored ones; without an index,
-        the inputs of a group follow one another.
+    codes_suffix, scales_suffix, zeros_suffix, group_index_suffix: the last part of the names of the
+        tensors that hold the codes, the scales, the zero points and the group of each input.
+        Without stored zero points, each is `zero_offset`, which is added to stored ones; without an
+        index, the inputs of a group follow one another.
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
     code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
@@ -41,24 +41,24 @@ class StoredFormat:
     block_rows: rows that share a scale, -1 for all.
     group_size: inputs that share a scale, -1 for all.
     has_whole_groups: a matrix cannot end within a group.
-    ignored_parts: parts that may be stored and are not needed.
+    ignored_suffixes: of tensors that may be stored and are not needed.
     """
 
     name: str
-    codes_part: str
+    codes_suffix: str
     dtype: str
     bits: int
-    scales_part: str
+    scales_suffix: str
     code_order: tuple[int, ...] = ()
     packs_rows: bool = False
     is_transposed: bool = False
-    zeros_part: str | None = None
+    zeros_suffix: str | None = None
     zero_offset: int = 0
-    group_index_part: str | None = None
+    group_index_suffix: str | None = None
     block_rows: int = 1
     group_size: int = -1
     has_whole_groups: bool = True
-    ignored_parts: tuple[str, ...] = ()
+    ignored_suffixes: tuple[str, ...] = ()
 
     @property
     def is_int8(self) -> bool:
@@ -80,28 +80,36 @@ class StoredFormat:
         if self.dtype == INT32 and not self.packs_rows:
             packed_shape = (size_out, self._num_words(size_in))
         shapes = {
-            self.codes_part: packed_shape,
-            self.scales_part: (-(-size_out // self.block_rows), num_groups),
+            self.codes_suffix: packed_shape,
+            self.scales_suffix: (-(-size_out // self.block_rows), num_groups),
         }
-        if self.zeros_part is not None:
-            shapes[self.zeros_part] = (self._num_words(size_out), num_groups)
+        if self.zeros_suffix is not None:
+            shapes[self.zeros_suffix] = (self._num_words(size_out), num_groups)
         if self.is_transposed:
-            shapes = {part: (inputs, rows) for part, (rows, inputs) in shapes.items()}
+            shapes = {suffix: (inputs, rows) for suffix, (rows, inputs) in shapes.items()}
         tensors: dict[str, tuple[int, ...]] = {
-            part_name(name, part): part_shape for part, part_shape in shapes.items()
+            tensor_name(name, suffix): part_shape for suffix, part_shape in shapes.items()
         }
         if self.block_rows == -1:
-            tensors[part_name(name, self.scales_part)] = (1,)
-        if self.group_index_part is not None:
-            tensors[part_name(name, self.group_index_part)] = (size_in,)
+            tensors[tensor_name(name, self.scales_suffix)] = (1,)
+        if self.group_index_suffix is not None:
+            tensors[tensor_name(name, self.group_index_suffix)] = (size_in,)
         return tensors
 
     def code_dtypes(self, name: str) -> dict[str, str]:
         """The tensors of the matrix `name` that hold integers or codes, with their dtypes."""
-        dtypes = {self.codes_part: self.dtype, self.zeros_part: INT32, self.group_index_part: INT32}
-        return {part_name(name, part): dtype for part, dtype in dtypes.items() if part is not None}
+        dtypes = {
+            self.codes_suffix: self.dtype,
+            self.zeros_suffix: INT32,
+            self.group_index_suffix: INT32,
+        }
+        return {
+            tensor_name(name, suffix): dtype
+            for suffix, dtype in dtypes.items()
+            if suffix is not None
+        }
 
-    def check(self, where: str, name: str, shape: tuple[int, int]) -> None:
+    def check(self, source_name: str, name: str, shape: tuple[int, int]) -> None:
         """Raise `ConfigError` for a matrix that this format cannot store."""
         size_out, size_in = shape
         if self.has_whole_groups and self.group_size != -1 and size_in % self.group_size:
@@ -109,14 +117,14 @@ class StoredFormat:
                 size for size in _USUAL_GROUP_SIZES if size_in % size == 0 and size < size_in
             ]
             raise ConfigError(
-                f"{where}: {name} has {size_in} inputs, which are not whole groups of"
+                f"{source_name}: {name} has {size_in} inputs, which are not whole groups of"
                 f" {self.group_size}; {self.name} can store it in groups of"
                 f" {', '.join(map(str, (*possible_sizes, size_in)))}. Use a checkpoint with such"
                 " groups"
             )
         if self.packs_rows and size_out % len(self.code_order):
             raise ConfigError(
-                f"{where}: {name} has {size_out} outputs; {self.name} stores multiples of"
+                f"{source_name}: {name} has {size_out} outputs; {self.name} stores multiples of"
                 f" {len(self.code_order)}. Use a checkpoint of another format"
             )
 
@@ -124,9 +132,9 @@ class StoredFormat:
         return -(-num_codes // len(self.code_order))
 
 
-def part_name(name: str, part: str) -> str:
+def tensor_name(name: str, suffix: str) -> str:
     """The name of the tensor that holds a part of the matrix `name`, which ends in "weight"."""
-    return name.removesuffix("weight") + part
+    return name.removesuffix("weight") + suffix
 
 
 def sequential_order(bits: int) -> tuple[int, ...]:
@@ -141,7 +149,7 @@ class Section:
     """
 
     values: Mapping[str, Any]
-    where: str
+    source_name: str
     format_name: str
     prefix: str = ""
 
@@ -165,7 +173,7 @@ class Section:
         values = self.values.get(key)
         return Section(
             values=values if isinstance(values, Mapping) else {},
-            where=self.where,
+            source_name=self.source_name,
             format_name=self.format_name,
             prefix=f"{self.prefix}{key}.",
         )
@@ -173,7 +181,7 @@ class Section:
     def error(self, key: str, value: object, supported_text: str) -> ConfigError:
         """What to raise for a value that is not supported."""
         return ConfigError(
-            f"{self.where}: quantization_config has {self.prefix}{key} {value!r};"
+            f"{self.source_name}: quantization_config has {self.prefix}{key} {value!r};"
             f" {self.format_name} checkpoints are supported with {key} {supported_text}. Use such a"
             " checkpoint, or one that is not quantized"
         )

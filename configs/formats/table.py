@@ -16,19 +16,19 @@ READERS: dict[str, Callable[[Section], StoredFormat]] = {
 SUPPORTED_VARIANTS = tuple(stored_format.SUPPORTED_VARIANTS for stored_format in _FORMATS)
 
 
-def read_format(raw_config: Mapping[str, Any], where: str) -> StoredFormat | None:
+def read_format(raw_config: Mapping[str, Any], source_name: str) -> StoredFormat | None:
     """The format in a `config.json`, None if it is not quantized. Raises `ConfigError`."""
     config = raw_config.get("quantization_config")
     if not config:
         return None
     if not isinstance(config, Mapping):
-        raise ConfigError(f"{where}: quantization_config must be an object")
+        raise ConfigError(f"{source_name}: quantization_config must be an object")
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in READERS:
         raise ConfigError(
-            f"{where}: quantization_config has quant_method {method!r}; possible are"
+            f"{source_name}: quantization_config has quant_method {method!r}; possible are"
             f" {'; '.join(SUPPORTED_VARIANTS)}. Use such a checkpoint, or one that is not quantized"
         )
     is_acronym = method != compressed_tensors.QUANT_METHOD
     format_name = method.upper() if is_acronym else method
-    return READERS[method](Section(values=config, where=where, format_name=format_name))
+    return READERS[method](Section(values=config, source_name=source_name, format_name=format_name))

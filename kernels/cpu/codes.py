@@ -61,17 +61,17 @@ def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, e
         words, row_count, out, _ = args
         words, _ = cgutils.unpack_tuple(builder, words)
         emitter = Emitter(builder, ARITHMETIC[element], False, False)
-        steps = _step_wideners(builder, word, element)
+        step_wideners = _step_wideners(builder, word, element)
         with cgutils.for_range(builder, row_count) as rows:
             row = emitter.offset_address(words, rows.index, _ROW_BYTES)
-            out_address = emitter.offset_address(out, rows.index, len(steps) * _ROW_BYTES)
+            out_address = emitter.offset_address(out, rows.index, len(step_wideners) * _ROW_BYTES)
             for vector in range(_VECTORS):
                 lanes = _load(emitter, row, vector)
-                for i, step in enumerate(steps):
+                for i, widen_step in enumerate(step_wideners):
                     address = emitter.offset_address(
                         emitter.offset_address(out_address, i, _ROW_BYTES), vector, VECTOR_BYTES
                     )
-                    widened = step(lanes)
+                    widened = widen_step(lanes)
                     builder.store(widened, emitter.pointer(address, widened.type), align=4)
         return context.get_dummy_value()
 
@@ -102,8 +102,8 @@ def multiply_codes(
             switch.add_case(_INT64(height), basic_block)
             builder.position_at_end(basic_block)
             x_rows = [emitter.offset_address(x_address, row, x_stride) for row in range(height)]
-            steps = _step_wideners(builder, word, element)
-            _emit_product(emitter, steps, x_rows, words, word_row_count, sums)
+            step_wideners = _step_wideners(builder, word, element)
+            _emit_product(emitter, step_wideners, x_rows, words, word_row_count, sums)
             builder.branch(end_block)
         builder.position_at_end(end_block)
         return context.get_dummy_value()
@@ -115,7 +115,7 @@ def multiply_codes(
 
 def _emit_product(
     emitter: Emitter,
-    steps: list[Any],
+    step_wideners: list[Any],
     x_rows: list[Any],
     words: Any,
     word_row_count: Any,
@@ -133,14 +133,15 @@ def _emit_product(
         word_row = emitter.offset_address(words, rows.index, _ROW_BYTES)
         lanes = [_load(emitter, word_row, vector) for vector in range(_VECTORS)]
         x_addresses = [
-            emitter.offset_address(row, rows.index, len(steps) * STEP_BYTES) for row in x_rows
+            emitter.offset_address(row, rows.index, len(step_wideners) * STEP_BYTES)
+            for row in x_rows
         ]
-        for i, step in enumerate(steps):
+        for i, widen_step in enumerate(step_wideners):
             x_lanes = [
                 emitter.broadcast(emitter.offset_address(row, i, STEP_BYTES)) for row in x_addresses
             ]
             for vector in range(_VECTORS):
-                widened = builder.bitcast(step(lanes[vector]), emitter.arithmetic.operands)
+                widened = builder.bitcast(widen_step(lanes[vector]), emitter.arithmetic.operands)
                 for row, x_lane in enumerate(x_lanes):
                     total = totals[row, vector]
                     new_total = emitter.multiply_add(x_lane, widened, builder.load(total))

@@ -64,7 +64,7 @@ class FlashAttn:
     """A library that is installed and runs on this GPU.
 
     version: which one, for the log.
-    dtypes, head_dims: what it computes; block sizes are multiples of `block_multiple`.
+    dtypes, head_dims: what it computes; block sizes are multiples of `block_size_divisor`.
     paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as
     `paged_attention_reference`; 0 for a row without tokens. Never waits for the device.
     attend_rows(q_THD, k_cache_NPKD, v_cache_NPKD, out_THD, attn, first_row, scale): the same for
@@ -76,7 +76,7 @@ class FlashAttn:
     dtypes: tuple[str, ...]
     head_dims: range
     default_block_size: int
-    block_multiple: int
+    block_size_divisor: int
     paged_attention: PagedAttention
     attend_rows: AttendRows | None = None
 
@@ -115,11 +115,11 @@ class FlashAttn:
                 f" {head_dims[0]} to {head_dims[-1]} in steps of {head_dims.step}. Choose another"
                 " attention_backend"
             )
-        if block_size < 1 or block_size % self.block_multiple:
+        if block_size < 1 or block_size % self.block_size_divisor:
             raise ValueError(
                 f"block_size {block_size} is not possible with {self.version}; possible are"
-                f" multiples of {self.block_multiple}. Choose {self.default_block_size}, or another"
-                " attention_backend"
+                f" multiples of {self.block_size_divisor}. Choose {self.default_block_size}, or"
+                " another attention_backend"
             )
 
 
@@ -230,7 +230,7 @@ def _flash_attn_2(module: ModuleType) -> FlashAttn:
         dtypes=("bfloat16", "float16"),
         head_dims=range(8, 257, 8),
         default_block_size=256,
-        block_multiple=256,
+        block_size_divisor=256,
         paged_attention=paged_attention,
     )
 
@@ -291,7 +291,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         dtypes=("bfloat16",) if "FP16" in disabled_features else ("bfloat16", "float16"),
         head_dims=range(64, 129, 64) if requires_tma else range(8, 257, 8),
         default_block_size=_TILE_TOKENS,
-        block_multiple=_TILE_TOKENS if requires_tma else 1,
+        block_size_divisor=_TILE_TOKENS if requires_tma else 1,
         paged_attention=paged_attention,
         attend_rows=attend_rows,
     )

@@ -38,7 +38,7 @@ _MAX_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
 # each other
 _NUM_HISTOGRAMS = 64
 # rows of blocks and lists are padded to at least this, so that most sizes share compiled code
-_MIN_WIDTH = 2048
+_MIN_PADDED_SIZE = 2048
 _ROWS_PER_PROGRAM = 32  # in programs with one thread per row
 
 _BLOCK_COLUMNS = tl.constexpr(BLOCK_COLUMNS)
@@ -63,7 +63,12 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits_BV, block_max_BX, num_columns, TILE=_BLOCKS_PER_TILE
     )
     _row_best[(num_rows,)](
-        logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH=_padded_width(num_blocks)
+        logits_BV,
+        block_max_BX,
+        max_B,
+        column_B,
+        num_columns,
+        PADDED_BLOCKS=_padded_size(num_blocks),
     )
     return max_B, column_B, block_max_BX
 
@@ -127,7 +132,7 @@ def pick_column(
         target_weight_R,
         column_R,
         gap_rows.logits_BV.shape[1],
-        WIDTH=_padded_width(sums_RX.shape[1]),
+        PADDED_BLOCKS=_padded_size(sums_RX.shape[1]),
     )
     return column_R
 
@@ -175,7 +180,7 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
         list_RK,
         max_top_k,
         num_blocks,
-        WIDTH=_padded_width(num_blocks),
+        PADDED_BLOCKS=_padded_size(num_blocks),
         PADDED_TOP_K=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
     )
     return list_RK
@@ -200,7 +205,7 @@ def limits_from_lists(
         kept_weight_NR,
         num_ranks,
         max_top_k,
-        WIDTH=_padded_width(num_ranks * max_top_k),
+        PADDED_ENTRIES=_padded_size(num_ranks * max_top_k),
         num_warps=8,
     )
     return limit_R, kept_weight_NR
@@ -242,8 +247,8 @@ def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
     )
 
 
-def _padded_width(length: int) -> int:
-    return max(_MIN_WIDTH, 1 << (length - 1).bit_length())
+def _padded_size(length: int) -> int:
+    return max(_MIN_PADDED_SIZE, 1 << (length - 1).bit_length())
 
 
 def _sums_within_limit(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
@@ -344,15 +349,15 @@ def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # 
 
 
 @triton.jit
-def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, PADDED_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
-    blocks_X = tl.arange(0, WIDTH)
+    blocks_X = tl.arange(0, PADDED_BLOCKS)
     block_max_X = tl.load(
         block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY
     )
     max_logit = tl.max(block_max_X, 0)
-    block = tl.min(tl.where(block_max_X == max_logit, blocks_X, WIDTH), 0)
+    block = tl.min(tl.where(block_max_X == max_logit, blocks_X, PADDED_BLOCKS), 0)
     columns_C = block * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
@@ -492,7 +497,7 @@ def _pick_column(  # type: ignore[no-untyped-def]
     target_weight_R,
     column_R,
     num_columns,
-    WIDTH: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
 ):
     r = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_R + r)
@@ -500,7 +505,7 @@ def _pick_column(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperature_R + r)
     target_weight = tl.load(target_weight_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
-    blocks_X = tl.arange(0, WIDTH)
+    blocks_X = tl.arange(0, PADDED_BLOCKS)
     sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
     is_passed_X = tl.cumsum(sums_X, 0) <= target_weight
     block = tl.sum(is_passed_X.to(tl.int32), 0)
@@ -555,7 +560,7 @@ def _make_list(  # type: ignore[no-untyped-def]
     list_RK,
     max_top_k,
     num_blocks,
-    WIDTH: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
 ):
     """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them
@@ -563,7 +568,7 @@ def _make_list(  # type: ignore[no-untyped-def]
     """
     r = tl.program_id(0).to(tl.int64)
     last_entry = tl.load(top_k_R + r) - 1
-    entries_K, blocks_X = tl.arange(0, PADDED_TOP_K), tl.arange(0, WIDTH)
+    entries_K, blocks_X = tl.arange(0, PADDED_TOP_K), tl.arange(0, PADDED_BLOCKS)
     gaps_K = tl.load(
         nearest_gaps_RK + r * max_top_k + entries_K, mask=entries_K <= last_entry, other=_INFINITY
     )
@@ -627,11 +632,11 @@ def _limits_from_lists(  # type: ignore[no-untyped-def]
     kept_weight_NR,
     num_ranks,
     max_top_k,
-    WIDTH: tl.constexpr,
+    PADDED_ENTRIES: tl.constexpr,
 ):
     r, num_rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     top_p = tl.load(top_p_R + r)
-    entries_C = tl.arange(0, WIDTH)
+    entries_C = tl.arange(0, PADDED_ENTRIES)
     num_entries = num_ranks * max_top_k
     list_C = tl.load(
         list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN_ENTRY

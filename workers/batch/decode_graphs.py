@@ -54,7 +54,7 @@ class DecodeGraphs:
         config: ResolvedConfig,
         model: Qwen3,
         cache: KVCache,
-        state: BatchState,
+        batch_state: BatchState,
         device: Device,
         uploads: StepUploads,
         hidden_SE: Tensor,
@@ -64,7 +64,7 @@ class DecodeGraphs:
         """
         self._model = model
         self._cache = cache
-        self._state = state
+        self._batch_state = batch_state
         self._device = device
         self._hidden_SE = hidden_SE
         self.seq_len_bounds = sorted(
@@ -91,7 +91,7 @@ class DecodeGraphs:
         self._uploads.send()
         for size in reversed(self.sizes):
             for max_parts in {
-                self._state.max_decode_parts(size, bound) for bound in self.seq_len_bounds
+                self._batch_state.max_decode_parts(size, bound) for bound in self.seq_len_bounds
             }:
                 run = partial(self._run, size, max_parts)
                 self._graphs[size, max_parts] = self._device.capture(run, largest_graph)
@@ -118,7 +118,7 @@ class DecodeGraphs:
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.seq_len_bounds[bisect.bisect_left(self.seq_len_bounds, rows.max_seq_len)]
-        max_parts = self._state.max_decode_parts(size, bound)
+        max_parts = self._batch_state.max_decode_parts(size, bound)
         numbers = (rows.slots_T, rows.positions_T, rows.num_cached_tokens_T, rows.seq_lens_B)
         for row_array_S, numbers_R, padding in zip(
             self._row_arrays, numbers, _PADDING_ROW, strict=True
@@ -128,7 +128,9 @@ class DecodeGraphs:
         self._num_live_tokens_1[0] = num_rows
         if max_parts:
             seq_lens_B = self._row_arrays[-1][:size]
-            self._part_start_S1[: size + 1] = self._state.part_starts(seq_lens_B, max_parts, size)
+            self._part_start_S1[: size + 1] = self._batch_state.part_starts(
+                seq_lens_B, max_parts, size
+            )
         return self._graphs[size, max_parts].replay
 
     def _run(self, size: int, max_parts: int) -> None:
@@ -137,7 +139,7 @@ class DecodeGraphs:
             kept_tensor[:size] for kept_tensor in numbers
         )
         part_start_B1 = part_start_S1[: size + 1]
-        token_ids_B, kv_places_B = self._state.look_up_tokens(
+        token_ids_B, kv_places_B = self._batch_state.look_up_tokens(
             slots_B, positions_B, num_cached_tokens_B
         )
         starts_B1 = self._starts_S1[: size + 1]
@@ -145,13 +147,15 @@ class DecodeGraphs:
             query_start_B1=starts_B1,
             seq_start_B1=starts_B1,  # a decode step does not read it
             seq_lens_B=seq_lens_B,
-            block_table_BW=self._state.block_table_SW.index_select(0, slots_B),
+            block_table_BW=self._batch_state.block_table_SW.index_select(0, slots_B),
             kv_places_T=kv_places_B,
             max_query_len=1,
             max_seq_len=self.seq_len_bounds[-1],
             num_live_tokens_1=num_live_tokens_1,
             decode_parts=(
-                self._state.decode_parts(size, max_parts, part_start_B1) if max_parts else None
+                self._batch_state.decode_parts(size, max_parts, part_start_B1)
+                if max_parts
+                else None
             ),
         )
         hidden_BE = self._model.forward(token_ids_B, positions_B, attn, self._cache.layers)

@@ -17,8 +17,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLedger:
-    """How `num_blocks` was computed. `parts` are named bytes: the source of the budget, then what
-    was deducted.
+    """How `num_blocks` was computed. `budget_parts` are named bytes: the source of the budget, then
+    what was deducted.
     """
 
     rank: int
@@ -26,15 +26,17 @@ class KVCacheLedger:
     block_size: int
     block_bytes: int
     wanted_blocks: int
-    parts: tuple[tuple[str, int], ...]
+    budget_parts: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
         """One line for the log."""
-        parts = ", ".join(f"{name} {megabytes(size)}" for name, size in self.parts)
+        parts_text = ", ".join(
+            f"{name} {megabytes(num_bytes)}" for name, num_bytes in self.budget_parts
+        )
         return (
             f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens,"
             f" {megabytes(self.num_blocks * self.block_bytes)} ({self.block_bytes} bytes per block;"
-            f" at most {self.wanted_blocks} are wanted; {parts})"
+            f" at most {self.wanted_blocks} are wanted; {parts_text})"
         )
 
 
@@ -64,34 +66,34 @@ def plan_kv_cache(
     `ConfigError` with the numbers when not even one block fits.
     """
     engine_config = config.engine
-    size = block_bytes(config)
+    bytes_per_block = block_bytes(config)
     wanted_blocks = config.max_num_seqs * config.max_blocks_per_sequence
     if num_blocks_at_start is not None:
-        parts = [("as at the start of the engine", num_blocks_at_start * size)]
+        budget_parts = [("as at the start of the engine", num_blocks_at_start * bytes_per_block)]
         wanted_blocks = num_blocks_at_start
     elif engine_config.num_kv_blocks is not None:
-        parts = [("num_kv_blocks", engine_config.num_kv_blocks * size)]
+        budget_parts = [("num_kv_blocks", engine_config.num_kv_blocks * bytes_per_block)]
         wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
         num_ranks = engine_config.tensor_parallel_size
-        budget = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
-        parts = [(f"kv_cache_bytes over {num_ranks} ranks", budget // num_ranks)]
+        budget_bytes = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
+        budget_parts = [(f"kv_cache_bytes over {num_ranks} ranks", budget_bytes // num_ranks)]
         if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
             wanted_blocks = min(wanted_blocks, max(default_blocks, config.max_blocks_per_sequence))
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
-        parts = measure_budget()
-    budget = parts[0][1] - sum(num_bytes for _, num_bytes in parts[1:])
-    if budget < size:
-        raise ConfigError(_no_room_message(config, size, budget, parts))
+        budget_parts = measure_budget()
+    budget_bytes = budget_parts[0][1] - sum(num_bytes for _, num_bytes in budget_parts[1:])
+    if budget_bytes < bytes_per_block:
+        raise ConfigError(_no_room_message(config, bytes_per_block, budget_bytes, budget_parts))
     return KVCacheLedger(
         rank=rank,
-        num_blocks=min(budget // size, wanted_blocks),
+        num_blocks=min(budget_bytes // bytes_per_block, wanted_blocks),
         block_size=config.block_size,
-        block_bytes=size,
+        block_bytes=bytes_per_block,
         wanted_blocks=wanted_blocks,
-        parts=tuple(parts),
+        budget_parts=tuple(budget_parts),
     )
 
 
@@ -101,22 +103,24 @@ def megabytes(num_bytes: int) -> str:
 
 
 def _no_room_message(
-    config: ResolvedConfig, size: int, budget: int, parts: list[tuple[str, int]]
+    config: ResolvedConfig,
+    bytes_per_block: int,
+    budget_bytes: int,
+    budget_parts: list[tuple[str, int]],
 ) -> str:
-    num_tokens = max(0, budget) * config.block_size // size
-    budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in parts)
+    num_tokens = max(0, budget_bytes) * config.block_size // bytes_per_block
+    budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in budget_parts)
     block_remedy = (
         f"lower block_size to at most {num_tokens}, or" if num_tokens else "not one token fits;"
     )
     if config.device == "cpu":
-        budget_remedy = (
-            f"raise kv_cache_bytes to at least {size * config.engine.tensor_parallel_size}"
-        )
+        needed_bytes = bytes_per_block * config.engine.tensor_parallel_size
+        budget_remedy = f"raise kv_cache_bytes to at least {needed_bytes}"
     else:
         budget_remedy = (
             "raise gpu_memory_utilization or tensor_parallel_size, or use a smaller model"
         )
     return (
-        f"the KV cache of a rank needs at least one block of {config.block_size} tokens, {size}"
-        f" bytes, but gets {budget_text}: {block_remedy} {budget_remedy}"
+        f"the KV cache of a rank needs at least one block of {config.block_size} tokens,"
+        f" {bytes_per_block} bytes, but gets {budget_text}: {block_remedy} {budget_remedy}"
     )

@@ -62,7 +62,7 @@ class MixedGraphs:
         config: ResolvedConfig,
         model: Qwen3,
         cache: KVCache,
-        state: BatchState,
+        batch_state: BatchState,
         device: Device,
         uploads: StepUploads,
         hidden_SE: Tensor,
@@ -72,7 +72,7 @@ class MixedGraphs:
         """
         self._model = model
         self._cache = cache
-        self._state = state
+        self._batch_state = batch_state
         self._device = device
         self._uploads = uploads
         self._hidden_SE = hidden_SE
@@ -92,7 +92,7 @@ class MixedGraphs:
         began_s = time.perf_counter()
         largest_graph: Graph | None = None
         for size in reversed(self.sizes):
-            make_inputs = self._state.stage(self._padded(_no_rows(), size), self._uploads.put)
+            make_inputs = self._batch_state.stage(self._padded(_no_rows(), size), self._uploads.put)
             self._uploads.send()
             self._graphs[size] = self._device.capture(
                 partial(self._run, make_inputs), largest_graph
@@ -118,7 +118,7 @@ class MixedGraphs:
         of the sampling rows are the first rows of `hidden_SE`, until the next step.
         """
         size = self.sizes[bisect.bisect_left(self.sizes, len(rows.slots_T))]
-        self._state.stage(self._padded(rows, size), put)
+        self._batch_state.stage(self._padded(rows, size), put)
         return self._graphs[size].replay
 
     def _padded(self, rows: StepRows, size: int) -> StepRows:

@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
+class RankMemoryHandles:
     """Where the memory of a living rank is; None for what ends with its process.
     checkpoint_hash, weights_hash: as in `WorkerReport`.
     """
@@ -32,7 +32,7 @@ class InheritedMemory:
     weights_hash: str = ""
 
     @classmethod
-    def open(cls, memory: RankMemory) -> InheritedMemory:
+    def open(cls, memory: RankMemoryHandles) -> InheritedMemory:
         """Open all of it, or nothing if a part is out of reach: the log says why."""
         try:
             weights, cache = (

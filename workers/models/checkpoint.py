@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from configs.formats.stored import BFLOAT16, F8_E4M3, FLOAT16, I8, INT32, part_name
+from configs.formats.stored import BFLOAT16, F8_E4M3, FLOAT16, I8, INT32, tensor_name
 from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig, read_json
 from configs.quantization import FP8, INT8, Quantization
@@ -63,7 +63,7 @@ class StoredTensor:
 
 
 def expected_tensors(
-    model: ModelConfig, *, merged_experts: bool = False, plain_names: Collection[str] = ()
+    model: ModelConfig, *, has_merged_experts: bool = False, plain_names: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
     of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
@@ -87,7 +87,7 @@ def expected_tensors(
         layer = f"model.layers.{index}"
         layer_matrices = matrices
         if model.has_experts(index):
-            tensors |= _expert_tensors(model, f"{layer}.mlp", merged_experts, plain_names)
+            tensors |= _expert_tensors(model, f"{layer}.mlp", has_merged_experts, plain_names)
         else:
             layer_matrices = matrices | _mlp_matrices("mlp", hidden, model.intermediate_size)
         for name, shape in layer_matrices.items():
@@ -111,9 +111,9 @@ def _expert_tensors(
     model: ModelConfig, mlp: str, is_merged: bool, plain_names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """The router of a layer, which is never quantized, and its experts."""
-    experts, hidden = model.experts, model.hidden_size
-    assert experts is not None
-    num_experts, features = experts.num_experts, experts.intermediate_size
+    experts_config, hidden = model.experts, model.hidden_size
+    assert experts_config is not None
+    num_experts, features = experts_config.num_experts, experts_config.intermediate_size
     tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (num_experts, hidden)}
     if is_merged:
         tensors[f"{mlp}.experts.{_MERGED_GATE_UP_NAME}"] = (num_experts, 2 * features, hidden)
@@ -131,9 +131,9 @@ def merged_place(name: str) -> tuple[str, int, bool] | None:
     """
     if not (match := _EXPERT_MATRIX_PATTERN.fullmatch(name)):
         return None
-    experts, expert, matrix = match.groups()
+    experts_prefix, expert, matrix = match.groups()
     merged_part = _MERGED_DOWN_NAME if matrix == "down" else _MERGED_GATE_UP_NAME
-    return f"{experts}.{merged_part}", int(expert), matrix == "up"
+    return f"{experts_prefix}.{merged_part}", int(expert), matrix == "up"
 
 
 def _matrix_tensors(
@@ -155,7 +155,7 @@ def is_quantized(model: ModelConfig, name: str, tensors: Collection[str]) -> boo
     """Whether the matrix `name` of a checkpoint of these tensors has scales."""
     return (
         model.stored_format is not None
-        and part_name(name, model.stored_format.scales_part) in tensors
+        and tensor_name(name, model.stored_format.scales_suffix) in tensors
     )
 
 
@@ -179,9 +179,9 @@ def _dtypes_of_codes(model: ModelConfig, expected_shapes: Collection[str]) -> di
     dtypes: dict[str, str] = {}
     if (stored_format := model.stored_format) is not None:
         for name in expected_shapes:
-            if name.endswith(f".{stored_format.scales_part}"):
+            if name.endswith(f".{stored_format.scales_suffix}"):
                 dtypes |= stored_format.code_dtypes(
-                    name.removesuffix(stored_format.scales_part) + "weight"
+                    name.removesuffix(stored_format.scales_suffix) + "weight"
                 )
     return dtypes
 
@@ -202,10 +202,12 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
         )
     is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored)
     expected_shapes = expected_tensors(
-        model, merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
+        model, has_merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
     )
-    ignored_parts = model.stored_format.ignored_parts if model.stored_format is not None else ()
-    ignored_ends = _COMPUTED_SUFFIX, *(f".{part}" for part in ignored_parts)
+    ignored_suffixes = (
+        model.stored_format.ignored_suffixes if model.stored_format is not None else ()
+    )
+    ignored_ends = _COMPUTED_SUFFIX, *(f".{suffix}" for suffix in ignored_suffixes)
     ignored_names = {name for name in stored if name.endswith(ignored_ends)}
     if model.tie_word_embeddings and _HEAD_NAME in stored:
         ignored_names.add(_HEAD_NAME)
@@ -261,7 +263,7 @@ def quantization_of_files(
     scale_dtypes = {
         tensor.dtype
         for name, tensor in tensors.items()
-        if name.endswith(model.stored_format.scales_part)
+        if name.endswith(model.stored_format.scales_suffix)
     }
     plain_names = sorted(
         name

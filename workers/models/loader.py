@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from configs.formats.stored import I8, part_name
+from configs.formats.stored import I8, tensor_name
 from configs.model import ModelConfig
 from configs.quantization import Quantization
 from kernels.reference.grouped import (
@@ -115,7 +115,7 @@ class _MergedMatrix:
 def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
     if model.stored_format is not None and is_quantized(model, name, stored):
-        return part_name(name, model.stored_format.codes_part)
+        return tensor_name(name, model.stored_format.codes_suffix)
     location = merged_place(name)
     return name if name in stored or location is None else location[0]
 

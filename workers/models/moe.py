@@ -29,22 +29,22 @@ class MoE:
     """
 
     def __init__(self, name: str, model: ModelConfig, weight_format: WeightFormat) -> None:
-        experts = model.experts
-        assert experts is not None and weight_format.quantization is None, (
+        experts_config = model.experts
+        assert experts_config is not None and weight_format.quantization is None, (
             "the configuration was checked"
         )
         self.name = name
-        self.experts = experts
+        self.experts_config = experts_config
         self.kernels, self.dtype = weight_format.kernels, weight_format.dtype
         self.group = weight_format.group
-        self.shard_size = experts.intermediate_size // self.group.size
+        self.shard_size = experts_config.intermediate_size // self.group.size
 
         def empty_weight(num_rows: int, size_in: int) -> Tensor:
-            shape = (experts.num_experts, num_rows, size_in)
+            shape = (experts_config.num_experts, num_rows, size_in)
             return torch.empty(shape, dtype=weight_format.weight_dtype, device=self.group.device)
 
         self.router = ReplicatedLinear(
-            f"{name}.gate", model.hidden_size, experts.num_experts, weight_format
+            f"{name}.gate", model.hidden_size, experts_config.num_experts, weight_format
         )
         self.weights = ExpertWeights(
             gate_up=empty_weight(2 * self.shard_size, model.hidden_size),
@@ -55,8 +55,8 @@ class MoE:
         """[T, E], the same on every rank; arbitrary for tokens of a graph's padding."""
         weights_TK, ids_TK = self.kernels.experts.route(
             self.router(x_TE),
-            self.experts.num_experts_per_token,
-            self.experts.normalizes_weights,
+            self.experts_config.num_experts_per_token,
+            self.experts_config.normalizes_weights,
             num_live_tokens_1,
         )
         out_TE = self.kernels.experts.mlp(x_TE, weights_TK, ids_TK, self.weights)
@@ -64,7 +64,7 @@ class MoE:
 
     def slices(self) -> Iterator[WeightSlice]:
         yield from self.router.slices()
-        size, full_size = self.weights.down.shape[1], self.experts.intermediate_size
+        size, full_size = self.weights.down.shape[1], self.experts_config.intermediate_size
         start = self.group.rank * self.shard_size
         for expert, (gate_up, down) in enumerate(
             zip(self.weights.gate_up, self.weights.down, strict=True)

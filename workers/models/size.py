@@ -32,12 +32,12 @@ def count_parameters(model: ModelConfig, num_ranks: int = 1) -> ParameterCounts:
     non_expert_parameters = model.num_hidden_layers * attention + hidden + vocabulary
     non_expert_parameters += num_dense_layers * 3 * hidden * (model.intermediate_size // num_ranks)
     expert_parameters = active_expert_parameters = 0
-    if (experts := model.experts) is not None:
-        non_expert_parameters += num_expert_layers * hidden * experts.num_experts
-        parameters_per_expert = 3 * hidden * (experts.intermediate_size // num_ranks)
-        expert_parameters = num_expert_layers * experts.num_experts * parameters_per_expert
+    if (experts_config := model.experts) is not None:
+        non_expert_parameters += num_expert_layers * hidden * experts_config.num_experts
+        parameters_per_expert = 3 * hidden * (experts_config.intermediate_size // num_ranks)
+        expert_parameters = num_expert_layers * experts_config.num_experts * parameters_per_expert
         active_expert_parameters = (
-            num_expert_layers * experts.num_experts_per_token * parameters_per_expert
+            num_expert_layers * experts_config.num_experts_per_token * parameters_per_expert
         )
     return ParameterCounts(
         total=non_expert_parameters + expert_parameters,

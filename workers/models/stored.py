@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from configs.formats.stored import INT32, StoredFormat, part_name
+from configs.formats.stored import INT32, StoredFormat, tensor_name
 from scheduler.errors import ConfigError
 from workers.models.checkpoint import StoredTensor
 
@@ -58,11 +58,13 @@ class StoredMatrix:
         """
         self._format, self._name, self._shape = stored_format, name, shape
         self._stored, self._files = stored, files
-        codes = stored[part_name(name, stored_format.codes_part)]
+        codes = stored[tensor_name(name, stored_format.codes_suffix)]
         self._codes = files.open_file(codes.path).get_slice(codes.name)
-        scale = self._read(stored_format.scales_part).to(torch.float32)
+        scale = self._read(stored_format.scales_suffix).to(torch.float32)
         if not bool(scale.isfinite().all()):
-            raise self._error(stored_format.scales_part, "holds scales that are not finite numbers")
+            raise self._error(
+                stored_format.scales_suffix, "holds scales that are not finite numbers"
+            )
         self._scale_RG = scale.reshape(1, 1) if scale.ndim == 1 else self._untransposed(scale)
         self._zeros_YG = self._read_zeros()
         self._group_X = self._read_groups()
@@ -111,15 +113,15 @@ class StoredMatrix:
         if self._format.dtype == INT32:
             codes = unpack(codes, self._format.code_order, self._format.bits, packed_dim)
         elif self._format.is_fp8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-            raise self._error(self._format.codes_part, "holds codes that are not numbers")
+            raise self._error(self._format.codes_suffix, "holds codes that are not numbers")
         return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
 
     def _read_zeros(self) -> Tensor | None:
         """int32 [Y, G]"""
         stored_format = self._format
-        if stored_format.zeros_part is None:
+        if stored_format.zeros_suffix is None:
             return None
-        words = self._untransposed(self._read(stored_format.zeros_part))
+        words = self._untransposed(self._read(stored_format.zeros_suffix))
         # The offset was subtracted from whole words, so a zero point of 0 has borrowed from the
         # next one: adding to whole words gives that back.
         ones = sum(
@@ -131,13 +133,13 @@ class StoredMatrix:
     def _read_groups(self) -> Tensor:
         """int64 [X]: the group of each input."""
         stored_format, size_in = self._format, self._shape[1]
-        if stored_format.group_index_part is not None:
-            group_X = self._read(stored_format.group_index_part).long()
+        if stored_format.group_index_suffix is not None:
+            group_X = self._read(stored_format.group_index_suffix).long()
             num_groups = self._scale_RG.shape[1]
             if -1 not in group_X:  # otherwise it was never filled in, and inputs are in order
                 if not 0 <= int(group_X.min()) <= int(group_X.max()) < num_groups:
                     raise self._error(
-                        stored_format.group_index_part,
+                        stored_format.group_index_suffix,
                         f"names groups that do not exist; there are {num_groups}",
                     )
                 return group_X
@@ -148,12 +150,12 @@ class StoredMatrix:
     def _untransposed(self, tensor: Tensor) -> Tensor:
         return tensor.T if self._format.is_transposed else tensor
 
-    def _read(self, part: str) -> Tensor:
-        tensor = self._stored[part_name(self._name, part)]
+    def _read(self, suffix: str) -> Tensor:
+        tensor = self._stored[tensor_name(self._name, suffix)]
         return self._files.open_file(tensor.path).get_tensor(tensor.name)  # type: ignore[no-any-return]
 
-    def _error(self, part: str, fault: str) -> ConfigError:
-        name = part_name(self._name, part)
+    def _error(self, suffix: str, fault: str) -> ConfigError:
+        name = tensor_name(self._name, suffix)
         return ConfigError(f"{self._stored[name].path}: {name} {fault}. {_DOWNLOAD_AGAIN}")
 
 

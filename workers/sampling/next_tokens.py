@@ -57,14 +57,14 @@ class NextTokens:
         config: ResolvedConfig,
         model: Qwen3,
         sampler: Sampler,
-        state: BatchState,
+        batch_state: BatchState,
         device: Device,
         uploads: StepUploads,
     ) -> None:
         """`uploads`: those of each step, of which this keeps some bytes per row."""
         self._model = model
         self._sampler = sampler
-        self._state = state
+        self._batch_state = batch_state
         self._device = device
         max_rows = config.max_num_seqs
         self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
@@ -140,6 +140,6 @@ class NextTokens:
 
     def _write(self, token_ids_B: Tensor) -> None:
         size = len(token_ids_B)
-        self._state.write_sampled(
+        self._batch_state.write_sampled(
             self._device_slots_S[:size], self._device_positions_S[:size], token_ids_B
         )

@@ -82,11 +82,11 @@ class ScoredTokens:
 class PromptScorer:
     """Scores the rows of steps over one batch."""
 
-    def __init__(self, head: Head, shard: VocabularyShard, state: BatchState) -> None:
+    def __init__(self, head: Head, shard: VocabularyShard, batch_state: BatchState) -> None:
         self._head = head
         self._shard = shard
-        self._state = state
-        self._num_top_S = np.zeros(len(state.is_used_S), np.int32)
+        self._batch_state = batch_state
+        self._num_top_S = np.zeros(len(batch_state.is_used_S), np.int32)
 
     def admit(self, slot: int, sampling: ResolvedSampling) -> None:
         """A row enters `slot`."""
@@ -102,7 +102,7 @@ class PromptScorer:
         slots_R = rows.slots_B[scored_rows_R].astype(np.int64)
         first_position_R = rows.positions_T[begin_R].astype(np.int64) + 1
         num_scored_tokens_R = np.minimum(
-            end_R - begin_R, self._state.num_prompt_tokens_S[slots_R] - first_position_R
+            end_R - begin_R, self._batch_state.num_prompt_tokens_S[slots_R] - first_position_R
         )
         row_start_P = np.repeat(
             np.cumsum(num_scored_tokens_R) - num_scored_tokens_R, num_scored_tokens_R
@@ -120,7 +120,7 @@ class PromptScorer:
 
     def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:
         """The scores of a step, from the hidden states of all its tokens."""
-        ids_P = self._state.tokens_SL[rows.slots_P, rows.positions_P].to(torch.int64)
+        ids_P = self._batch_state.tokens_SL[rows.slots_P, rows.positions_P].to(torch.int64)
         num_top = max(1, *rows.num_top)
         slices = [
             score_slice(

@@ -25,7 +25,7 @@ from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
 from cluster.client.prompts import Message
 from cluster.client.tokenizer import Tokenizer
-from cluster.grammar.markers import THINKING_SWITCH, state_after
+from cluster.grammar.markers import THINKING_SWITCH, answer_state_after
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
@@ -48,7 +48,7 @@ def messages_job(request: MessagesRequest, served: ServedModel) -> Job:
     job = job_of(dataclasses.replace(chat, max_tokens=request.max_tokens, options=options), served)
 
     def make_writer(generations: list[Generation]) -> Writer:
-        state = state_after(generations[0].prompt or "")
+        state = answer_state_after(generations[0].prompt or "")
         has_tools = bool(chat.rules.tools)
         return MessageWriter(served.name, generations[0], state=state, has_tools=has_tools)
 
@@ -106,7 +106,7 @@ def _rules(request: ConversationRequest, omissions: Omissions) -> CallRules:
         tools,
         "required" if choice.type == "any" else choice.type,
         named_tool=choice.name,
-        parallel=not choice.disable_parallel_tool_use,
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
     )
 
 

@@ -22,7 +22,7 @@ from cluster.api.responses.writer import ResponseWriter
 from cluster.api.schema import GenerationRequest, JsonObjectFormat, RequestModel, schema_structure
 from cluster.api.structure import CallRules, call_rules
 from cluster.client.outputs import Generation
-from cluster.grammar.markers import state_after
+from cluster.grammar.markers import answer_state_after
 from scheduler.params import StructuredOutputs
 
 # Fields that are those of `GenerationRequest`.
@@ -46,7 +46,7 @@ def responses_job(request: ResponsesRequest, served: ServedModel) -> Job:
             _echo(request, tool_table, job, served.name),
             generation,
             served.tokenizer,
-            state=state_after(generation.prompt or ""),
+            state=answer_state_after(generation.prompt or ""),
             tools=tool_table if has_tools else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
             encrypts=request.encrypts_reasoning,
@@ -90,13 +90,18 @@ def _chat(
 
 
 def _rules(request: ResponsesRequest, tool_table: ToolTable) -> CallRules:
-    tools, choice, parallel = tool_table.functions, request.tool_choice, request.parallel_tool_calls
+    tools, choice = tool_table.functions, request.tool_choice
+    parallel_tool_calls = request.parallel_tool_calls
     if isinstance(choice, NamedTool):
-        return call_rules(tools, None, named_tool=choice.name, parallel=parallel)
+        return call_rules(
+            tools, None, named_tool=choice.name, parallel_tool_calls=parallel_tool_calls
+        )
     if isinstance(choice, AllowedTools):
         names = {tool.name for tool in choice.tools}
-        return call_rules(tools, choice.mode, allowed=names, parallel=parallel)
-    return call_rules(tools, choice, parallel=parallel)
+        return call_rules(
+            tools, choice.mode, allowed_names=names, parallel_tool_calls=parallel_tool_calls
+        )
+    return call_rules(tools, choice, parallel_tool_calls=parallel_tool_calls)
 
 
 def _structure(request: ResponsesRequest) -> StructuredOutputs | None:

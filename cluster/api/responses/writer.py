@@ -27,23 +27,23 @@ from cluster.grammar.markers import AnswerState
 REASONING_PART_CHARS = 4096
 
 
-class _ItemNaming(NamedTuple):
+class _ItemNames(NamedTuple):
     """How the text of an item is written: events of its part and its text, the name of the part's
     index in them, and the field of the item that has the part.
     """
 
-    part: str
-    text: str
+    part_event: str
+    text_event: str
     index_field: str
-    field: str
-    type: str
+    parts_field: str
+    part_type: str
 
 
-_MESSAGE = _ItemNaming("content_part", "output_text", "content_index", "content", "output_text")
-_REASONING = _ItemNaming(
+_MESSAGE = _ItemNames("content_part", "output_text", "content_index", "content", "output_text")
+_REASONING = _ItemNames(
     "content_part", "reasoning_text", "content_index", "content", "reasoning_text"
 )
-_SUMMARY = _ItemNaming(
+_SUMMARY = _ItemNames(
     "reasoning_summary_part", "reasoning_summary_text", "summary_index", "summary", "summary_text"
 )
 
@@ -75,7 +75,10 @@ class ResponseWriter:
             self._logprobs = MessageLogprobs(tokenizer, state, has_tools=tools is not None)
         self._num_messages = 0  # that have begun
         self._num_logprobs_sent = 0  # of the last one
-        self._namings = {"message": _MESSAGE, "reasoning": _SUMMARY if summarizes else _REASONING}
+        self._names_by_kind = {
+            "message": _MESSAGE,
+            "reasoning": _SUMMARY if summarizes else _REASONING,
+        }
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last of the items
@@ -181,12 +184,12 @@ class ResponseWriter:
             if text:
                 events += self._switch_item_events(kind)
                 self._texts.append(text)
-                naming = self._namings[kind]
-                delta: dict[str, Any] = {naming.index_field: 0, "delta": text}
+                item_names = self._names_by_kind[kind]
+                delta: dict[str, Any] = {item_names.index_field: 0, "delta": text}
                 if kind == "message":
                     delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
                     self._num_logprobs_sent += len(delta["logprobs"])
-                events.append(self._item_event(f"{naming.text}.delta", delta))
+                events.append(self._item_event(f"{item_names.text_event}.delta", delta))
         for call in piece.calls:
             events += self._closing_events("completed") + self._call_events(call)
         return events
@@ -196,16 +199,16 @@ class ResponseWriter:
             return []
         events = self._closing_events("completed")
         self._is_open = True
-        naming = self._namings[kind]
-        self._items.append(_new_item(kind, naming))
+        item_names = self._names_by_kind[kind]
+        self._items.append(_new_item(kind, item_names))
         if kind == "message":
             self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
-        item_without_parts = self._items[-1] | {naming.field: []}
-        part = {naming.index_field: 0, "part": dict(self._items[-1][naming.field][0])}
+        item_without_parts = self._items[-1] | {item_names.parts_field: []}
+        part = {item_names.index_field: 0, "part": dict(self._items[-1][item_names.parts_field][0])}
         return [
             *events,
             self._item_event("output_item.added", {"item": item_without_parts}),
-            self._item_event(f"{naming.part}.added", part),
+            self._item_event(f"{item_names.part_event}.added", part),
         ]
 
     def _closing_events(self, status: str) -> list[bytes]:
@@ -214,18 +217,20 @@ class ResponseWriter:
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
-        naming = self._namings[item["type"]]
-        [part] = item[naming.field]
+        item_names = self._names_by_kind[item["type"]]
+        [part] = item[item_names.parts_field]
         part["text"] = "".join(self._texts)
         self._texts.clear()
         if item["type"] == "reasoning" and self._encrypts:
             item["encrypted_content"] = encode_reasoning(part["text"])
-        text = {naming.index_field: 0, "text": part["text"]}
+        text = {item_names.index_field: 0, "text": part["text"]}
         if item["type"] == "message":
             part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
         return [
-            self._item_event(f"{naming.text}.done", text),
-            self._item_event(f"{naming.part}.done", {naming.index_field: 0, "part": part}),
+            self._item_event(f"{item_names.text_event}.done", text),
+            self._item_event(
+                f"{item_names.part_event}.done", {item_names.index_field: 0, "part": part}
+            ),
             self._item_event("output_item.done", {"item": item}),
         ]
 
@@ -268,11 +273,11 @@ def _status(reason: str) -> str:
     return "completed" if reason == "stop" else "incomplete"
 
 
-def _new_item(kind: str, naming: _ItemNaming) -> dict[str, Any]:
-    part = {"type": naming.type, "text": ""}
+def _new_item(kind: str, item_names: _ItemNames) -> dict[str, Any]:
+    part = {"type": item_names.part_type, "text": ""}
     if kind == "reasoning":
         item: dict[str, Any] = {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": []}
-        return item | {naming.field: [part], "status": "in_progress"}
+        return item | {item_names.parts_field: [part], "status": "in_progress"}
     return {
         "type": kind,
         "id": f"msg_{uuid.uuid4().hex}",

@@ -12,7 +12,14 @@ import pytest
 
 from cluster.api import parser as parser_module
 from cluster.api.parser import AnswerParser, AnswerParts, ToolCall
-from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState, state_after
+from cluster.grammar.markers import (
+    CALL,
+    END_CALL,
+    END_THINK,
+    THINK,
+    AnswerState,
+    answer_state_after,
+)
 
 MARKERS = (THINK, END_THINK, CALL, END_CALL)
 
@@ -234,7 +241,7 @@ def test_arguments_are_a_part_of_the_answer_letter_by_letter() -> None:
     ],
 )
 def test_an_answer_begins_where_the_prompt_ends(prompt: str, state: AnswerState) -> None:
-    assert state_after(prompt) is state
+    assert answer_state_after(prompt) is state
 
 
 def _holds_only_a_whole_start(text: str, marker: str, start: int) -> int:

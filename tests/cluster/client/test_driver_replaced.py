@@ -94,7 +94,7 @@ def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
 @pytest.fixture
 def frontend(owner: Owner) -> Iterator[Frontend]:
     made = Frontend(owner.drivers[0], replace=owner.replace)
-    made.driver.watch_end()
+    made.driver_handle.watch_end()
     yield made
     made.close()
 
@@ -170,7 +170,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
 
     why = "start 1 failed after 3.0 s: no memory"
     frontend = Frontend(owner.drivers[0], replace=owner.replace, recovery_waits_for=lambda: why)
-    frontend.driver.watch_end()
+    frontend.driver_handle.watch_end()
     owner.drivers[0].stats = Remote(refuse)  # type: ignore[attr-defined]
     owner.drivers[0].records = Remote(lambda seconds: refuse())  # type: ignore[attr-defined]
     for ask in (frontend.stats, lambda: frontend.records(1.0)):
@@ -178,7 +178,7 @@ def test_who_asks_while_the_driver_is_replaced_hears_what_that_waits_for(owner: 
             ask()  # nobody else has noticed yet
     owner.may_replace = False
     owner.drivers[0].die()
-    wait_until(lambda: frontend.driver.death_error is not None)
+    wait_until(lambda: frontend.driver_handle.death_error is not None)
     with pytest.raises(DriverDiedError):
         frontend.stats()
     frontend.close()
@@ -192,14 +192,14 @@ def test_the_end_of_an_engine_whose_driver_was_replaced_meanwhile_is_not_that_of
     ask(frontend, builder, [])
     assert len(owner.drivers) == 2
     first.end.set_exception(EngineDeadError("the engine has stopped"))
-    assert frontend.driver.death_error is None
+    assert frontend.driver_handle.death_error is None
 
 
 def test_an_engine_that_stops_for_good_is_dead_although_its_driver_answers(
     owner: Owner, frontend: Frontend
 ) -> None:
     owner.drivers[0].end.set_exception(EngineDeadError("the engine has stopped"))
-    for ask_for_driver in (frontend.driver.check, frontend.driver.live_actor):
+    for ask_for_driver in (frontend.driver_handle.check, frontend.driver_handle.live_actor):
         with pytest.raises(EngineDeadError, match="the engine has stopped"):
             ask_for_driver()
     assert len(owner.drivers) == 1
@@ -218,15 +218,15 @@ def test_a_request_that_was_accepted_just_before_the_death_is_sent_again(
     builder: RequestBuilder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    accept = frontend.driver._accept
+    accept = frontend.driver_handle._accept
 
     def accept_late(driver: Any, requests: list[Request]) -> bool:
         if len(owner.drivers) == 1:
             owner.drivers[0].die()
-            wait_until(lambda: frontend.driver.actor is not driver)
+            wait_until(lambda: frontend.driver_handle.actor is not driver)
         return accept(driver, requests)
 
-    monkeypatch.setattr(frontend.driver, "_accept", accept_late)
+    monkeypatch.setattr(frontend.driver_handle, "_accept", accept_late)
     generation = ask(frontend, builder, [])
     assert [r.request_id for r in owner.drivers[1].requests] == generation.request_ids
 
@@ -377,7 +377,7 @@ def test_a_health_check_that_is_lost_on_the_way_replaces_no_driver(
             raise LostCallError("the connection was lost")
 
     owner.drivers[0].stats = Remote(lost_once)  # type: ignore[attr-defined]
-    frontend.driver.check()
+    frontend.driver_handle.check()
     assert num_calls == 2 and len(owner.drivers) == 1
 
 
@@ -404,7 +404,7 @@ def test_a_question_that_is_lost_is_asked_again_and_the_driver_stays(
     driver: Any = owner.drivers[0]
     driver.stats, driver.records = Forgetful(2), Forgetful(2)
     arguments = [1.0] if question == "records" else []
-    asked = frontend.driver if question == "check" else frontend
+    asked = frontend.driver_handle if question == "check" else frontend
     assert getattr(asked, question)(*arguments) in ("an answer", None)
     assert len(owner.drivers) == 1
 
@@ -443,7 +443,7 @@ def test_requests_for_which_there_is_no_room_for_long_are_refused_and_the_driver
 ) -> None:
     driver = owner.drivers[0]
     store = driver.submit = FullStore(driver.submit)  # type: ignore[assignment]
-    frontend.driver._answer_limit_s = 0.1
+    frontend.driver_handle._answer_limit_s = 0.1
     with pytest.raises(OverloadedError, match=r"could not submit requests: .* try again later"):
         ask(frontend, builder, [])
     assert not frontend._outstanding_requests and len(owner.drivers) == 1
@@ -457,10 +457,10 @@ def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
     generation = ask(frontend, builder, [])
-    frontend.driver._answer_limit_s = 0.1
+    frontend.driver_handle._answer_limit_s = 0.1
     second = MortalDriver()
     store = second.submit = FullStore(second.submit)  # type: ignore[assignment]
-    frontend.driver._replace = lambda *_: second
+    frontend.driver_handle._replace = lambda *_: second
     owner.drivers[0].die()
     with pytest.raises(OverloadedError, match="try again later"):
         generation.done_future.result(WAIT_S)
@@ -485,7 +485,7 @@ def test_requests_whose_answers_find_no_room_for_long_fail_and_do_not_run_on(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
     driver = owner.drivers[0]
-    frontend.driver._answer_limit_s = 0.1
+    frontend.driver_handle._answer_limit_s = 0.1
     driver.poll_failure = NoRoomError("no room; try again later")
     generation = ask(frontend, builder, [])
     with pytest.raises(OverloadedError, match="no room"):
@@ -502,10 +502,10 @@ def test_an_owner_that_fails_to_replace_the_driver_does_not_end_the_polling_thre
     def fail(*_: Any) -> Any:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    frontend.driver._replace = fail
+    frontend.driver_handle._replace = fail
     owner.drivers[0].die()
     with pytest.raises(EngineError, match="Resource temporarily unavailable"):
         generation.done_future.result(WAIT_S)
-    frontend.driver._replace = owner.replace
+    frontend.driver_handle._replace = owner.replace
     again = ask(frontend, builder, [])
     assert [r.request_id for r in owner.drivers[1].requests] == again.request_ids

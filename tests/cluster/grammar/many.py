@@ -18,7 +18,7 @@ from typing import Any
 from cluster import LLM, SamplingParams, StructuredOutputs
 from cluster.api.parser import AnswerParser
 from cluster.client.outputs import RequestOutput
-from cluster.grammar.markers import state_after
+from cluster.grammar.markers import answer_state_after
 from configs.paths import DEFAULT_MODEL_DIR
 from tests.cluster.grammar.test_grammars import CHOICES, REGEXES, random_schema
 from tests.cluster.test_structured_outputs import validate
@@ -59,7 +59,7 @@ def structures(count: int) -> list[StructuredOutputs]:
 
 def answer_of(output: RequestOutput) -> str:
     """The text after the reasoning."""
-    parser = AnswerParser(state_after(output.prompt or ""), looks_for_calls=False)
+    parser = AnswerParser(answer_state_after(output.prompt or ""), looks_for_calls=False)
     return parser.push(output.text).content + parser.finish().content
 
 

@@ -42,7 +42,7 @@ from tests.workers.test_engine_exactness import (
     limits_of,
 )
 from workers import faults
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -245,8 +245,8 @@ class SeeingRankActor(RankActor):
             rendezvous_address, place, epoch, gpus, num_kv_blocks, is_standby=is_standby
         )
 
-    def allocate_cache(self, num_blocks: int) -> RankMemory:
-        return RankMemory()
+    def allocate_cache(self, num_blocks: int) -> RankMemoryHandles:
+        return RankMemoryHandles()
 
     def gpu(self) -> tuple[str, list[str]]:
         """(the one that it would use, those that it sees)"""

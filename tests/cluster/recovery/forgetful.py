@@ -9,7 +9,7 @@ from pathlib import Path
 from cluster.resources.placement import Place
 from tests.cluster.recovery.poison import PoisonedDriver, PoisonedRank
 from workers import faults
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 from workers.report import WorkerReport
 
 
@@ -39,7 +39,7 @@ class ForgetfulRank(PoisonedRank):
             rendezvous_address, place, epoch, gpus, num_kv_blocks, is_standby=is_standby
         )
 
-    def allocate_cache(self, num_blocks: int) -> RankMemory:
+    def allocate_cache(self, num_blocks: int) -> RankMemoryHandles:
         """Once for each file `no_memory.RANK`, there is no memory for the cache."""
         asked = Path(os.environ[faults.FAULTS_VARIABLE]) / f"no_memory.{self._rank}"
         if asked.exists():

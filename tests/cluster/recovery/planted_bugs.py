@@ -198,9 +198,9 @@ class LostPollsFail(Frontend):
     """A poll whose answer was lost makes all outstanding requests fail."""
 
     def poll(self) -> None:
-        actor, before = self.driver.actor, self._last_reply
+        actor, before = self.driver_handle.actor, self._last_reply
         super().poll()
-        is_lost = actor is self.driver.actor and self._last_reply == before
+        is_lost = actor is self.driver_handle.actor and self._last_reply == before
         if is_lost and self._outstanding_requests.has_accepted:
             self._fail_all(EaglerayError("a poll was lost"))
 

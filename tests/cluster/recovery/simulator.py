@@ -354,7 +354,7 @@ class World:
         self.driver = Driver(self)
         kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
-        self.frontend.driver._send_executor = Now(self)
+        self.frontend.driver_handle._send_executor = Now(self)
 
     def happens(self, name: str) -> bool:
         probability = 0.0 if self.is_calm else self.probabilities[name]

@@ -10,9 +10,9 @@ import ray
 
 from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import Spares
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 
-MEMORIES = [RankMemory(weights_hash="a"), RankMemory(weights_hash="b")]
+MEMORIES = [RankMemoryHandles(weights_hash="a"), RankMemoryHandles(weights_hash="b")]
 
 
 class World:
@@ -24,7 +24,7 @@ class World:
         self.placement = SimpleNamespace(places=lambda: [0, 1])
 
     def create(
-        self, place: int, places_if_spare: list[int], inherited_memory: RankMemory | None
+        self, place: int, places_if_spare: list[int], inherited_memory: RankMemoryHandles | None
     ) -> Any:
         assert place in places_if_spare and inherited_memory is MEMORIES[place]
         self.made_s.append(self.now_s - 100.0)

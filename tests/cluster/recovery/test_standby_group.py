@@ -13,7 +13,7 @@ from cluster.recovery import standby as standby_module
 from cluster.recovery.standby import FIRST_DELAY_S, Standby
 from scheduler.errors import WorkerError
 from tests.cluster.recovery.simulator import Now
-from workers.memory.inheritance import RankMemory
+from workers.memory.inheritance import RankMemoryHandles
 from workers.memory.lasting import MemoryHandle
 
 REPORT = GroupReport(num_blocks=1, seconds={}, log_lines=())
@@ -144,7 +144,7 @@ def group_with(*inodes: int | None) -> RankGroup:
     ranks = [
         RankHandle(
             None,
-            memory=RankMemory(
+            memory=RankMemoryHandles(
                 cache=None
                 if inode is None
                 else MemoryHandle(host="h", name="n", path="p", num_bytes=1, inode=inode)

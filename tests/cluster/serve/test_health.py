@@ -51,7 +51,7 @@ def watch(owner: Owner) -> Iterator[Watch]:
 
     def watch(replacement_s: float = 60.0, period_s: float = PERIOD_S) -> DriverHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
-        frontend.driver.watch_end()
+        frontend.driver_handle.watch_end()
         made.append((frontend, DriverHealth(frontend, replacement_s, period_s)))
         return made[-1][1]
 

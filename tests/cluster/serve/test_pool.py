@@ -67,26 +67,26 @@ class FakeDriver:
 
 class FakeFrontend:
     def __init__(self, driver: FakeDriver, answer_limit_s: float, on_dead: Any) -> None:
-        self.driver, self.on_dead, self.is_closed = driver, on_dead, False
+        self.driver_handle, self.on_dead, self.is_closed = driver, on_dead, False
         self.name = f"frontend {id(self)}"
         driver.frontend = self
 
     def submit(self, generations: list[Generation]) -> None:
-        if self.driver.hangs and not self.driver.goes_on.wait(ANSWER_LIMIT_S):
-            raise NoAnswerError(f"{self.driver.name} hangs")
-        if self.driver.error is not None:
-            raise self.driver.error
+        if self.driver_handle.hangs and not self.driver_handle.goes_on.wait(ANSWER_LIMIT_S):
+            raise NoAnswerError(f"{self.driver_handle.name} hangs")
+        if self.driver_handle.error is not None:
+            raise self.driver_handle.error
         requests = [request for each in generations for request in each.requests]
-        self.driver.admitted.record_requests(self.name, requests, LIMITS)
-        self.driver.has += generations
+        self.driver_handle.admitted.record_requests(self.name, requests, LIMITS)
+        self.driver_handle.has += generations
 
     def abort(self, generations: list[Generation]) -> None:
-        self.driver.not_needed += generations
+        self.driver_handle.not_needed += generations
         for generation in generations:
             generation.end()
 
     def finish(self, generations: list[Generation]) -> None:
-        self.driver.not_needed += generations
+        self.driver_handle.not_needed += generations
 
     def add_news_callback(self, callback: Any) -> None:
         pass

@@ -56,7 +56,7 @@ def test_packed_codes() -> None:
     ):
         config = pack_quantized(32, True)
         config["config_groups"]["group_0"]["weights"]["actorder"] = order
-        assert read(config).group_index_part == index
+        assert read(config).group_index_suffix == index
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def read(**changes: Any) -> StoredFormat:
 
 def test_what_gptqmodel_writes_is_read() -> None:
     usual = read()
-    assert (usual.bits, usual.group_size, usual.group_index_part, usual.zero_offset) == (
+    assert (usual.bits, usual.group_size, usual.group_index_suffix, usual.zero_offset) == (
         8,
         128,
         None,
@@ -28,7 +28,7 @@ def test_what_gptqmodel_writes_is_read() -> None:
     )
     assert usual.code_order == (0, 1, 2, 3)
     other = read(bits=4, group_size=-1, desc_act=True, checkpoint_format="gptq_v2")
-    assert (other.bits, other.group_size, other.group_index_part, other.zero_offset) == (
+    assert (other.bits, other.group_size, other.group_index_suffix, other.zero_offset) == (
         4,
         -1,
         "g_idx",

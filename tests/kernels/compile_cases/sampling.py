@@ -11,9 +11,10 @@ from kernels.reference.sampling import MAX_LISTED_TOP_K
 from tests.kernels.compile_cases import CHIPS_NOT_RUN_ON, CompileCase, compile_case
 
 _TILE = {"TILE": sampling._BLOCKS_PER_TILE}
-_WIDTH = {"WIDTH": sampling._MIN_WIDTH}
+_PADDED_BLOCKS = {"PADDED_BLOCKS": sampling._MIN_PADDED_SIZE}
+_PADDED_ENTRIES = {"PADDED_ENTRIES": sampling._MIN_PADDED_SIZE}
 _ROWS = {"ROWS": sampling._ROWS_PER_PROGRAM}
-_LISTED = _WIDTH | {"PADDED_TOP_K": MAX_LISTED_TOP_K}
+_LISTED = _PADDED_BLOCKS | {"PADDED_TOP_K": MAX_LISTED_TOP_K}
 # The Triton type of each parameter of these kernels, by its name.
 _TYPES = {
     "logits_BV": "*bf16",
@@ -38,15 +39,15 @@ def _case(name: str, constexprs: dict[str, Any], num_warps: int = 4) -> CompileC
 
 CASES = [
     _case("block_maxima", _TILE),
-    _case("row_best", _WIDTH),
+    _case("row_best", _PADDED_BLOCKS),
     _case("near_gaps", _TILE),
-    _case("pick_column", _WIDTH),
+    _case("pick_column", _PADDED_BLOCKS),
     *(
         _case(name, {"BY_WEIGHT": by_weight} | _TILE)
         for name in ("block_sums", "gap_histogram")
         for by_weight in (False, True)
     ),
-    _case("limits_from_lists", _WIDTH, num_warps=8),
+    _case("limits_from_lists", _PADDED_ENTRIES, num_warps=8),
     _case("target_weight", _ROWS, num_warps=1),
     _case("pack_value_and_id", _ROWS, num_warps=1),
     _case("unpack_value_and_id", _ROWS, num_warps=1),

@@ -153,7 +153,7 @@ def test_a_long_row_takes_parts_of_padding_only_where_parts_have_memory(
     make: MakeRunner, max_parts: int, starts: list[int]
 ) -> None:
     """The kernel keeps parts apart from outputs if there are more parts than rows."""
-    state, lens_B = make(FakeGpu(), 4).state, np.array([900], np.int32)
+    state, lens_B = make(FakeGpu(), 4).batch_state, np.array([900], np.int32)
     decode = state.stage_decode(lens_B, max_parts, torch.from_numpy, num_rows=3)
     assert decode is not None and decode.part_start_B1.tolist() == starts
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.memory.inheritance import InheritedMemory, RankMemory
+from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.memory.lasting import MemoryHandle, SharedMemfd, is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files need Linux")
@@ -95,7 +95,7 @@ def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCapture
     gone = dataclasses.replace(cache.handle, path="/proc/1/fd/999")
     before = num_descriptors()
     inherited = InheritedMemory.open(
-        RankMemory(weights=weights.handle, cache=gone, weights_hash="a")
+        RankMemoryHandles(weights=weights.handle, cache=gone, weights_hash="a")
     )
     assert inherited == InheritedMemory()
     assert "the memory of a rank cannot be shared" in caplog.text

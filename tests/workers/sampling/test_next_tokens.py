@@ -158,11 +158,11 @@ def test_rows_of_padding_change_no_token(make: MakeRunner) -> None:
     pair = Pair(make, 4)
     rows = rows_of(pair, *[DRAWN] * 4)
     sampled_by(pair, rows, 3)
-    before = pair.with_graphs.state.tokens_SL.clone()
+    before = pair.with_graphs.batch_state.tokens_SL.clone()
     sampled_by(pair, rows[:3])
-    changed = (pair.with_graphs.state.tokens_SL != before).nonzero()[:, 0]
+    changed = (pair.with_graphs.batch_state.tokens_SL != before).nonzero()[:, 0]
     assert set(changed.tolist()) <= {0, 1, 2}
-    assert torch.equal(pair.with_graphs.state.tokens_SL, pair.eager.state.tokens_SL)
+    assert torch.equal(pair.with_graphs.batch_state.tokens_SL, pair.eager.batch_state.tokens_SL)
 
 
 def test_the_largest_list_of_a_graph_gives_the_tokens_of_the_list_a_step_needs(
