@@ -217,16 +217,17 @@ def test_ranks_that_are_lost_during_a_step_are_lost_after_it() -> None:
 
 def test_the_time_since_the_last_result_goes_on_while_there_are_no_ranks() -> None:
     loop, _ = slow_loop(1)
-    since_s = loop.busy_since_s
-    loop.post(RanksLost())
-    loop.run_once()
-    assert since_s is not None and loop.busy_since_s == since_s
-    loop.post(Finish(request_ids=["r0"], reason="abort"))
-    loop.run_once()
-    assert loop.busy_since_s is None, "nobody waits for a result"
-    loop.post(Submit(frontend_id="f", requests=[make_request("late", [1, 2, 3])]))
-    loop.run_once()
-    assert loop.busy_since_s is not None
+
+    def since_s(command: Command) -> float | None:
+        loop.post(command)
+        loop.run_once()
+        return loop.busy_since_s
+
+    last_result_s = loop.busy_since_s
+    assert last_result_s is not None and since_s(RanksLost()) == last_result_s
+    assert since_s(Finish(request_ids=["r0"], reason="abort")) is None, "nobody waits for a result"
+    late = Submit(frontend_id="f", requests=[make_request("late", [1, 2, 3])])
+    assert since_s(late) is not None
 
 
 class FailsLater(OneIsBad):

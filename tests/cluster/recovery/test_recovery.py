@@ -5,6 +5,7 @@ is that of an undisturbed run.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -193,7 +194,9 @@ def test_a_rank_in_an_endless_loop_is_replaced_and_the_stacks_of_all_ranks_are_w
     node: Any = ray._private.worker._global_node
     logs = Path(node.get_logs_dir_path())
     [log] = logs.glob(f"worker-*-{driver}.err")
-    reports = log.read_text().split("is lost: ")
+    text = log.read_text()
+    assert re.search(r"^[\d-]+ [\d:,]+ WARNING eagleray.driver: epoch \d+ is lost: ", text, re.M)
+    reports = text.split("is lost: ")
     [report] = [each for each in reports if "has not moved for 2 s" in each]
     first, second = report.index("rank 0 at "), report.index("rank 1 at ")
     assert "in _act" in report[second:], "where it loops"
