@@ -16,10 +16,11 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# Tests that start engines run in two processes, each file in one of them; the others in three, since
+# Tests that start engines run in two processes, those of a file in one; the others in three, since
 # some wait: a process takes neighbors, which share what they prepare; one that is done takes over.
 PYTEST := $(BIN)/python -m pytest
-PYTEST_ENGINES := $(PYTEST) -n 2 --dist loadgroup
+# A process that dies in a test is not started again: what the test has started may still run.
+PYTEST_ENGINES := $(PYTEST) -n 2 --dist loadgroup --max-worker-restart 0
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 
@@ -87,6 +88,7 @@ gpu-check:
 	$(PYTHON) -m benchmarks.gpu_check $(if $(OUT),--out "$(OUT)/gpu_check.json") \
 	    $(if $(KERNELS),--triton-cache "$(KERNELS)") $(if $(SECTIONS),--sections $(SECTIONS))
 
+# Modules are compiled when they are first imported: compiling all takes a minute.
 # After installing, the CPU's kernels are compiled in two processes, so that no first start waits.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -43,7 +43,7 @@ ENGINE_METRICS = {
     ),
     "eagleray_ready": ("Engines whose ranks answer and whose work moves.", "is_ready"),
     "eagleray_step_age_seconds": (
-        "Since the last result, while steps are run; of the engine that waits longest.",
+        "Since the last result, while there is work; of the engine that waits longest.",
         "step_age_s",
     ),
     "eagleray_recoveries_total": ("Times that lost ranks were replaced.", "num_recoveries"),

@@ -1,20 +1,23 @@
-"""Tests that start engines run in two processes of pytest-xdist beside each other, each file in one
-of them. A test marked `alone`, which measures time, waits until no other runs, and others wait
-for it.
+"""Tests that start engines run in two processes of pytest-xdist beside each other. A test marked
+`alone`, which measures time, waits until no other runs, and others wait for it.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 
 def group_of(item: pytest.Item) -> str:
-    """Tests of one group run in one process: those that share an engine, and those of nodes, which
-    mostly wait.
+    """Tests of one group run in one process: those of a file, those that share a server, and those
+    of nodes, which mostly wait.
     """
     if item.get_closest_marker("nodes"):
         return "nodes"
@@ -24,8 +27,9 @@ def group_of(item: pytest.Item) -> str:
 @contextmanager
 def turn(config: pytest.Config, is_alone: bool) -> Iterator[None]:
     """While this is held, no test that is alone runs elsewhere, and no other if `is_alone`."""
-    assert config.cache is not None
-    folder = config.cache.mkdir("lanes")
+    name = f"eagleray-lanes-{os.getuid()}-{hashlib.sha256(bytes(config.rootpath)).hexdigest()[:16]}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(exist_ok=True)
     with (folder / "turn").open("w") as turn_file:
         # Whoever waits for its turn keeps others from taking theirs again and again.
         with (folder / "queue").open("w") as queue_file:

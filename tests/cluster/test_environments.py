@@ -77,7 +77,7 @@ def folder() -> Iterator[Path]:
     path.chmod(0o777)
     compiled = Path(os.environ.get("EAGLERAY_CACHE_DIR") or Path.home() / ".cache" / "eagleray")
     if compiled.exists():
-        shutil.copytree(compiled, path / "kernels")
+        shutil.copytree(compiled, path / "kernels", ignore=shutil.ignore_patterns("*tmp*"))
         for each in (path / "kernels", *(path / "kernels").rglob("*")):
             os.chown(each, int(USER), int(USER))
     yield path

@@ -94,11 +94,11 @@ def test_a_program_with_files_of_the_same_names_gets_answers(
 ) -> None:
     """From a Ray of its own, then from a cluster of two nodes."""
     with ray_folder() as variables:
-        variables |= {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [str(python), "program.py"],
             cwd=own_folder,
-            env=variables,
+            env=inherited | variables,
             capture_output=True,
             text=True,
             timeout=240,

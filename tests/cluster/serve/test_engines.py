@@ -59,7 +59,7 @@ def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
             and not table._engine_by_request
             and not +table._num_open_requests
         )
-        wait_until_idle(url, 3.0)
+        wait_until_idle(url, 10.0)
 
 
 def engine_stats() -> list[EngineStats]:
@@ -147,7 +147,7 @@ def test_no_engine_gets_much_more_than_the_others(served: tuple[str, Any]) -> No
     counts = [count - before[name] for name, count in num_admitted().items()]
     print(f"requests per engine: {counts}")
     assert sum(counts) == 100 and max(counts) <= 1.5 * 50, counts
-    wait_until_idle(url, 3.0)
+    wait_until_idle(url, 10.0)
 
 
 class StreamError(Exception):

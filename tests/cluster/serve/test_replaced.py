@@ -27,7 +27,8 @@ from tests.cluster.serve.served import NUM_STREAMS, NUM_TOKENS, Program, Streams
 from tests.test_launch import invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
-SMALL = ("--kv-cache-bytes", str(2**26), "--device", "cpu", "--spares", "off")
+SMALL = ("--kv-cache-bytes", str(2**26), "--device", "cpu")
+WITHOUT_SPARES = (*SMALL, "--spares", "off")
 # How soon a server ends that has lost its engine for good.
 END_S = 10.0
 
@@ -109,7 +110,7 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
     where = ("--ray-address", ray.get_runtime_context().gcs_address, "--route-prefix", "/lost")
     with ThreadPoolExecutor(1) as threads:
         losing = threads.submit(lose)
-        run = invoke("serve", "--model", model, "--name", "lost", *where, *SMALL)
+        run = invoke("serve", "--model", model, "--name", "lost", *where, *WITHOUT_SPARES)
         assert time.monotonic() - losing.result() < END_S
     lines = run.stderr.splitlines()
     [place] = [number for number, line in enumerate(lines) if line.startswith("ready on")]
@@ -124,7 +125,7 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
     start: Callable[..., Program], lost: str
 ) -> None:
-    program = start(*SMALL, "--ray-address", "local")
+    program = start(*WITHOUT_SPARES, "--ray-address", "local")
     program.wait_until_ready()
     for pid in family(program.process.pid):
         if Path((command_of(pid) or "").split(" ")[0]).name == lost:
@@ -138,7 +139,7 @@ def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
 @pytest.fixture(scope="module")
 def program() -> Iterator[Program]:
     """A server of which the replica is harmed in one test after another."""
-    program = Program(*SMALL, "--ray-address", "local", "--drain-timeout-s", "1")
+    program = Program(*WITHOUT_SPARES, "--ray-address", "local", "--drain-timeout-s", "1")
     try:
         program.wait_until_ready()
         yield program

@@ -23,7 +23,7 @@ from tests.cluster.serve.served import LONG, Program
 # One process starts the engine for all of them.
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 NUM_APIS = 2
-NUM_STREAMS, NUM_TOKENS = 8, 300
+NUM_STREAMS, NUM_TOKENS = 8, 600
 COUNTED = "eagleray_output_tokens_total"
 
 
