@@ -184,15 +184,19 @@ class Soak:
             os.kill(pid, signal.SIGKILL)
             self.num_signals += 1
 
-    def end_spares(self, load: Load) -> bool:
-        """What stands by dies, so that the ranks after the next loss make a whole start. False if
-        the load ends before anything stands by.
-        """
-        self.wait_for(lambda: "spare 0" in self.processes(), "what stands by", load)
-        spares = [process for name, process in self.processes().items() if "spare" in name]
-        for process in spares:
-            self.kill(process.pid)
-        return bool(spares)
+    def next_kind(self) -> str:
+        """One of those that were caused least."""
+        least = min(self.done[kind] for kind in self.kinds)
+        return self.rng.choice([kind for kind in self.kinds if self.done[kind] == least])
+
+    def wait_for_spares(self) -> None:
+        self.wait_for(lambda: "spare 0" in self.processes(), "what stands by", None)
+
+    def end_spares(self) -> None:
+        """What stands by dies, so that the ranks after the next loss make a whole start."""
+        for name, process in self.processes().items():
+            if "spare" in name:
+                self.kill(process.pid)
 
     def fires(self, armed: Path, load: Load) -> bool:
         """Whether a rank reaches an armed point, and acts, before the load ends."""
@@ -213,12 +217,11 @@ class Soak:
         if kind.startswith("at "):
             point = kind[3:]
             armed = self.folder / f"{point}.{random_rank}"
-            if point in IN_A_STEP:
+            if not ends_spares(kind):
                 action = self.rng.choice(("kill", "kill", "raise", "stop"))
                 armed.write_text(f"{action} {self.rng.randrange(4)}")
             else:
-                if not self.end_spares(load):
-                    return
+                self.end_spares()
                 armed.write_text("kill")
                 self.signal(first)
             if not self.fires(armed, load):
@@ -232,8 +235,7 @@ class Soak:
                     self.kill(process.pid)
             self.health.expect(epoch, self.limits.ready_after_kill_s, kind)
         elif kind == "rank and spare":
-            if not self.end_spares(load):
-                return
+            self.end_spares()
             self.signal(last)
         elif kind == "twice":
             self.signal(first)
@@ -312,6 +314,12 @@ class Soak:
             time.sleep(0.02)
 
 
+def ends_spares(kind: str) -> bool:
+    """Whether a fault of this kind begins with the death of what stands by."""
+    is_at_start = kind.startswith("at ") and kind[3:] not in IN_A_STEP
+    return is_at_start or kind == "rank and spare"
+
+
 def holdings(llm: LLM) -> dict[str, int]:
     """What must be the same after any number of recoveries."""
     stats = llm.stats()
@@ -371,32 +379,32 @@ def main() -> None:
         expected = Load(llm, of).wait(limits.round_s)
         kinds = [kind for kind in args.kinds.split(",") if kind]
         soak = Soak(llm, limits, folder, args.seed, args.tp, kinds)
-        while "spare 0" not in soak.processes():
-            time.sleep(0.2)
+        soak.wait_for_spares()
         before, rounds, wrong = holdings(llm), 0, []
         before["threads"] -= 1  # that of `Health`
+        kind = soak.next_kind()
         while sum(soak.done.values()) < args.faults:
+            if ends_spares(kind):  # they may take longer than a load
+                soak.wait_for_spares()
             load = Load(llm, of)
             rounds += 1
             load.wait_for_news(limits.recovery_s)
             for _ in range(4):
-                least = min(soak.done[kind] for kind in soak.kinds)
-                kind = soak.rng.choice([k for k in soak.kinds if soak.done[k] == least])
-                if not load.is_running:
-                    break
                 soak.cause(kind, load)
                 print(f"{sum(soak.done.values())}: {kind}", flush=True)
+                kind = soak.next_kind()
+                if not load.is_running or ends_spares(kind):
+                    break
             wrong += compare(of, load.wait(limits.round_s), expected)
             print(f"round {rounds}: {len(wrong)} not as expected", flush=True)
-            if not kinds:
+            if not kinds and soak.done["idle"] <= soak.done[kind]:
                 soak.idle()
         for action in () if kinds else POISON:
             wrong += soak.poison(action, of, expected)
         wrong += [*soak.outlived, *soak.health.late.values()]
         if args.faults >= 2 * len(soak.kinds):
             wrong += [f"never: {kind}" for kind in soak.kinds if not soak.done[kind]]
-        while "spare 0" not in soak.processes():
-            time.sleep(0.2)
+        soak.wait_for_spares()
         soak.health.stop()
         until = time.monotonic() + limits.recovery_s
         while (more := more_held(before, holdings(llm))) and time.monotonic() < until:
