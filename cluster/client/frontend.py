@@ -162,8 +162,10 @@ class Frontend:
 
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
-        # What is outstanding has been sent to this driver.
+        # What has been accepted has been sent to this driver.
         actor = self.driver_handle.current_actor()
+        if self._knows_nobody(actor):
+            return
         polled_driver, acknowledged_number = self._last_reply
         try:
             deltas = self.driver_handle.poll(
@@ -180,10 +182,19 @@ class Frontend:
         except (DriverDiedError, NoAnswerError) as error:
             self._replace_or_fail(actor, error)
         except EaglerayError as error:
-            self._fail_all(error)
+            if actor is self.driver_handle.actor:  # otherwise the next one has what is outstanding
+                self._fail_all(error)
         except Exception as error:  # a bug here must not leave callers waiting
             logger.exception("the polling thread failed")
             self._fail_all(_frontend_error(error))
+
+    def _knows_nobody(self, actor: Any) -> bool:
+        """Whether this driver has not accepted any request: the one before has just been replaced,
+        while a request was on its way.
+        """
+        with self._change_condition:
+            has_accepted = self._outstanding_requests.has_accepted
+            return not has_accepted and actor is not self.driver_handle.dead_actor
 
     def _replace_or_fail(self, actor: Any, error: EaglerayError) -> None:
         try:

@@ -69,9 +69,6 @@ class Driver:
         self._engine_id = engine_id
         self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor_class)
         self._frontends = Frontends(config.engine.frontend_timeout_s)
-        # By request id: recorded, but not queued before the helper for grammars has started.
-        self._held_requests: dict[str, Request] = {}
-        self._held_request_tasks: set[asyncio.Task[None]] = set()
         self._grammars = GrammarMatching(
             Path(config.engine.tokenizer or config.model_dir) / "tokenizer.json",
             config.model.vocab_size,
@@ -156,12 +153,7 @@ class Driver:
         """
         limits, step_loop = self._limits_and_step_loop()
         new_requests = self._frontends.record_requests(frontend_id, requests, limits)
-        if any(request.grammar for request in new_requests):
-            self._held_requests.update({request.request_id: request for request in new_requests})
-            task = asyncio.create_task(self._post_with_helper(frontend_id, new_requests))
-            self._held_request_tasks.add(task)
-            task.add_done_callback(self._held_request_tasks.discard)
-        elif new_requests:
+        if new_requests:
             step_loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
 
     async def finish(
@@ -171,7 +163,6 @@ class Driver:
         stop string matched. `submit_refs`: of `submit` calls, for which Ray makes this call wait.
         """
         self._frontends.remove(frontend_id, request_ids)
-        self._drop_held_requests(request_ids)
         if self._step_loop is not None:
             self._step_loop.post(Finish(request_ids=request_ids, reason=reason))
 
@@ -216,22 +207,6 @@ class Driver:
             raise EngineDeadError(self._stop_reason or "the engine has not been started")
         return self._limits, self._step_loop
 
-    async def _post_with_helper(self, frontend_id: str, requests: list[Request]) -> None:
-        """Queue requests once the helper for grammars runs, which may take longer to start than a
-        frontend waits for an answer; without those that have been ended meanwhile.
-        """
-        try:
-            await asyncio.to_thread(self._grammars.start)
-        finally:  # without a helper, the requests that need it fail
-            held = [r for r in requests if self._held_requests.get(r.request_id) is r]
-            self._drop_held_requests([request.request_id for request in held])
-            if held and self._step_loop is not None:
-                self._step_loop.post(Submit(frontend_id=frontend_id, requests=held))
-
-    def _drop_held_requests(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            self._held_requests.pop(request_id, None)
-
     async def _drop_silent_frontends(self) -> None:
         """Abort the requests of frontends that have stopped polling."""
         limit_s = self._config.engine.frontend_timeout_s
@@ -239,7 +214,6 @@ class Driver:
             await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_PERIOD_S, limit_s / 4)))
             for frontend_id, request_ids in self._frontends.fail_silent_frontends().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
-                self._drop_held_requests(request_ids)
                 self._started_step_loop().post(Finish(request_ids=request_ids, reason="abort"))
 
     def _fail_all_requests(self, death: EngineDeadError) -> None:

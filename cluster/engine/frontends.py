@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.client.news import News
@@ -17,8 +16,6 @@ from cluster.engine.mailbox import Mailbox
 from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
-
-_MAX_FORGOTTEN = 1024
 
 
 @dataclass(slots=True)
@@ -48,8 +45,6 @@ class Frontends:
         """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
-        # The last that were forgotten with news that they had not taken.
-        self._forgotten_ids: deque[str] = deque(maxlen=_MAX_FORGOTTEN)
         self._silence_checked_s = time.monotonic()
 
     def record_requests(
@@ -80,13 +75,12 @@ class Frontends:
                 frontend.mailbox.drop(request_id)
 
     async def collect(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> Deltas:
-        """All news for a frontend as soon as there is any; empty after `wait_s`. A frontend may
-        poll a new driver before its requests have come.
+        """All news for a frontend as soon as there is any; empty after `wait_s`.
 
         Raises `EngineError` for a frontend that was silent for so long that it was forgotten: its
         requests have been aborted.
         """
-        if frontend_id not in self._frontends and frontend_id in self._forgotten_ids:
+        if frontend_id not in self._frontends:
             raise _silence_error(2 * self._timeout_s)
         frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
@@ -133,8 +127,6 @@ class Frontends:
                 frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
             elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
-                if frontend.mailbox.has_news:
-                    self._forgotten_ids.append(frontend_id)
         return failed_ids
 
     def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:

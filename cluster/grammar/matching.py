@@ -4,7 +4,6 @@ followers ask child processes for the masks, each on a thread of its own (`follo
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from cluster.grammar.follower import FollowedSequence, Follower
-from cluster.grammar.helper import Helper, HelperError
+from cluster.grammar.helper import Helper
 from scheduler.engine import MASK_LATE, MaskAnswer
 from scheduler.sequence import Sequence
 
@@ -20,8 +19,8 @@ MAX_IDLE_FOLLOWERS = 8  # followers that are kept for the next request with the 
 
 
 class GrammarMatching:
-    """`Grammars` by a helper process, which is started with the first constrained request. One
-    thread, except for `start`.
+    """`Grammars` by a helper process, which is started by the follower of the first constrained
+    request. One thread.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
@@ -34,13 +33,6 @@ class GrammarMatching:
         self._idle_followers: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
         self._followed_by_request: dict[str, FollowedSequence] = {}  # by request id
         self._sequence_numbers = itertools.count()
-
-    def start(self) -> None:
-        """Start the helper if it does not run. Takes seconds, so it must not be called on the
-        thread that runs steps. If it fails, the requests that need the helper fail later.
-        """
-        with contextlib.suppress(HelperError):
-            self._helper.start()
 
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """See `Grammars`."""

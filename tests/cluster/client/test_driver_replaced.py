@@ -150,6 +150,31 @@ def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arriva
     assert generations[0].completions[0].text == "Hello world"
 
 
+def test_the_next_driver_is_not_polled_before_it_has_a_request(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    """It would take the frontend for one that was silent, and what is on its way would fail."""
+    driver, go = owner.drivers[0], threading.Event()
+    driver.poll_failure = EngineError("this frontend did not poll")
+
+    def submit_late(frontend_id: str, requests: list[Request]) -> None:
+        assert go.wait(WAIT_S)
+        driver.requests += requests
+
+    driver.submit = Remote(submit_late)
+    generation = builder.build([1, 2, 3], None, lambda _: None)
+    submitted = threading.Thread(target=frontend.submit, args=([generation],), daemon=True)
+    submitted.start()
+    wait_until(lambda: bool(frontend._outstanding_requests))
+    frontend.poll()  # as after the driver before was replaced
+    driver.poll_failure = None
+    go.set()
+    submitted.join(WAIT_S)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
+    generation.done_future.result(timeout=WAIT_S)
+    assert generation.completions[0].finish_reason == "length"
+
+
 def test_a_request_that_comes_while_the_driver_is_replaced_goes_to_the_next(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:

@@ -21,7 +21,6 @@ import pytest
 from cluster.engine import driver as driver_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
-from cluster.engine.loop import Command, Submit
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
 from cluster.scheduler_limits import limits_of
@@ -205,66 +204,6 @@ def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Dr
         await driver.shutdown()
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-
-
-def test_a_frontend_may_poll_before_its_requests_have_come(driver: Driver) -> None:
-    """As when the driver that had them was replaced, and they are about to be sent again."""
-
-    async def main() -> Deltas:
-        await driver.start()
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.01))
-        await driver.shutdown()
-        return deltas
-
-    assert asyncio.run(asyncio.wait_for(main(), LIMIT_S)).request_ids == ()
-
-
-class SlowGrammars:
-    """A helper that has started once the test says so."""
-
-    def __init__(self) -> None:
-        self.has_started = threading.Event()
-
-    def start(self) -> None:
-        assert self.has_started.wait(LIMIT_S)
-
-    def close(self) -> None:
-        pass
-
-
-def test_requests_wait_for_the_helper_of_grammars_and_their_frontend_does_not(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grammars = SlowGrammars()
-    posted: list[Command] = []
-
-    def requests_of(command: Command) -> list[str]:
-        return [r.request_id for r in command.requests] if isinstance(command, Submit) else []
-
-    async def main() -> None:
-        await driver.start()
-        assert driver._step_loop is not None
-        monkeypatch.setattr(driver, "_grammars", grammars)
-        monkeypatch.setattr(driver._step_loop, "post", posted.append)
-        asked = [replace(request(name), grammar=b"g") for name in ("a", "b")]
-        await driver.submit("frontend", asked)
-        await driver.submit("frontend", asked)  # sent again for want of an answer
-        await driver.submit("frontend", [request("c")])
-        await driver.finish(["a"], "abort", "frontend")
-        await driver.submit("frontend", [replace(request("a"), grammar=b"h")])
-        assert [name for command in posted for name in requests_of(command)] == ["c"]
-        grammars.has_started.set()
-        while driver._held_request_tasks:
-            await asyncio.sleep(0.01)
-        await driver.shutdown()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    submitted = [r for command in posted if isinstance(command, Submit) for r in command.requests]
-    assert sorted((r.request_id, r.grammar) for r in submitted) == [
-        ("a", b"h"),
-        ("b", b"g"),
-        ("c", b""),
-    ]
 
 
 @pytest.mark.parametrize("names", [["a"], ["b", "b"]])

@@ -470,7 +470,7 @@ def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
 def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
     assert tokenizer.file is not None
     other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
-    other.start()
+    other._helper.start()
     process, commands = other._helper._process, other._helper._command_socket
     child = other._helper.fork(CHILD_MEMORY_BYTES)
     assert process is not None and commands is not None

@@ -339,7 +339,6 @@ def test_without_a_child_only_the_requests_with_a_grammar_fail(
     monkeypatch.setattr(helper_module, "START_TIMEOUT_S", 1.0)
     matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     matching._helper = fake_helper(start, answer)
-    matching.start()
     engine = engine_of(matching, 1)
     free, bad = engine.add(request("free", b"")), engine.add(request("bad", b"grammar"))
     while engine.has_work:
@@ -419,7 +418,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 @pytest.fixture(scope="module")
 def matching() -> Iterator[GrammarMatching]:
     made = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    made.start()
+    made._helper.start()
     yield made
     made.close()
 
