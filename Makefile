@@ -16,25 +16,27 @@ run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
-# Tests that start engines run in two processes, those of a file in one; the others in three, since
-# some wait: a process takes neighbors, which share what they prepare; one that is done takes over.
 PYTEST := $(BIN)/python -m pytest
-# A process that dies in a test is not started again: what the test has started may still run.
-PYTEST_ENGINES := $(PYTEST) -n 2 --dist loadgroup --max-worker-restart 0
+# Whole programs, clusters and killed processes wait half of the time, so two tests run at once, those
+# of a file in one process. One that dies in a test is not started again: what the test has started
+# may still run.
+PYTEST_PROGRAMS := $(PYTEST) -n 2 --dist loadgroup --max-worker-restart 0
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 
+# Tests that start engines run one after another, the others in three processes, since some wait: a
+# process takes neighbors, which share what they prepare; one that is done takes over from others.
 test: $(VENV)/.ready
 	$(PYTEST) -n 3 --dist worksteal -m "not engine"
-	$(PYTEST_ENGINES) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
+	$(PYTEST) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
 
 # The next two beside each other.
 test-slow: $(VENV)/.ready
-	$(PYTEST_ENGINES) -m "programs or nodes" $(ENGINE_TESTS)
+	$(PYTEST_PROGRAMS) -m "programs or nodes" $(ENGINE_TESTS)
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
-	$(PYTEST_ENGINES) -m programs $(ENGINE_TESTS)
+	$(PYTEST_PROGRAMS) -m programs $(ENGINE_TESTS)
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready

@@ -1,4 +1,4 @@
-"""Tests that start engines run in two processes of pytest-xdist beside each other. A test marked
+"""Tests of programs and nodes run in two processes of pytest-xdist beside each other. A test marked
 `alone`, which measures time, waits until no other runs, and others wait for it.
 """
 
