@@ -9,7 +9,7 @@ TP ?= 2
 # Every program that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-slow test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
+.PHONY: run test test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
     gpu-check clean
 
 run: $(VENV)/.ready
@@ -17,10 +17,6 @@ run: $(VENV)/.ready
 	    "What day comes after Tuesday?" "Count on from 17."
 
 PYTEST := $(BIN)/python -m pytest
-# Whole programs, clusters and killed processes wait half of the time, so two tests run at once, those
-# of a file in one process. One that dies in a test is not started again: what the test has started
-# may still run.
-PYTEST_PROGRAMS := $(PYTEST) -n 2 --dist loadgroup --max-worker-restart 0
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 
@@ -30,13 +26,9 @@ test: $(VENV)/.ready
 	$(PYTEST) -n 3 --dist worksteal -m "not engine"
 	$(PYTEST) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
 
-# The next two beside each other.
-test-slow: $(VENV)/.ready
-	$(PYTEST_PROGRAMS) -m "programs or nodes" $(ENGINE_TESTS)
-
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
-	$(PYTEST_PROGRAMS) -m programs $(ENGINE_TESTS)
+	$(PYTEST) -m programs $(ENGINE_TESTS)
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready

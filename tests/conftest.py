@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("engine") and "tests/cluster/" not in item.path.as_posix():
             raise pytest.UsageError(f"{item.nodeid} is marked `engine` outside tests/cluster")
-        slow_marks = {mark.name for mark in item.iter_markers()} & {"programs", "nodes", "alone"}
+        slow_marks = {mark.name for mark in item.iter_markers()} & {"programs", "nodes"}
         if slow_marks and not item.get_closest_marker("engine"):
             raise pytest.UsageError(f"{item.nodeid} is marked {slow_marks} but not `engine`")
 

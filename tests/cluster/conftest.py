@@ -5,7 +5,7 @@ checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import Shape, make_checkpoint
-from tests.cluster import lanes
 
 SHAPE = Shape(
     name="cluster",
@@ -31,21 +30,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "spares": "off",
 }
-
-
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the mark in a hook of the same name
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.get_closest_marker("engine"):
-            item.add_marker(pytest.mark.xdist_group(lanes.group_of(item)))
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # no time limit includes the wait
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    if not item.get_closest_marker("engine"):
-        return (yield)
-    with lanes.turn(item.config, is_alone=item.get_closest_marker("alone") is not None):
-        return (yield)
 
 
 @dataclass(frozen=True)

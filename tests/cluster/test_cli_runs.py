@@ -101,7 +101,6 @@ def endless(tmp_path: Path) -> Path:
     return write_requests(tmp_path / "endless.jsonl", lines)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("number", "tp"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1)]
 )

@@ -119,7 +119,6 @@ def test_ranks_are_killed_under_load(
     assert stats.num_free_blocks == stats.num_blocks
 
 
-@pytest.mark.alone
 def test_a_rank_that_dies_while_idle_is_replaced_before_the_next_request(
     engine: LLM, expected: list[History]
 ) -> None:

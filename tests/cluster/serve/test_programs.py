@@ -77,7 +77,6 @@ def own_folder() -> Iterator[str]:
         yield folder
 
 
-@pytest.mark.alone
 def test_replicas_divide_the_cores_and_a_second_sigterm_ends_them_within_five_seconds(
     start: Callable[..., Program], own_folder: str
 ) -> None:

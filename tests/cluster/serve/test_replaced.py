@@ -61,7 +61,6 @@ def what_is_left(program: Program) -> str:
 CANNOT_START = "error: the engine was lost and could not be started again: "
 
 
-@pytest.mark.alone
 def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
     start: Callable[..., Program], tmp_path: Path
 ) -> None:
@@ -78,7 +77,6 @@ def test_a_server_whose_engine_cannot_start_again_says_why_in_one_line_and_ends(
     assert "has no checkpoint at" in said and str(model) in said
 
 
-@pytest.mark.alone
 @pytest.mark.usefixtures("restored")
 @pytest.mark.parametrize("lost", ["ray::RankActor", "ray::ServeReplica"])
 def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
@@ -120,7 +118,6 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
     wait_until(lambda: processes(*OURS, "ray::ServeReplica") <= others, "the end of it", 5.0)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("lost", ["gcs_server", "raylet"])
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
     start: Callable[..., Program], lost: str

@@ -168,7 +168,6 @@ def test_a_second_session_of_claude_code_finds_its_prefix_cached(served: tuple[s
     assert second.cache_read_input_tokens > 0.7 * first.input_tokens
 
 
-@pytest.mark.alone
 def test_the_page_shows_the_engine_and_streams_a_chat(
     served: tuple[str, Any], tmp_path: Path
 ) -> None:
