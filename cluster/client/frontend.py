@@ -152,20 +152,21 @@ class Frontend:
         """Wait until there is a reason to poll. False after `close`."""
         driver_handle = self.driver_handle
         with self._change_condition:
-            while not (
-                self._outstanding_requests.has_accepted
-                or driver_handle.actor is driver_handle.dead_actor
-                or driver_handle.is_closed
-            ):
+            while not (self._should_poll(driver_handle.actor) or driver_handle.is_closed):
                 self._change_condition.wait()
             return not driver_handle.is_closed
+
+    def _should_poll(self, actor: Any) -> bool:
+        """Whether this driver has accepted a request, or has died and is to be replaced."""
+        with self._change_condition:
+            return self._outstanding_requests.has_accepted or actor is self.driver_handle.dead_actor
 
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
         # What has been accepted has been sent to this driver.
         actor = self.driver_handle.current_actor()
-        if self._knows_nobody(actor):
-            return
+        if not self._should_poll(actor):
+            return  # the one before was just replaced, while a request was on its way
         polled_driver, acknowledged_number = self._last_reply
         try:
             deltas = self.driver_handle.poll(
@@ -187,14 +188,6 @@ class Frontend:
         except Exception as error:  # a bug here must not leave callers waiting
             logger.exception("the polling thread failed")
             self._fail_all(_frontend_error(error))
-
-    def _knows_nobody(self, actor: Any) -> bool:
-        """Whether this driver has not accepted any request: the one before has just been replaced,
-        while a request was on its way.
-        """
-        with self._change_condition:
-            has_accepted = self._outstanding_requests.has_accepted
-            return not has_accepted and actor is not self.driver_handle.dead_actor
 
     def _replace_or_fail(self, actor: Any, error: EaglerayError) -> None:
         try:
