@@ -49,7 +49,8 @@ class DriverHandle:
     """Calls one engine's driver. Any thread may call.
 
     actor: the present driver. has_been_healthy: whether there was any news from it, or it answered
-    for a while. dead_actor: a driver that has died, until the polling thread has dealt with that.
+    for a while. dead_actor: a driver that has died, or lacks accepted requests, until the polling thread
+    has dealt with that.
     death_error: why there is no driver, if none could be started.
     """
 
@@ -256,7 +257,8 @@ class DriverHandle:
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
-        accepted request again. Raises `EngineDeadError` if there is no new driver.
+        accepted request again. Raises `EngineDeadError` if there is no new driver. If they cannot be
+        sent, raises why, and the polling thread replaces that driver too.
         """
         with self._replace_lock:
             while self.actor is actor:
@@ -272,6 +274,11 @@ class DriverHandle:
                         self._submit_to(successor, requests, None)
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
+                except EaglerayError:  # no room, for example
+                    with self._change_condition:
+                        self.dead_actor = successor  # it lacks requests that are accepted
+                        self._change_condition.notify_all()
+                    raise
                 else:
                     request_ids = (request.request_id for request in requests)
                     ended_ids = [i for i in request_ids if i not in self._outstanding_requests]

@@ -17,6 +17,9 @@ from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
 
+# How many silent frontends are remembered: each may come back for its news.
+MAX_SILENT_FRONTENDS = 100
+
 
 @dataclass(slots=True)
 class _Frontend:
@@ -35,14 +38,12 @@ class _Frontend:
 
 
 class Frontends:
-    """Every frontend that has called recently."""
+    """Every frontend that has called recently, and those that went silent last."""
 
     make_frontend: type[_Frontend] = _Frontend
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
-        time the frontend is forgotten.
-        """
+        """`timeout_s`: the silence after which a frontend's requests are aborted."""
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
         self._silence_checked_s = time.monotonic()
@@ -81,7 +82,7 @@ class Frontends:
         requests have been aborted.
         """
         if frontend_id not in self._frontends:
-            raise _silence_error(2 * self._timeout_s)
+            raise _silence_error(self._timeout_s)
         frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.news_event.clear()
@@ -114,19 +115,23 @@ class Frontends:
     def fail_silent_frontends(self) -> dict[str, list[str]]:
         """Fail the requests of frontends that have stopped polling; returns them by frontend."""
         failed_ids = {}
+        silent_since_s: dict[str, float] = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
         has_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
         self._silence_checked_s = now_s
-        for frontend_id, frontend in list(self._frontends.items()):
+        for frontend_id, frontend in self._frontends.items():
             if has_stalled or frontend.num_waiting_polls:
                 frontend.last_call_s = now_s
-            silent_s = now_s - frontend.last_call_s
-            if silent_s > self._timeout_s and frontend.request_ids:
+            if now_s - frontend.last_call_s <= self._timeout_s:
+                continue
+            silent_since_s[frontend_id] = frontend.last_call_s
+            if frontend.request_ids:
                 failed_ids[frontend_id] = list(frontend.request_ids)
                 frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
-            elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
-                del self._frontends[frontend_id]
+        longest_silent_first = sorted(silent_since_s, key=silent_since_s.__getitem__)
+        for frontend_id in longest_silent_first[:-MAX_SILENT_FRONTENDS]:
+            del self._frontends[frontend_id]
         return failed_ids
 
     def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:

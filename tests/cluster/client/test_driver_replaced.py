@@ -495,6 +495,22 @@ def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run
     assert later.done_future.result(WAIT_S) is None
 
 
+def test_a_driver_to_which_another_thread_could_not_send_the_requests_is_replaced_too(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    generation = ask(frontend, builder, [])
+    handle = frontend.driver_handle
+    second, third = MortalDriver(), MortalDriver()
+    second.submit = FullStore(second.submit)  # type: ignore[assignment]
+    successors = iter((second, third))
+    handle._answer_limit_s, handle._replace = 0.1, lambda *_: next(successors)
+    with pytest.raises(NoRoomError):
+        handle.replace_driver(owner.drivers[0], DEAD)
+    wait_until(lambda: bool(third.requests))
+    third.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    assert generation.done_future.result(WAIT_S) is None
+
+
 def test_answers_for_which_there_is_no_room_now_are_asked_for_later(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
