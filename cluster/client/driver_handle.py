@@ -49,8 +49,7 @@ class DriverHandle:
     """Calls one engine's driver. Any thread may call.
 
     actor: the present driver. has_been_healthy: whether there was any news from it, or it answered
-    for a while. dead_actor: a driver that has died, or lacks accepted requests, until the polling thread
-    has dealt with that.
+    for a while. dead_actor: a driver that has died, until the polling thread has dealt with that.
     death_error: why there is no driver, if none could be started.
     """
 
@@ -85,6 +84,8 @@ class DriverHandle:
         # belongs to no other call.
         self._send_executor = ThreadPoolExecutor(1, "eagleray-finish")
         self._replace_lock = threading.Lock()
+        self._record_number: int | None = None  # under which the driver knows this frontend
+        self._must_send_again = False  # the driver lacks requests that were accepted
         self._started_s = time.monotonic()
         self._no_room_since_s: float | None = None  # for answers to polls
 
@@ -121,12 +122,16 @@ class DriverHandle:
             self.check_not_shut_down()
 
     def poll(self, actor: Any, acknowledged_number: int) -> Deltas | None:
-        """What is new. None if the answer was lost: the next one brings its content again. Raises
-        `NoRoomError` if there was no room for answers for `answer_limit_s`.
+        """What is new, after sending the driver what it lacks. None if the answer was lost: the
+        next one brings its content again. Raises `NoRoomError` if there was no room for answers for
+        `answer_limit_s`.
         """
         self.check_not_shut_down()
         if actor is self.dead_actor:
             raise DriverDiedError("the driver has died")
+        with self._replace_lock:
+            if self._must_send_again and actor is self.actor:
+                self._send_again()
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
             ref = start_call(
@@ -178,7 +183,28 @@ class DriverHandle:
 
     def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> None:
         arguments, limit_s = (self._frontend_id, requests), self._answer_limit_s
-        self._answer(actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs)
+        record_number = self._answer(
+            actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs
+        )
+        with self._change_condition:
+            if actor is self.actor and record_number != self._record_number:
+                # It does not have what it accepted before: it is new, or has forgotten this
+                # frontend, which was silent for long.
+                self._record_number = record_number
+                self._must_send_again |= self._outstanding_requests.has_accepted
+
+    def _send_again(self) -> None:
+        """Send the driver every accepted request, with the tokens received so far. It ignores those
+        that it has.
+        """
+        with self._change_condition:
+            requests = self._outstanding_requests.accepted_requests()
+        if requests:
+            self._submit_to(self.actor, requests, None)
+        self._must_send_again = False
+        request_ids = (request.request_id for request in requests)
+        ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
+        self.finish(ended_ids, "abort")
 
     def _answer(
         self,
@@ -257,8 +283,8 @@ class DriverHandle:
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
-        accepted request again. Raises `EngineDeadError` if there is no new driver. If they cannot be
-        sent, raises why, and the polling thread replaces that driver too.
+        accepted request again. Raises `EngineDeadError` if there is no new driver. If they cannot
+        be sent, raises why, and the next poll tries again.
         """
         with self._replace_lock:
             while self.actor is actor:
@@ -267,22 +293,12 @@ class DriverHandle:
                 with self._change_condition:
                     self.check_not_shut_down()
                     self.actor = successor
-                    requests = self._outstanding_requests.accepted_requests()
+                    self._must_send_again = True
                 try:
                     self.watch_end()
-                    if requests:
-                        self._submit_to(successor, requests, None)
+                    self._send_again()
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
-                except EaglerayError:  # no room, for example
-                    with self._change_condition:
-                        self.dead_actor = successor  # it lacks requests that are accepted
-                        self._change_condition.notify_all()
-                    raise
-                else:
-                    request_ids = (request.request_id for request in requests)
-                    ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
-                    self.finish(ended_ids, "abort")
 
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""

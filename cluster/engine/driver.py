@@ -147,14 +147,16 @@ class Driver:
         await self._stopped_event.wait()
         raise EngineDeadError(self._stop_reason)
 
-    async def submit(self, frontend_id: str, requests: list[Request]) -> None:
+    async def submit(self, frontend_id: str, requests: list[Request]) -> int:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
         `EngineDeadError`. A frontend without an answer may send again: none is queued twice.
+        Returns `Frontends.record_number`.
         """
         limits, step_loop = self._limits_and_step_loop()
         new_requests = self._frontends.record_requests(frontend_id, requests, limits)
         if new_requests:
             step_loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
+        return self._frontends.record_number(frontend_id)
 
     async def finish(
         self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: None

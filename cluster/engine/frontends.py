@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from dataclasses import dataclass, field
 
@@ -17,12 +18,10 @@ from scheduler.errors import EaglerayError, EngineError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
 
-# How many silent frontends are remembered: each may come back for its news.
-MAX_SILENT_FRONTENDS = 100
-
 
 @dataclass(slots=True)
 class _Frontend:
+    record_number: int
     mailbox: Mailbox = field(default_factory=Mailbox)
     news_event: asyncio.Event = field(default_factory=asyncio.Event)
     last_call_s: float = field(default_factory=time.monotonic)
@@ -38,14 +37,17 @@ class _Frontend:
 
 
 class Frontends:
-    """Every frontend that has called recently, and those that went silent last."""
+    """Every frontend that has called recently."""
 
     make_frontend: type[_Frontend] = _Frontend
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: the silence after which a frontend's requests are aborted."""
+        """`timeout_s`: the silence after which a frontend's requests are aborted; after twice that
+        time the frontend is forgotten.
+        """
         self._timeout_s = timeout_s
         self._frontends: dict[str, _Frontend] = {}
+        self._record_numbers = itertools.count(1)
         self._silence_checked_s = time.monotonic()
 
     def record_requests(
@@ -67,6 +69,12 @@ class Frontends:
         self._record_call(frontend_id).request_ids.update(new_requests)
         return list(new_requests.values())
 
+    def record_number(self, frontend_id: str) -> int:
+        """Of a frontend that has called. Another one than before says that it was forgotten
+        meanwhile, with the requests that it had.
+        """
+        return self._frontends[frontend_id].record_number
+
     def remove(self, frontend_id: str, request_ids: list[str]) -> None:
         """Forget requests that a frontend no longer needs."""
         frontend = self._frontends.get(frontend_id)
@@ -82,7 +90,7 @@ class Frontends:
         requests have been aborted.
         """
         if frontend_id not in self._frontends:
-            raise _silence_error(self._timeout_s)
+            raise _silence_error(2 * self._timeout_s)
         frontend = self._record_call(frontend_id)
         if not frontend.mailbox.has_news:
             frontend.news_event.clear()
@@ -102,6 +110,8 @@ class Frontends:
             if frontend is None:
                 continue  # it went silent and its requests were aborted
             for request_id, request_news in frontend_news.items():
+                if request_id not in frontend.request_ids:
+                    continue  # it has failed, or the frontend has ended it
                 frontend.mailbox.put(request_id, request_news)
                 if request_news.finish_reason:
                     frontend.request_ids.discard(request_id)
@@ -115,23 +125,19 @@ class Frontends:
     def fail_silent_frontends(self) -> dict[str, list[str]]:
         """Fail the requests of frontends that have stopped polling; returns them by frontend."""
         failed_ids = {}
-        silent_since_s: dict[str, float] = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
         has_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
         self._silence_checked_s = now_s
-        for frontend_id, frontend in self._frontends.items():
+        for frontend_id, frontend in list(self._frontends.items()):
             if has_stalled or frontend.num_waiting_polls:
                 frontend.last_call_s = now_s
-            if now_s - frontend.last_call_s <= self._timeout_s:
-                continue
-            silent_since_s[frontend_id] = frontend.last_call_s
-            if frontend.request_ids:
+            silent_s = now_s - frontend.last_call_s
+            if silent_s > self._timeout_s and frontend.request_ids:
                 failed_ids[frontend_id] = list(frontend.request_ids)
                 frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
-        longest_silent_first = sorted(silent_since_s, key=silent_since_s.__getitem__)
-        for frontend_id in longest_silent_first[:-MAX_SILENT_FRONTENDS]:
-            del self._frontends[frontend_id]
+            elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
+                del self._frontends[frontend_id]
         return failed_ids
 
     def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:
@@ -146,7 +152,10 @@ class Frontends:
 
     def _record_call(self, frontend_id: str) -> _Frontend:
         """The record of a frontend that calls now, made for a new one."""
-        frontend = self._frontends.setdefault(frontend_id, self.make_frontend())
+        frontend = self._frontends.get(frontend_id)
+        if frontend is None:
+            frontend = self.make_frontend(next(self._record_numbers))
+            self._frontends[frontend_id] = frontend
         frontend.last_call_s = time.monotonic()
         return frontend
 

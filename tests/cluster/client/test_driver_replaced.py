@@ -495,20 +495,40 @@ def test_requests_that_cannot_be_sent_to_the_next_driver_fail_and_later_ones_run
     assert later.done_future.result(WAIT_S) is None
 
 
-def test_a_driver_to_which_another_thread_could_not_send_the_requests_is_replaced_too(
+def test_requests_that_another_thread_could_not_send_to_the_next_driver_are_sent_by_the_next_poll(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
     generation = ask(frontend, builder, [])
-    handle = frontend.driver_handle
-    second, third = MortalDriver(), MortalDriver()
-    second.submit = FullStore(second.submit)  # type: ignore[assignment]
-    successors = iter((second, third))
-    handle._answer_limit_s, handle._replace = 0.1, lambda *_: next(successors)
-    with pytest.raises(NoRoomError):
-        handle.replace_driver(owner.drivers[0], DEAD)
-    wait_until(lambda: bool(third.requests))
-    third.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
+    handle, second = frontend.driver_handle, MortalDriver()
+    store = second.submit = FullStore(second.submit)  # type: ignore[assignment]
+    handle._answer_limit_s, handle._replace = 0.1, lambda *_: second
+    handle._replace_lock = threading.RLock()  # type: ignore[assignment]
+    with handle._replace_lock:  # so that the polling thread does not come first
+        with pytest.raises(NoRoomError):
+            handle.replace_driver(owner.drivers[0], DEAD)
+        store.is_full = False
+    wait_until(lambda: bool(second.requests))
+    second.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
     assert generation.done_future.result(WAIT_S) is None
+    wait_until(lambda: not handle._must_send_again)
+    assert [r.request_id for r in second.requests] == generation.request_ids
+
+
+def test_requests_that_the_driver_has_forgotten_are_sent_again_with_their_tokens(
+    owner: Owner, frontend: Frontend, builder: RequestBuilder
+) -> None:
+    chunks: list[Chunk] = []
+    first, [driver] = ask(frontend, builder, chunks), owner.drivers
+    driver.put(first.request_ids[0], 0, *ids("Hello"))
+    wait_until(lambda: bool(chunks))
+    driver.record_number += 1  # this process was silent for long
+    second = ask(frontend, builder, [])
+    wait_until(lambda: len(driver.requests) == 4)
+    sent_again = driver.requests[2:]
+    assert [r.request_id for r in sent_again] == [*first.request_ids, *second.request_ids]
+    assert tokens_of(sent_again[0]) == [*ids("Hello")] and len(owner.drivers) == 1
+    ask(frontend, builder, [])
+    wait_until(lambda: len(driver.requests) == 5)  # once is enough
 
 
 def test_answers_for_which_there_is_no_room_now_are_asked_for_later(

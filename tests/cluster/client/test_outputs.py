@@ -315,6 +315,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.requests: list[Request] = []
+        self.record_number = 1
         self.refusal: Exception | None = None
         self.poll_failure: BaseException | None = None
         self.lost_polls = 0
@@ -343,10 +344,11 @@ class FakeDriver:
             )
             self.changed.notify_all()
 
-    def _submit(self, frontend_id: str, requests: list[Request]) -> None:
+    def _submit(self, frontend_id: str, requests: list[Request]) -> int:
         if self.refusal is not None:
             raise self.refusal
         self.requests += requests
+        return self.record_number
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
         with self.changed:

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
+from cluster.client.news import News
 from cluster.engine import driver as driver_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
-from cluster.engine.frontends import MAX_SILENT_FRONTENDS, Frontends
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
 from cluster.scheduler_limits import limits_of
@@ -195,6 +195,58 @@ def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver:
     assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(errors["a"])
 
 
+def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:
+    async def main() -> None:
+        await driver.start()
+        await driver.submit("frontend", [request("a")])
+        await asyncio.sleep(4.5)
+        with pytest.raises(EngineError, match="did not poll for 2 s, so its requests were aborted"):
+            await driver.poll("frontend", 1, 0.01)
+        await driver.shutdown()
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+
+
+def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_all_again(
+    driver: Driver,
+) -> None:
+    group: Any = CountingGroup()
+    driver._supervisor.group = group  # type: ignore[union-attr]
+
+    async def main() -> tuple[list[int], set[str]]:
+        await driver.start()
+        numbers = [await driver.submit("frontend", [replace(request("old"), news_interval=0)])]
+        numbers.append(await driver.submit("frontend", []))
+        await driver.finish(["old"], "abort", "frontend")
+        del driver._frontends._frontends["frontend"]  # as after a long silence
+        numbers.append(await driver.submit("frontend", [request("new")]))
+        numbers.append(await driver.submit("frontend", [request("old"), request("new")]))
+        finished: dict[str, str] = {}
+        while len(finished) < 2:
+            deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+            finished |= deltas.finish_reasons
+        await driver.shutdown()
+        return numbers, set(finished)
+
+    numbers, finished = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+    assert finished == {"old", "new"}
+
+
+def test_late_news_of_a_request_that_has_failed_harms_no_other(driver: Driver) -> None:
+    frontends, limits = driver._frontends, limits_of(driver._config, 64)
+    frontends.record_requests("silent", [request("queued")], limits)
+    frontends.record_requests("other", [request("b")], limits)
+    frontends._frontends["silent"].fail(["queued"], EngineError("it did not poll"))
+    late, news = News(first_index=7, token_ids=[1]), News(first_index=0, finish_reason="length")
+    frontends.deliver({"silent": {"queued": late}, "other": {"b": news}})
+    [failed, finished] = [
+        asyncio.run(frontends.collect(name, 0, LIMIT_S)) for name in ("silent", "other")
+    ]
+    assert set(failed.errors) == {"queued"} and len(failed.token_ids) == 0
+    assert finished.finish_reasons == {"b": "length"}
+
+
 @pytest.mark.parametrize("names", [["a"], ["b", "b"]])
 def test_a_request_id_in_use_is_refused_and_harms_nobody(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, names: list[str]
@@ -280,39 +332,6 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
         assert list(frontends.fail_silent_frontends()) == dropped
-
-
-def test_a_frontend_that_submits_after_a_long_silence_still_hears_of_its_aborted_requests(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frontends, limits = driver._frontends, limits_of(driver._config, 64)
-    frontends.record_requests("frontend", [request("old")], limits)
-    fail_after(frontends, monkeypatch, 1000)
-    assert frontends.record_requests("frontend", [request("new")], limits)
-    deltas = asyncio.run(frontends.collect("frontend", 0, LIMIT_S))
-    assert deltas.request_ids == ["old"] and "did not poll" in str(deltas.errors["old"])
-
-
-def test_of_many_silent_frontends_those_that_called_last_are_remembered(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    frontends, limits = driver._frontends, limits_of(driver._config, 64)
-    for i in range(MAX_SILENT_FRONTENDS + 2):
-        frontends.record_requests(f"frontend {i}", [request(f"request {i}")], limits)
-    fail_after(frontends, monkeypatch, 1000)
-    for i in (0, 1):
-        with pytest.raises(EngineError, match="did not poll"):
-            asyncio.run(frontends.collect(f"frontend {i}", 0, LIMIT_S))
-    assert asyncio.run(frontends.collect("frontend 2", 0, LIMIT_S)).request_ids == ["request 2"]
-
-
-def fail_after(frontends: Frontends, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
-    """Check for silent frontends as often as a driver does during this time."""
-    now_s = time.monotonic()
-    for later_s in range(1, seconds):
-        monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
-        frontends.fail_silent_frontends()
-    monkeypatch.undo()
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:

@@ -283,10 +283,11 @@ class Driver:
         method = getattr(self, f"_{name}")
         return SimpleNamespace(remote=lambda *arguments: (self, lambda: method(*arguments)))
 
-    def _submit(self, frontend_id: str, requests: list[Request]) -> None:
+    def _submit(self, frontend_id: str, requests: list[Request]) -> int:
         fresh = self.frontends.record_requests(frontend_id, requests, self.world.scenario.limits)
         if fresh:
             self.loop.post(Submit(frontend_id=frontend_id, requests=fresh))
+        return self.frontends.record_number(frontend_id)
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
         import pickle
