@@ -173,7 +173,7 @@ def with_parts(
         num_rows=num_rows,
         max_parts=max_parts,
         part_start_B1=torch.from_numpy(starts).to(device),
-        num_arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
+        num_arrived_parts_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=device),
     )
     return dataclasses.replace(attn, decode_parts=decode_parts)
 

@@ -35,7 +35,7 @@ from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
 from workers.models.weights import WeightSlice
-from workers.roofline import floor_s, make_works
+from workers.roofline import floor_s, make_workload
 
 QWEN3_8B = SHAPES["qwen3-8b"]
 # Small enough to be quick, with a head dim that every backend takes.
@@ -277,7 +277,7 @@ def _throughput(check: Check, backend: str) -> Row:
         outputs = run_all(engine)
         total_s = time.perf_counter() - began
         stats = engine.scheduler.stats
-        floor = floor_s(config.model, 2, make_works(prompts, lengths), check.ceilings)
+        floor = floor_s(config.model, 2, make_workload(prompts, lengths), check.ceilings)
         return {
             "tokens_per_s": rounded(sum(lengths) / total_s, 5),
             "total_s": rounded(total_s),

@@ -36,7 +36,7 @@ from configs.model import ModelConfig
 from configs.quantization import FP8 as FP8_WEIGHTS
 from configs.quantization import INT4, Quantization
 from scheduler.engine import Engine
-from workers.roofline import active_layer_parameters, floor_s, make_works
+from workers.roofline import active_layer_parameters, floor_s, make_workload
 
 Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
 # Rows that decode, and about how many tokens each has.
@@ -303,7 +303,7 @@ def _prefill_step(check: Check, num_prompts: int, prompt_len: int, parts: Parts)
         engine.step()
         seconds.append(time.perf_counter() - began)
     ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
-    floor_ms = 1000 * floor_s(model, 2, make_works(prompts, [1] * num_prompts), check.ceilings)
+    floor_ms = 1000 * floor_s(model, 2, make_workload(prompts, [1] * num_prompts), check.ceilings)
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),

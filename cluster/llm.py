@@ -19,7 +19,7 @@ from typing import Any
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, Generation, RequestOutput
 from cluster.client.progress import ProgressBar
-from cluster.client.prompts import Message, Prompt, as_list, conversations
+from cluster.client.prompts import Message, Prompt, as_prompt_list, conversations
 from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.report import StartReport
 from cluster.engine.start import EngineProcesses
@@ -80,7 +80,7 @@ class LLM:
         """
         if not progress:
             return self.client.wait(self.client.submit(prompts, sampling_params))
-        prompt_list = as_list(prompts)
+        prompt_list = as_prompt_list(prompts)
         with ProgressBar() as bar:
             sinks = [bar.sink() for _ in prompt_list]
             generations = self.client.submit(prompt_list, sampling_params, sinks)

@@ -70,7 +70,7 @@ class Timeouts:
     driver_silence_s: float  # until a hanging driver is noticed while requests run
     driver_start_s: float  # for one start of a driver
     give_up_after_s: float  # how long a replacement is tried, not counting the last attempt
-    replacement_s: float  # the longest that a replacement may take
+    replacement_timeout_s: float  # the longest that a replacement may take
     health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
     lease_wait_s: float  # how long a request waits for one of several engines
     first_engine_wait_s: float  # how long an API waits for the first engine
@@ -100,7 +100,10 @@ class Timeouts:
             driver_start_s=driver_start_s,
             give_up_after_s=give_up_after_s,
             # Ending what is left, waiting for room, and the last attempt's start.
-            replacement_s=give_up_after_s + NODE_TIMEOUT_S + give_up_after_s + driver_start_s,
+            replacement_timeout_s=give_up_after_s
+            + NODE_TIMEOUT_S
+            + give_up_after_s
+            + driver_start_s,
             health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, min_health_timeout_s),
             lease_wait_s=driver_silence_s + driver_start_s,
             first_engine_wait_s=options.wait_for_nodes_s + driver_start_s + CALL_TIMEOUT_S,

@@ -16,17 +16,18 @@ class DecodeParts:
     """The first rows of a step, with exactly one query each, and the programs they are divided
     between (`kernels/decode_parts.py`).
 
-    num_rows       : how many rows.
-    max_parts      : how many parts the launch has programs for; those past the last part end at
-        once.
-    part_start_B1  : int32, first part of each of these rows, then the number of parts of all.
-    num_arrived_BK : int32, contiguous, at least [num_rows, K]: zeros, and zeros again afterwards.
+    num_rows             : how many rows.
+    max_parts            : how many parts the launch has programs for; those past the last part end
+        at once.
+    part_start_B1        : int32, first part of each of these rows, then the number of parts of all.
+    num_arrived_parts_BK : int32, contiguous, at least [num_rows, K]: how many parts of a row are
+        done, for each KV head. Zeros before and after the launch.
     """
 
     num_rows: int
     max_parts: int
     part_start_B1: Tensor
-    num_arrived_BK: Tensor
+    num_arrived_parts_BK: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

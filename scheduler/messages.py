@@ -123,23 +123,23 @@ class PromptLogprobs:
     logits: of the token at place `first_position` of the prompt and of those that follow it.
 
     `first_position` is at least 1, since nothing comes before the first token. `token_ranks`: see
-    `TokenLogprobs.rank`; `top_token_ids` and `top_logprobs` hold `num_top` tokens per place, best
-    first.
+    `TokenLogprobs.rank`; `top_token_ids` and `top_logprobs` hold `num_top_logprobs` tokens
+    per place, best first.
     """
 
     first_position: int
-    num_top: int
+    num_top_logprobs: int
     logprobs: array[float]  # float32
     token_ranks: array[int]
-    top_token_ids: array[int]  # flat, num_top for each token
-    top_logprobs: array[float]  # flat, num_top for each token, float32
+    top_token_ids: array[int]  # flat, num_top_logprobs for each token
+    top_logprobs: array[float]  # flat, num_top_logprobs for each token, float32
 
     @classmethod
-    def empty(cls, num_top: int) -> PromptLogprobs:
+    def empty(cls, num_top_logprobs: int) -> PromptLogprobs:
         """Those of no token yet."""
         return cls(
             first_position=1,
-            num_top=num_top,
+            num_top_logprobs=num_top_logprobs,
             logprobs=array("f"),
             token_ranks=int32_array(),
             top_token_ids=int32_array(),
@@ -158,11 +158,11 @@ class PromptLogprobs:
             return self
         return PromptLogprobs(
             first_position=self.first_position + num_skipped_tokens,
-            num_top=self.num_top,
+            num_top_logprobs=self.num_top_logprobs,
             logprobs=self.logprobs[num_skipped_tokens:],
             token_ranks=self.token_ranks[num_skipped_tokens:],
-            top_token_ids=self.top_token_ids[num_skipped_tokens * self.num_top :],
-            top_logprobs=self.top_logprobs[num_skipped_tokens * self.num_top :],
+            top_token_ids=self.top_token_ids[num_skipped_tokens * self.num_top_logprobs :],
+            top_logprobs=self.top_logprobs[num_skipped_tokens * self.num_top_logprobs :],
         )
 
     def followed_by(self, later_logprobs: PromptLogprobs) -> PromptLogprobs:
@@ -175,7 +175,7 @@ class PromptLogprobs:
         new_logprobs = later_logprobs.from_position(self.end_position)
         return PromptLogprobs(
             first_position=self.first_position,
-            num_top=self.num_top,
+            num_top_logprobs=self.num_top_logprobs,
             logprobs=self.logprobs + new_logprobs.logprobs,
             token_ranks=self.token_ranks + new_logprobs.token_ranks,
             top_token_ids=self.top_token_ids + new_logprobs.top_token_ids,

@@ -199,7 +199,7 @@ class Scheduler:
                 num_published_tokens = seq.num_published_blocks * block_size
                 step.admitted_sequences.append((seq, max(seq.num_computed, num_published_tokens)))
             if num_new > 1 or num_computed < num_total:  # otherwise no prompt token follows
-                step.score(seq)
+                step.request_scoring(seq)
             slots.append(seq.slot)
             num_new_tokens.append(num_new)
             seq.num_computed = num_computed
@@ -263,16 +263,16 @@ class Scheduler:
             self.stats.add_admission(
                 num_tokens, seq.num_computed, max(0.0, self._clock() - seq.arrival_s)
             )
-        if seq.num_lost:
-            num_recomputed = max(0, seq.num_lost - seq.num_computed)
+        if seq.num_lost_tokens:
+            num_recomputed = max(0, seq.num_lost_tokens - seq.num_computed)
             step.num_recomputed += num_recomputed
             self.stats.num_recomputed_tokens += num_recomputed
-            seq.num_lost = 0
+            seq.num_lost_tokens = 0
         seq.admitted_step_id = self._last_step_id + 1
         step.admitted_sequences.append((seq, num_cached_tokens))
         num_new = min(num_tokens - seq.num_computed, step.budget)
         step.budget -= num_new
-        step.score(seq)
+        step.request_scoring(seq)
         step.slots.append(seq.slot)
         step.num_new_tokens.append(num_new)
         seq.num_computed += num_new
@@ -366,7 +366,7 @@ class Scheduler:
             self.block_manager.withdraw_unconfirmed(last_read_step_id, self.running)
             kept_sequences = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
         for seq in self.running:
-            seq.num_lost = 0 if seq in kept_sequences else seq.num_computed
+            seq.num_lost_tokens = 0 if seq in kept_sequences else seq.num_computed
         self.queues.start_epoch(kept_sequences)
         if not is_cache_kept:
             self.block_manager.clear_prefix_index()

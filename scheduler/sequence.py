@@ -68,7 +68,7 @@ class Sequence:
     admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
     # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
     lacks_row: bool = False
-    num_lost: int = 0  # computed tokens that were lost with the ranks
+    num_lost_tokens: int = 0  # computed tokens that were lost with the ranks
 
     def __post_init__(self, request: Request) -> None:
         self.request_id = request.request_id

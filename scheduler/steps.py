@@ -33,7 +33,7 @@ class StepDraft:
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     head_wait_reason: str = ""  # why the first sequence in line was not admitted
 
-    def score(self, seq: Sequence) -> None:
+    def request_scoring(self, seq: Sequence) -> None:
         """Before a row is added: have its prompt tokens scored, if that is wanted."""
         if needs_scoring(seq):
             self.scored_sequence_by_row[len(self.slots)] = seq

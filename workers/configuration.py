@@ -200,24 +200,24 @@ def reason_to_unpack(config: ResolvedConfig) -> str | None:
 def _quantization(
     engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
 ) -> Quantization | None:
-    asked_quantization, kept_quantization = engine_config.quantization, None
+    requested_quantization, kept_quantization = engine_config.quantization, None
     input_sizes = model.input_sizes(engine_config.tensor_parallel_size)
     if model.stored_format is not None:
         kept_quantization = stored_quantization(model.stored_format, input_sizes)
     if kept_quantization is not None and kept_quantization.name == INT8:
-        if asked_quantization not in (None, INT8):
+        if requested_quantization not in (None, INT8):
             raise ConfigError(
-                f"quantization {asked_quantization!r} is not possible for this checkpoint: it holds"
-                " 8-bit codes ('int8'), which are kept as they are. Leave quantization out"
+                f"quantization {requested_quantization!r} is not possible for this checkpoint: it"
+                " holds 8-bit codes ('int8'), which are kept as they are. Leave quantization out"
             )
     elif kept_quantization is not None:
         # Otherwise the codes are unpacked, on any backend.
         is_possible = kept_quantization.name in backend.quantizations and model.experts is None
-        if not is_possible or asked_quantization not in (None, kept_quantization.name):
+        if not is_possible or requested_quantization not in (None, kept_quantization.name):
             kept_quantization = None
     quantization = kept_quantization
-    if quantization is None and asked_quantization is not None:
-        quantization = computed_quantization(asked_quantization)
+    if quantization is None and requested_quantization is not None:
+        quantization = computed_quantization(requested_quantization)
     if quantization is None:
         return None
     if quantization.name not in backend.quantizations:

@@ -171,9 +171,9 @@ class Device:
 
     def wait(self, event: Event | None, limit_s: float, description: str) -> None:
         """Return when the event has completed. Raises `StepTimeoutError` after `limit_s`."""
-        deadline = time.monotonic() + limit_s
+        deadline_s = time.monotonic() + limit_s
         while event is not None and not event.query():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline_s:
                 raise StepTimeoutError(
                     f"{description} did not finish on {self.torch} within {limit_s:g} s"
                 )
@@ -221,12 +221,12 @@ class CudaDevice(Device):
         return BufferedUploads(buffer, self._copy)
 
     def _copy(self, target: Tensor, fill: Callable[[ByteArray], None]) -> None:
-        staging = _pinned(target.shape, torch.uint8)
+        staging = _pinned_tensor(target.shape, torch.uint8)
         fill(staging.numpy())
         target.copy_(staging, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return _pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        return _pinned_tensor(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
 
     def record_event(self) -> Event:
         event: Event = torch.cuda.Event(enable_timing=True)
@@ -284,7 +284,7 @@ def open_device(kind: str, index: int = 0) -> Device:
     return CudaDevice(torch.device("cuda", index))
 
 
-def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _pinned_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Pinned host memory, which the device can copy asynchronously.
 
     torch's cache hands memory out again only when the copies that used it have run, so there are as

@@ -12,7 +12,7 @@ from kernels.interface import Kernels
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import reason_to_unpack
 from workers.memory.inheritance import InheritedMemory
-from workers.memory.lasting import SharedMemfd, is_supported
+from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.checkpoint import quantization_of_files
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
@@ -99,7 +99,7 @@ def adopt_model(
 
 def _pack(config: ResolvedConfig, model: Qwen3, progress: Progress) -> SharedMemfd | None:
     """Pack the weights of the model. Returns where they lie then, if spares can share them."""
-    if config.device != "cpu" or config.engine.spares == "off" or not is_supported():
+    if config.device != "cpu" or config.engine.spares == "off" or not has_memfds():
         model.pack(progress.count_packed)
         return None
     weights_file = WeightsFile("eagleray-weights", model.group, model.kernels)

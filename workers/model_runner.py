@@ -213,12 +213,12 @@ class ModelRunner:
             self.scorer.admit(slot, sampling)
             start += num_tokens
 
-    def _stage(self, rows: StepRows, scoring: ScoredRows | None) -> _Forward:
+    def _stage(self, rows: StepRows, scored_rows: ScoredRows | None) -> _Forward:
         """Put what the model needs. Returns a function that launches it and returns the hidden
-        states of the last token of each sampling row, and the scores of `scoring`, for which no
+        states of the last token of each sampling row, and the scores of `scored_rows`, for which no
         graph has the hidden states.
         """
-        if scoring is None and (replay := self._stage_graph(rows)) is not None:
+        if scored_rows is None and (replay := self._stage_graph(rows)) is not None:
             hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
 
             def replay_graph() -> tuple[Tensor, None]:
@@ -231,7 +231,9 @@ class ModelRunner:
         def forward() -> tuple[Tensor, ScoredTokens | None]:
             inputs = make_inputs()
             hidden_TE = self.layers.forward(inputs)
-            scored_tokens = None if scoring is None else self.scorer.score(hidden_TE, scoring)
+            scored_tokens = (
+                None if scored_rows is None else self.scorer.score(hidden_TE, scored_rows)
+            )
             hidden_RE = hidden_TE.index_select(0, inputs.logits_indices_R)
             return hidden_RE, scored_tokens
 
@@ -367,7 +369,9 @@ def _run_step(
         num_rows=num_rows,
         max_parts=max_parts,
         part_start_B1=starts_B1,
-        num_arrived_BK=torch.zeros(num_rows, model.num_kv_heads, dtype=torch.int32, device=device),
+        num_arrived_parts_BK=torch.zeros(
+            num_rows, model.num_kv_heads, dtype=torch.int32, device=device
+        ),
     )
     attn = AttentionMetadata(
         query_start_B1=starts_B1,
@@ -393,6 +397,6 @@ def _run_step(
     sampler.sample(logits_BV, sampler.state.batch(range(num_sampled_rows), [1] * num_sampled_rows))
     hidden_SE = hidden_TE[:POSITIONS_AT_ONCE]
     ids_S = torch.zeros(len(hidden_SE), dtype=torch.int64, device=device)
-    num_top = min(MAX_LOGPROBS, config.model.vocab_size)
-    score_slice(model, sampler.shard, hidden_SE, ids_S, num_top)
+    num_top_logprobs = min(MAX_LOGPROBS, config.model.vocab_size)
+    score_slice(model, sampler.shard, hidden_SE, ids_S, num_top_logprobs)
     return hidden_TE

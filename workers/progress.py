@@ -12,7 +12,7 @@ class Progress:
     phase: str = "start"
     step_id: int = -1
     layer: int = 0
-    num_layers: int = 0  # layers run so far, over all steps
+    num_layers_run: int = 0  # layers run so far, over all steps
     num_collectives: int = 0
     loaded_bytes: int = 0
     num_packed_matrices: int = 0
@@ -21,7 +21,7 @@ class Progress:
     def enter_layer(self, layer: int) -> None:
         """A layer of the forward pass begins."""
         self.layer = layer
-        self.num_layers += 1
+        self.num_layers_run += 1
 
     def count_packed(self, _matrix: object) -> None:
         """A matrix is packed, and lies where it stays."""

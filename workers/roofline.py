@@ -50,7 +50,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OutputWork:
     """One output: the tokens in its prompt, how many of those another output computes too, and the
     tokens sampled.
     """
@@ -80,51 +80,51 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     )
 
 
-def make_works(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[Work]:
-    """Each request as `Work`, from its prompt's token ids and its number of output tokens, in
-    sorted order.
+def make_workload(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[OutputWork]:
+    """The work for each output, from its prompt's token ids and its number of tokens, in sorted
+    order.
 
     In sorted order, a prompt shares its longest prefix with the prompt just before it.
     """
-    works, previous_prompt = [], list[int]()
+    workload, previous_prompt = [], list[int]()
     for prompt, num_output_tokens in sorted(zip(prompts, num_outputs, strict=True)):
         pairs = enumerate(zip(prompt, previous_prompt, strict=False))
         shared_len = next(
             (i for i, (a, b) in pairs if a != b), min(len(prompt), len(previous_prompt))
         )
-        works.append(
-            Work(
+        workload.append(
+            OutputWork(
                 num_prompt_tokens=len(prompt),
                 num_shared_tokens=min(shared_len, len(prompt) - 1),
                 num_output_tokens=num_output_tokens,
             )
         )
         previous_prompt = prompt
-    return works
+    return workload
 
 
 def floor_s(
     model: ModelConfig,
     itemsize: int,
-    works: Sequence[Work],
+    workload: Sequence[OutputWork],
     machine: Machine,
     quantization: Quantization | None = None,
     weight_itemsize: int | None = None,
 ) -> float:
-    """Lower bound in seconds on the time of `works`, with `itemsize` bytes per number in the cache
-    and `weight_itemsize` (None: the same) in the weights that are not quantized; see the top.
+    """Lower bound in seconds on the time of `workload`, with `itemsize` bytes per number in the
+    cache and `weight_itemsize` (None: the same) in the weights that are not quantized; see the top.
     """
     weight_itemsize = weight_itemsize or itemsize
     num_computed_tokens = sum(
-        w.num_prompt_tokens - w.num_shared_tokens + w.num_output_tokens - 1 for w in works
+        w.num_prompt_tokens - w.num_shared_tokens + w.num_output_tokens - 1 for w in workload
     )
-    num_sampled_tokens = sum(w.num_output_tokens for w in works)
+    num_sampled_tokens = sum(w.num_output_tokens for w in workload)
     decode_context_sum = sum(
         _sum_of_contexts(w.num_prompt_tokens, w.num_prompt_tokens + w.num_output_tokens - 1)
-        for w in works
+        for w in workload
     )
     prefill_context_sum = sum(
-        _sum_of_contexts(w.num_shared_tokens, w.num_prompt_tokens) for w in works
+        _sum_of_contexts(w.num_shared_tokens, w.num_prompt_tokens) for w in workload
     )
     attended_elements_per_head = (
         model.num_hidden_layers * model.head_dim * (decode_context_sum + prefill_context_sum)
@@ -136,7 +136,7 @@ def floor_s(
         + 2 * head_parameters * num_sampled_tokens
         + 4 * model.num_attention_heads * attended_elements_per_head
     )
-    num_steps = max((w.num_output_tokens for w in works), default=0)
+    num_steps = max((w.num_output_tokens for w in workload), default=0)
     kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     bytes_per_layer_weight = bytes_per_head_weight = float(weight_itemsize)
     if quantization is not None:
@@ -160,7 +160,7 @@ def active_layer_parameters(model: ModelConfig) -> int:
 def roofline_entry(
     model: ModelConfig,
     dtype: str,
-    works: Sequence[Work],
+    workload: Sequence[OutputWork],
     total_s: float,
     machine: Machine | None,
     quantization: Quantization | None = None,
@@ -175,7 +175,7 @@ def roofline_entry(
     itemsize, weight_itemsize = (
         torch_dtype(name).itemsize for name in (dtype, weight_dtype or dtype)
     )
-    least_s = floor_s(model, itemsize, works, machine, quantization, weight_itemsize)
+    least_s = floor_s(model, itemsize, workload, machine, quantization, weight_itemsize)
     return {
         "memory_bytes_per_s": round(machine.memory_bytes_per_s),
         "flops_per_s": round(machine.flops_per_s),

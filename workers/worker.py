@@ -70,7 +70,7 @@ class Worker:
         self._failure: str | None = None  # why no further step runs
         self._handover = StepHandover(rank)
         self._finish_lock = threading.Lock()
-        self._closing = threading.Event()
+        self._close_event = threading.Event()
         self._makes_huge_pages = False
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
@@ -276,7 +276,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
-        self._closing.set()
+        self._close_event.set()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
@@ -294,7 +294,7 @@ class Worker:
             self._makes_huge_pages = True
             thread = threading.Thread(
                 target=_use_huge_pages,
-                args=(weights, self._closing),
+                args=(weights, self._close_event),
                 name="huge-pages",
                 daemon=True,
             )
@@ -345,10 +345,10 @@ class Worker:
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
 
 
-def _use_huge_pages(memory: SharedMemfd, stopping: threading.Event) -> None:
+def _use_huge_pages(memory: SharedMemfd, stop_event: threading.Event) -> None:
     """As `use_huge_pages`. The memory stays open until then."""
     try:
-        use_huge_pages(memory.descriptor, memory.num_bytes, stopping)
+        use_huge_pages(memory.descriptor, memory.num_bytes, stop_event)
     except OSError as error:
         logger.debug("weights stay in small pages: %s", error)
 

@@ -26,7 +26,14 @@ from cluster.api.document import MESSAGES_PATH, POST_ENDPOINTS, openapi
 from cluster.api.endpoints import ServedModel, model_card
 from cluster.api.errors import HttpError, anthropic_error_body, http_error, openai_error_body
 from cluster.api.exchange import ClientDisconnected, Exchange, JsonResponse, json_response
-from cluster.api.metrics import CONTENT_TYPE, ApiMetrics, Family, engine_families, merge, render
+from cluster.api.metrics import (
+    CONTENT_TYPE,
+    ApiMetrics,
+    MetricFamily,
+    engine_families,
+    merge,
+    render,
+)
 from cluster.api.runner import Runner
 from cluster.api.threads import BoundedThreadPool
 from cluster.api.trace import chrome_trace
@@ -48,7 +55,7 @@ class Api:
     def __init__(
         self,
         client: Client,
-        served: ServedModel,
+        served_model: ServedModel,
         *,
         version: str,
         access: Access | None = None,
@@ -60,12 +67,12 @@ class Api:
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()
-        self.runner = Runner(client, served, self.limits, self.metrics)
+        self.runner = Runner(client, served_model, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open_outputs.set_function(lambda: self.admission.num_open_outputs)
         # Of all processes that serve, including this one.
-        self.gather_metrics: Callable[[], Awaitable[list[list[Family]]]] | None = None
-        self._client, self._served = client, served
+        self.gather_metrics: Callable[[], Awaitable[list[list[MetricFamily]]]] | None = None
+        self._client, self._served_model = client, served_model
         self._echo_request_id = echo_request_id
         self._access = access or Access()
         self._trace_threads = BoundedThreadPool("traces", 1, MAX_WAITING_TRACES)
@@ -82,7 +89,9 @@ class Api:
         fixed_responses: dict[str, Response] = {
             "/live": JsonResponse({}),
             "/version": JsonResponse({"version": version}),
-            "/v1/models": JsonResponse({"object": "list", "data": [model_card(self._served)]}),
+            "/v1/models": JsonResponse(
+                {"object": "list", "data": [model_card(self._served_model)]}
+            ),
             "/openapi.json": JsonResponse(openapi(version)),
         }
         for path, (body, media_type) in page.load().items():
@@ -141,8 +150,8 @@ class Api:
         raise HttpError(404, f"there is nothing at {scope['path'][:200]!r}; paths are {paths}")
 
     async def _model(self, request: Request) -> Response:
-        self._served.check_name(request.path_params["name"])
-        return JsonResponse(model_card(self._served))
+        self._served_model.check_name(request.path_params["name"])
+        return JsonResponse(model_card(self._served_model))
 
     async def _health(self, _: Request) -> Response:
         """Ready means that the ranks answer, work makes progress, and requests are accepted."""
@@ -174,7 +183,7 @@ class Api:
         )
         return Response(render(merge(families_by_process)), media_type=CONTENT_TYPE)
 
-    async def families(self) -> list[Family]:
+    async def families(self) -> list[MetricFamily]:
         """The metrics of this process, and those of its engine if it answers."""
         families = self.metrics.families()
         with contextlib.suppress(EaglerayError):

@@ -53,12 +53,12 @@ def conversation_of(
     messages: list[Message],
     tools: Sequence[Function],
     variables: dict[str, Any],
-    served: ServedModel,
+    served_model: ServedModel,
     *,
     continues_last_message: bool = False,
 ) -> Conversation:
     """Raises `RequestError`, as `Conversation` and for too many messages."""
-    check_bound("messages", len(messages), "messages", configured_maximum=served.max_messages)
+    check_bound("messages", len(messages), "messages", configured_maximum=served_model.max_messages)
     functions = (tool.model_dump(exclude_unset=True) for tool in tools)
     return Conversation(
         messages=messages,
@@ -93,20 +93,20 @@ def variables_of(
     return variables
 
 
-def chat_job(request: ChatRequest, served: ServedModel) -> Job:
+def chat_job(request: ChatRequest, served_model: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    return job_of(chat_of(request, served), served)
+    return job_of(chat_of(request, served_model), served_model)
 
 
-def chat_of(request: ChatRequest, served: ServedModel) -> Chat:
+def chat_of(request: ChatRequest, served_model: ServedModel) -> Chat:
     """Raises as `chat_job`."""
-    served.check_name(request.model)
+    served_model.check_name(request.model)
     if request.top_logprobs and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     rules = rules_of(request)
     max_tokens = request.max_completion_tokens
     return Chat(
-        conversation=_conversation(request, rules.tools, served, "a chat"),
+        conversation=_conversation(request, rules.tools, served_model, "a chat"),
         rules=rules,
         structure=request.structure(),
         max_tokens=request.max_tokens if max_tokens is None else max_tokens,
@@ -132,11 +132,11 @@ def rules_of(request: ChatRequest) -> CallRules:
     return call_rules(tools, choice, parallel_tool_calls=parallel_tool_calls)
 
 
-def job_of(chat: Chat, served: ServedModel) -> Job:
+def job_of(chat: Chat, served_model: ServedModel) -> Job:
     """Raises `RequestError`."""
-    tokenizer, options = served.tokenizer_for("a chat"), chat.options
+    tokenizer, options = served_model.tokenizer_for("a chat"), chat.options
     structure = structure_of(chat.rules, chat.structure)
-    max_answer_tokens = served.builder.limits.max_total_tokens
+    max_answer_tokens = served_model.builder.limits.max_total_tokens
     if chat.logprobs is not None:
         if not 0 <= chat.logprobs <= MAX_LOGPROBS:
             raise RequestError(
@@ -144,12 +144,14 @@ def job_of(chat: Chat, served: ServedModel) -> Job:
                 "top_logprobs",
             )
         # A client that names no length gets as many tokens as are possible.
-        num_outputs = options.n or served.builder.sampling_defaults.n or 1
-        max_logged_tokens = field_limit("alternatives") // (num_outputs * (1 + chat.logprobs))
-        max_answer_tokens = max(1, min(max_answer_tokens, max_logged_tokens))
+        num_outputs = options.n or served_model.builder.sampling_defaults.n or 1
+        max_tokens_with_logprobs = field_limit("alternatives") // (
+            num_outputs * (1 + chat.logprobs)
+        )
+        max_answer_tokens = max(1, min(max_answer_tokens, max_tokens_with_logprobs))
     params = options.sampling_params(
         max_tokens=first_not_none(
-            chat.max_tokens, served.builder.sampling_defaults.max_tokens, max_answer_tokens
+            chat.max_tokens, served_model.builder.sampling_defaults.max_tokens, max_answer_tokens
         ),
         logprobs=chat.logprobs,
         structure=structure,
@@ -157,7 +159,7 @@ def job_of(chat: Chat, served: ServedModel) -> Job:
 
     def make_writer(generations: list[Generation]) -> Writer:
         return ChatWriter(
-            served.name,
+            served_model.name,
             generations,
             tokenizer,
             state=answer_state_after(generations[0].prompt or ""),
@@ -166,12 +168,12 @@ def job_of(chat: Chat, served: ServedModel) -> Job:
             num_prompt_top_logprobs=options.prompt_logprobs,
         )
 
-    return make_job(options, served, [chat.prompt], params, make_writer)
+    return make_job(options, served_model, [chat.prompt], params, make_writer)
 
 
-def tokenize(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
+def tokenize(request: TokenizeRequest, served_model: ServedModel) -> dict[str, Any]:
     """The answer of `/tokenize`."""
-    served.check_name(request.model)
+    served_model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
     if request.prompt is not None:
@@ -181,24 +183,24 @@ def tokenize(request: TokenizeRequest, served: ServedModel) -> dict[str, Any]:
         prompt = ParsedPrompt(text=request.prompt)
     else:
         tools = [tool.function for tool in request.tools or ()]
-        conversation = _conversation(request, tools, served, "tokenizing")
+        conversation = _conversation(request, tools, served_model, "tokenizing")
         prompt = ParsedPrompt(conversation=conversation)
-    token_ids = served.builder.encode(prompt)
+    token_ids = served_model.builder.encode(prompt)
     return {
         "tokens": token_ids,
         "count": len(token_ids),
-        "max_model_len": served.builder.limits.max_model_len,
+        "max_model_len": served_model.builder.limits.max_model_len,
     }
 
 
 def _conversation(
     request: ChatRequest | TokenizeRequest,
     tools: Sequence[Function],
-    served: ServedModel,
+    served_model: ServedModel,
     purpose: str,
 ) -> Conversation:
     """The conversation of a request, which must have one. Raises `RequestError`."""
-    tokenizer = served.tokenizer_for(purpose)
+    tokenizer = served_model.tokenizer_for(purpose)
     variables = variables_of(
         tokenizer,
         request.chat_template_kwargs,
@@ -215,5 +217,5 @@ def _conversation(
     as_text = tokenizer.takes_arguments_as_text
     messages = [m.for_template(arguments_as_text=as_text) for m in request.messages or ()]
     return conversation_of(
-        messages, tools, variables, served, continues_last_message=continues_last_message
+        messages, tools, variables, served_model, continues_last_message=continues_last_message
     )

@@ -12,7 +12,7 @@ from cluster.api.prompts_scored import (
     clamped_logprob,
     prompt_logprobs_field,
     token_text,
-    top_by_text,
+    top_logprobs_by_text,
 )
 from cluster.api.replies import OpenAIWriter, TextEventTemplate
 from cluster.client.outputs import Chunk, Generation
@@ -48,7 +48,7 @@ class CompletionWriter(OpenAIWriter):
         self._unsent_token_ids: dict[int, list[int]] = {}  # token ids of each choice
         self._sent_prompt_choices: set[int] = set()  # choices that have sent those of their prompt
         # Of choices of which only text is sent.
-        self._text_events: dict[int, TextEventTemplate] = {}
+        self._text_event_templates: dict[int, TextEventTemplate] = {}
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         index = self._choice_index(prompt_index, chunk.index)
@@ -56,8 +56,8 @@ class CompletionWriter(OpenAIWriter):
             return self._echo_events(prompt_index, index, chunk.prompt_logprobs)
         text = chunk.text
         is_text_only = chunk.finish_reason is None and chunk.logprobs is None
-        if is_text_only and index in self._text_events:
-            return self._text_events[index](text) if text else b""
+        if is_text_only and index in self._text_event_templates:
+            return self._text_event_templates[index](text) if text else b""
         if index not in self._offsets:
             echoed_prompt = self._echoed_prompt(prompt_index)
             if index not in self._echoes:
@@ -74,8 +74,12 @@ class CompletionWriter(OpenAIWriter):
         if chunk.finish_reason:
             choices.append(_choice(index, "", None, chunk.finish_reason))
         self._add_ids(prompt_index, index, choices)
-        if logprobs is None and not self._includes_token_ids and index not in self._text_events:
-            self._text_events[index] = TextEventTemplate(
+        if (
+            logprobs is None
+            and not self._includes_token_ids
+            and index not in self._text_event_templates
+        ):
+            self._text_event_templates[index] = TextEventTemplate(
                 lambda text: self._events(self.CHUNK_OBJECT, [_choice(index, text, None, None)])
             )
         return self._events(self.CHUNK_OBJECT, choices)
@@ -142,14 +146,14 @@ class CompletionWriter(OpenAIWriter):
             self._echoed_prompts[prompt_index] = self._tokenizer.decode(generation.prompt_token_ids)
         return self._echoed_prompts[prompt_index]
 
-    def _new_echo(self, prompt_index: int, num_top: int) -> Echo:
+    def _new_echo(self, prompt_index: int, num_top_logprobs: int) -> Echo:
         generation = self._generations[prompt_index]
         assert self._tokenizer is not None
         return Echo(
             self._tokenizer,
             self._echoed_prompt(prompt_index),
             generation.prompt_token_ids,
-            num_top,
+            num_top_logprobs,
             is_text=generation.prompt is not None,
         )
 
@@ -172,7 +176,7 @@ class CompletionWriter(OpenAIWriter):
             "tokens": tokens,
             "token_logprobs": values,
             "top_logprobs": (
-                top_by_text(tokenizer, entry, len(entry.top_logprobs)) if entry else {}
+                top_logprobs_by_text(tokenizer, entry, len(entry.top_logprobs)) if entry else {}
                 for entry in logprobs[: len(tokens)]
             ),
             "text_offset": text_offsets,

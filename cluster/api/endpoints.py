@@ -203,9 +203,9 @@ def make_job(
     return job
 
 
-def _num_logprobs(num_top: int | None) -> int:
-    """Log probabilities of a token with `num_top` alternatives; None for none at all."""
-    return 0 if num_top is None else 1 + num_top
+def _num_logprobs(num_top_logprobs: int | None) -> int:
+    """Log probabilities of a token with `num_top_logprobs` alternatives; None for none at all."""
+    return 0 if num_top_logprobs is None else 1 + num_top_logprobs
 
 
 def _num_prompt_tokens(generations: list[Generation]) -> int:

@@ -119,7 +119,7 @@ class Exchange:
         self.last_write_s = time.monotonic()
         if self.status is None:
             await self.send(_STREAM_START)
-        data = self._after_comment(data)
+        data = self._prepend_comment_end(data)
         await self._send({"type": "http.response.body", "body": data, "more_body": has_more})
 
     @property
@@ -130,9 +130,9 @@ class Exchange:
     def send_events_nowait(self, data: bytes) -> None:
         """As `send_events`, without waiting, where `can_write_now`."""
         self.last_write_s = time.monotonic()
-        self._write_now(self._after_comment(data))
+        self._write_now(self._prepend_comment_end(data))
 
-    def _after_comment(self, data: bytes) -> bytes:
+    def _prepend_comment_end(self, data: bytes) -> bytes:
         """Clients that strip what they read (`vllm bench serve` 0.32) lose the end of a comment and
         take what follows for a part of it. So what follows begins with a comment, which ends it.
         """
@@ -163,21 +163,21 @@ class Exchange:
             if pending is not None:
                 pending.cancel()
 
-    async def run_until_client_leaves(self, work: Coroutine[Any, Any, None]) -> None:
+    async def run_until_disconnect(self, work: Coroutine[Any, Any, None]) -> None:
         """Run `work`; if the client leaves meanwhile, cancel it and raise `ClientDisconnected`. The
         body must have been read.
         """
         task = asyncio.ensure_future(work)
-        leave_task = asyncio.ensure_future(self._wait_for_disconnect())
-        leave_task.add_done_callback(partial(_cancel, task))
+        disconnect_task = asyncio.ensure_future(self._wait_for_disconnect())
+        disconnect_task.add_done_callback(partial(_cancel, task))
         try:
             await task
         except asyncio.CancelledError:
-            if leave_task.done():
+            if disconnect_task.done():
                 raise ClientDisconnected from None
             raise
         finally:
-            leave_task.cancel()
+            disconnect_task.cancel()
             del task  # its error, whose traceback has this frame, would keep it, and so itself
 
     async def _wait_for_disconnect(self) -> None:

@@ -40,7 +40,7 @@ _CONSTRAINT_NOT_KEPT = (
 )
 _NO_STATE = "nothing is stored between requests; send the whole conversation"
 _BANS_NOT_SUPPORTED = "tokens and texts cannot be banned; use logit_bias with token ids"
-_OF_ANOTHER_API = "of another API; this one has its own field for what is asked"
+_FIELD_OF_ANOTHER_API = "of another API; this one has its own field for what is asked"
 _NO_TEMPLATES = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
 _USE_SYSTEM_MESSAGE = "send a message of role system as the first one"
 # Fields of other servers that change the answer in a way that cannot be honored, in every API that
@@ -61,7 +61,7 @@ FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "truncate_prompt_tokens": "a prompt is not shortened",
     **dict.fromkeys(("chat_template", "template"), _NO_TEMPLATES),
     "documents": "documents are not part of the prompt; send them in a message",
-    **dict.fromkeys(("messages", "prompt", "input"), _OF_ANOTHER_API),
+    **dict.fromkeys(("messages", "prompt", "input"), _FIELD_OF_ANOTHER_API),
     **dict.fromkeys(("instructions", "system", "system_prompt"), _USE_SYSTEM_MESSAGE),
     **dict.fromkeys(("lora", "lora_path"), "adapters are not supported"),
     **dict.fromkeys(("previous_response_id", "conversation", "thread"), _NO_STATE),

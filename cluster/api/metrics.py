@@ -60,7 +60,7 @@ Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
+class MetricFamily:
     """One metric with its samples, as plain data."""
 
     name: str
@@ -107,25 +107,25 @@ class ApiMetrics:
             registry=self._registry,
         )
 
-    def families(self) -> list[Family]:
+    def families(self) -> list[MetricFamily]:
         """Everything counted."""
         return [_family(metric) for metric in self._registry.collect()]
 
 
-def engine_families(stats: EngineStats) -> list[Family]:
+def engine_families(stats: EngineStats) -> list[MetricFamily]:
     """The numbers of an engine."""
     families = []
     for name, (help, attribute) in ENGINE_METRICS.items():
         kind = "counter" if name.endswith("_total") else "gauge"
         samples: list[Sample] = [(name, (), float(getattr(stats, attribute)))]
         base_name = name.removesuffix("_total")
-        families.append(Family(name=base_name, kind=kind, help=help, samples=samples))
+        families.append(MetricFamily(name=base_name, kind=kind, help=help, samples=samples))
     name, help = "eagleray_queue_seconds", "From a request's arrival to its first step."
     queue_samples: list[Sample] = [
         (f"{name}_sum", (), stats.queue_s),
         (f"{name}_count", (), float(stats.num_admitted)),
     ]
-    families.append(Family(name=name, kind="summary", help=help, samples=queue_samples))
+    families.append(MetricFamily(name=name, kind="summary", help=help, samples=queue_samples))
     seconds_by_rank = {str(rank): seconds for rank, seconds in enumerate(stats.rank_seconds)}
     for name, label, help, seconds_by_label in (
         ("eagleray_step_part_seconds", "part", PART_HELP, stats.step_seconds),
@@ -133,7 +133,7 @@ def engine_families(stats: EngineStats) -> list[Family]:
     ):
         sums = seconds_by_label.items()
         samples = [(f"{name}_total", ((label, value),), sum_s) for value, sum_s in sums]
-        families.append(Family(name=name, kind="counter", help=help, samples=samples))
+        families.append(MetricFamily(name=name, kind="counter", help=help, samples=samples))
     return families
 
 
@@ -195,9 +195,9 @@ class RequestTimer:
         self._metrics.duration.observe(time.perf_counter() - self._began_s)
 
 
-def merge(families_by_process: Iterable[list[Family]]) -> list[Family]:
+def merge(families_by_process: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
     """The families of several processes, added up by name and labels, or the largest value."""
-    family_by_name: dict[str, Family] = {}
+    family_by_name: dict[str, MetricFamily] = {}
     values_by_family: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
     for families in families_by_process:
         for family in families:
@@ -207,7 +207,7 @@ def merge(families_by_process: Iterable[list[Family]]) -> list[Family]:
             for name, labels, value in family.samples:
                 family_values[name, labels] = combine(family_values.get((name, labels), 0.0), value)
     return [
-        Family(
+        MetricFamily(
             name=name,
             kind=family.kind,
             help=family.help,
@@ -217,7 +217,7 @@ def merge(families_by_process: Iterable[list[Family]]) -> list[Family]:
     ]
 
 
-def render(families: list[Family]) -> bytes:
+def render(families: list[MetricFamily]) -> bytes:
     """The text that Prometheus reads."""
     registry = CollectorRegistry()
     registry.register(_FamilyCollector(families))
@@ -225,7 +225,7 @@ def render(families: list[Family]) -> bytes:
 
 
 class _FamilyCollector(Collector):
-    def __init__(self, families: list[Family]) -> None:
+    def __init__(self, families: list[MetricFamily]) -> None:
         self._families = families
 
     def collect(self) -> Iterator[Metric]:
@@ -236,10 +236,12 @@ class _FamilyCollector(Collector):
             yield metric
 
 
-def _family(metric: Metric) -> Family:
+def _family(metric: Metric) -> MetricFamily:
     samples: list[Sample] = [
         (sample.name, tuple(sorted(sample.labels.items())), sample.value)
         for sample in metric.samples
         if not sample.name.endswith("_created")
     ]
-    return Family(name=metric.name, kind=metric.type, help=metric.documentation, samples=samples)
+    return MetricFamily(
+        name=metric.name, kind=metric.type, help=metric.documentation, samples=samples
+    )

@@ -27,10 +27,13 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer | None, token_ids: list[int], entries: LogprobEntries, num_top: int
+    tokenizer: Tokenizer | None,
+    token_ids: list[int],
+    entries: LogprobEntries,
+    num_top_logprobs: int,
 ) -> Iterator[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each token the token itself, then the `num_top` best ones, by
-    id; null for the first. Without a tokenizer there are no texts.
+    """vLLM's `prompt_logprobs`: for each token the token itself, then the `num_top_logprobs` best
+    ones, by id; null for the first. Without a tokenizer there are no texts.
     """
 
     def describe_token(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
@@ -42,23 +45,30 @@ def prompt_logprobs(
             yield None
             continue
         entry_by_token_id = {str(token_id): describe_token(token_id, entry.logprob, entry.rank)}
-        best_tokens = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+        best_tokens = zip(
+            entry.top_token_ids[:num_top_logprobs],
+            entry.top_logprobs[:num_top_logprobs],
+            strict=True,
+        )
         for rank, (top_token_id, logprob) in enumerate(best_tokens, 1):
             entry_by_token_id[str(top_token_id)] = describe_token(top_token_id, logprob, rank)
         yield entry_by_token_id
 
 
 def prompt_logprobs_field(
-    tokenizer: Tokenizer | None, generation: Generation, output_index: int, num_top: int | None
+    tokenizer: Tokenizer | None,
+    generation: Generation,
+    output_index: int,
+    num_top_logprobs: int | None,
 ) -> dict[str, Any]:
     """vLLM's field for the prompt of an output; empty if that is not wanted."""
-    if num_top is None:
+    if num_top_logprobs is None:
         return {}
     entries = generation.outputs[output_index].prompt_logprobs
     if entries is None:
         return {}
     token_ids = generation.prompt_token_ids
-    return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top)}
+    return {"prompt_logprobs": prompt_logprobs(tokenizer, token_ids, entries, num_top_logprobs)}
 
 
 class Echo:
@@ -67,10 +77,16 @@ class Echo:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, text: str, token_ids: list[int], num_top: int, *, is_text: bool
+        self,
+        tokenizer: Tokenizer,
+        text: str,
+        token_ids: list[int],
+        num_top_logprobs: int,
+        *,
+        is_text: bool,
     ) -> None:
         """`text`: what is repeated. `is_text`: it was given as text, special tokens spelled out."""
-        self._tokenizer, self._text, self._num_top = tokenizer, text, num_top
+        self._tokenizer, self._text, self._num_top_logprobs = tokenizer, text, num_top_logprobs
         self._token_ids = iter(token_ids)
         offsets = Offsets(tokenizer, shows_special_tokens=is_text)
         self._offsets = (min(offsets.next(token), len(text)) for token in token_ids)
@@ -89,18 +105,23 @@ class Echo:
             "tokens": [token_text(self._tokenizer, token_id) for token_id in token_ids],
             "token_logprobs": [entry and clamped_logprob(entry.logprob) for entry in entries],
             "top_logprobs": (
-                entry and top_by_text(self._tokenizer, entry, self._num_top) for entry in entries
+                entry and top_logprobs_by_text(self._tokenizer, entry, self._num_top_logprobs)
+                for entry in entries
             ),
             "text_offset": offsets,
         }
 
 
-def top_by_text(tokenizer: Tokenizer, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
+def top_logprobs_by_text(
+    tokenizer: Tokenizer, entry: TokenLogprobs, num_top_logprobs: int
+) -> dict[str, float]:
     """The best tokens by their text, best first. Of tokens with the same text (parts of characters)
     the best one counts.
     """
-    tops: dict[str, float] = {}
-    best_tokens = zip(entry.top_token_ids[:num_top], entry.top_logprobs[:num_top], strict=True)
+    top_logprob_by_text: dict[str, float] = {}
+    best_tokens = zip(
+        entry.top_token_ids[:num_top_logprobs], entry.top_logprobs[:num_top_logprobs], strict=True
+    )
     for token_id, logprob in best_tokens:
-        tops.setdefault(token_text(tokenizer, token_id), clamped_logprob(logprob))
-    return tops
+        top_logprob_by_text.setdefault(token_text(tokenizer, token_id), clamped_logprob(logprob))
+    return top_logprob_by_text

@@ -95,14 +95,14 @@ def count_json(text: bytes) -> dict[str, int]:
             part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
         # A backslash at the end escapes the first byte of the next slice.
         trailing_backslash = _BACKSLASH if part.endswith(_BACKSLASH) else b""
-        between_quotes = part.removesuffix(trailing_backslash).split(b'"')
-        outside_strings = b"".join(between_quotes[is_in_string::2])
-        is_in_string ^= len(between_quotes) % 2 == 0
-        num_quotes += len(between_quotes) - 1
-        num_bytes_outside += len(outside_strings)
-        num_commas += outside_strings.count(b",")
-        num_containers += outside_strings.count(b"[") + outside_strings.count(b"{")
-        num_pairs += outside_strings.count(b":")
+        quote_separated_parts = part.removesuffix(trailing_backslash).split(b'"')
+        bytes_outside_strings = b"".join(quote_separated_parts[is_in_string::2])
+        is_in_string ^= len(quote_separated_parts) % 2 == 0
+        num_quotes += len(quote_separated_parts) - 1
+        num_bytes_outside += len(bytes_outside_strings)
+        num_commas += bytes_outside_strings.count(b",")
+        num_containers += bytes_outside_strings.count(b"[") + bytes_outside_strings.count(b"{")
+        num_pairs += bytes_outside_strings.count(b":")
     # A value is the first one of its container, or follows a comma.
     return {
         "values": 1 + num_commas + num_containers,

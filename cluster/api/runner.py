@@ -51,7 +51,7 @@ class Runner:
     """Answers POST requests of one API process. Used from one event loop only."""
 
     def __init__(
-        self, client: Client, served: ServedModel, limits: ApiLimits, metrics: ApiMetrics
+        self, client: Client, served_model: ServedModel, limits: ApiLimits, metrics: ApiMetrics
     ) -> None:
         self.admission = Admission(limits)
         self.tokenize_threads = BoundedThreadPool(
@@ -59,7 +59,7 @@ class Runner:
         )
         self._read_threads = BoundedThreadPool("reading", 2)
         self._write_threads = BoundedThreadPool("writing", 2)
-        self._client, self._served = client, served
+        self._client, self._served_model = client, served_model
         self._limits, self._metrics = limits, metrics
         self._ignored_fields = IgnoredFields(metrics.ignored_fields)
 
@@ -87,7 +87,7 @@ class Runner:
                 await (self._stream if job.is_streamed else self._answer_whole)(exchange, job)
 
         try:
-            await exchange.run_until_client_leaves(run())
+            await exchange.run_until_disconnect(run())
         except PromptTooLongError as error:  # what was built of the field has no such name
             raise PromptTooLongError(
                 str(error), JOB_ENDPOINTS[exchange.path].prompt_field
@@ -96,7 +96,7 @@ class Runner:
     async def _compute(self, exchange: Exchange) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread."""
         request: RequestModel = await self._read(exchange, self.tokenize_threads.check_room)
-        convert = partial(COMPUTE_ENDPOINTS[exchange.path].convert, request, self._served)
+        convert = partial(COMPUTE_ENDPOINTS[exchange.path].convert, request, self._served_model)
         await exchange.answer(await json_response(convert, self.tokenize_threads))
 
     async def _read(self, exchange: Exchange, check_room: Callable[[], None]) -> Any:
@@ -107,7 +107,7 @@ class Runner:
         Where `check_room` raises `OverloadedError`, no body is parsed: a refusal must take as
         little as possible from the requests that run.
         """
-        unknown = UnknownFields(refuse=self._served.refuse_unknown)
+        unknown = UnknownFields(refuse=self._served_model.refuse_unknown)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body()
         check_room()
@@ -118,11 +118,11 @@ class Runner:
 
         def make() -> RequestModel | Job:
             request = read_request(
-                POST_ENDPOINTS[exchange.path].model, body, self._served.max_messages, unknown
+                POST_ENDPOINTS[exchange.path].model, body, self._served_model.max_messages, unknown
             )
             if exchange.path in COMPUTE_ENDPOINTS:
                 return request
-            job = JOB_ENDPOINTS[exchange.path].convert(request, self._served)
+            job = JOB_ENDPOINTS[exchange.path].convert(request, self._served_model)
             unknown.names |= dict.fromkeys(job.ignored)
             return job
 
@@ -141,7 +141,7 @@ class Runner:
         return job.make_writer(generations)
 
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
-        timing = RequestTimer(self._metrics)
+        request_timer = RequestTimer(self._metrics)
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
             writer = self._make_writer(exchange, job, generations)
@@ -154,26 +154,26 @@ class Runner:
                 raise output.error
             num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
             self._metrics.tokens.add(num_tokens)
-        timing.end()
+        request_timer.end()
         is_short = job.num_answer_tokens(generations) <= WRITE_INLINE_TOKENS
         await exchange.answer(
             await json_response(writer.body, self._write_threads, inline=is_short)
         )
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
-        timing = RequestTimer(self._metrics)
+        request_timer = RequestTimer(self._metrics)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = self._make_writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
 
             def note_tokens(items: list[Item]) -> None:
                 for prompt_index, chunk in items:
-                    timing.add_tokens(
+                    request_timer.add_tokens(
                         prompt_index * num_outputs + chunk.index, len(chunk.token_ids)
                     )
 
             def begins_output(prompt_index: int, chunk: Chunk) -> bool:
-                return not timing.has_begun(prompt_index * num_outputs + chunk.index)
+                return not request_timer.has_begun(prompt_index * num_outputs + chunk.index)
 
             def take_now(items: list[Item]) -> bool:
                 """What streams bring most often, without a turn of this task. Not how outputs
@@ -197,7 +197,7 @@ class Runner:
                         await exchange.send_events(data)
             finally:
                 exchange.end_keep_alive()
-            timing.end()
+            request_timer.end()
             await exchange.send_events(
                 writer.end(includes_usage=job.includes_usage), has_more=False
             )

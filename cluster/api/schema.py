@@ -39,7 +39,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 ToolName = Annotated[str, Field(min_length=1, max_length=field_limit("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
 # wrong, so every list of a request is one of these.
-ListOf = Annotated[list[T], Field(fail_fast=True)]
+FailFastList = Annotated[list[T], Field(fail_fast=True)]
 
 
 def type_discriminator(*kinds: str, default: str | None = None) -> Discriminator:
@@ -97,11 +97,11 @@ class RequestModel(BaseModel):
 
 class Options(RequestModel):
     """Base of what says how to answer. Its unknown fields are treated as those of the request, if
-    an `UnknownFields` is the context of the validation. `PATH`: where it is in the request.
+    an `UnknownFields` is the context of the validation. `FIELD_PATH`: where it is in the request.
     `MISPLACED_FIELDS`: fields that are refused because they have another place, with that.
     """
 
-    PATH: ClassVar[str]
+    FIELD_PATH: ClassVar[str]
     MISPLACED_FIELDS: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
@@ -111,13 +111,13 @@ class Options(RequestModel):
             return values
         values = dict(values)
         info.context.remove_unknown(
-            values, cls.field_names(), path=cls.PATH, refused_fields=cls.MISPLACED_FIELDS
+            values, cls.field_names(), path=cls.FIELD_PATH, refused_fields=cls.MISPLACED_FIELDS
         )
         return values
 
 
 class StreamOptions(Options):
-    PATH: ClassVar[str] = "stream_options"
+    FIELD_PATH: ClassVar[str] = "stream_options"
     include_usage: bool | None = None
     include_obfuscation: bool | None = None  # padding, of which there is none
 
@@ -138,8 +138,8 @@ class GenerationRequest(RequestModel):
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     seed: int | None = None
-    stop: str | ListOf[str] | None = None
-    stop_token_ids: ListOf[int] | None = None
+    stop: str | FailFastList[str] | None = None
+    stop_token_ids: FailFastList[int] | None = None
     min_tokens: int | None = None
     max_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -186,7 +186,7 @@ class GenerationRequest(RequestModel):
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
+    prompt: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]]
     echo: bool | None = None
     logprobs: int | None = None
 
@@ -222,11 +222,11 @@ class ChatMessage(RequestModel):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | ListOf[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = (
-        None
-    )
+    content: (
+        str | FailFastList[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None
+    ) = None
     name: str | None = None
-    tool_calls: ListOf[MessageCall] | None = None
+    tool_calls: FailFastList[MessageCall] | None = None
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -263,7 +263,7 @@ class ChatMessage(RequestModel):
 
 
 class Function(Options):
-    PATH: ClassVar[str] = "tools.function"
+    FIELD_PATH: ClassVar[str] = "tools.function"
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -271,7 +271,7 @@ class Function(Options):
 
 
 class Tool(Options):
-    PATH: ClassVar[str] = "tools"
+    FIELD_PATH: ClassVar[str] = "tools"
     MISPLACED_FIELDS: ClassVar[dict[str, str]] = {
         "strict": "it has its place in the tool's function"
     }
@@ -280,47 +280,47 @@ class Tool(Options):
 
 
 class FunctionName(Options):
-    PATH: ClassVar[str] = "tool_choice.function"
+    FIELD_PATH: ClassVar[str] = "tool_choice.function"
     name: str
 
 
 class NamedTool(Options):
     """The one tool that must be called."""
 
-    PATH: ClassVar[str] = "tool_choice"
+    FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedNames(Options):
-    PATH: ClassVar[str] = "tool_choice.allowed_tools"
+    FIELD_PATH: ClassVar[str] = "tool_choice.allowed_tools"
     mode: Literal["auto", "required"]
-    tools: Annotated[ListOf[NamedTool], Field(max_length=field_limit("tools"))]
+    tools: Annotated[FailFastList[NamedTool], Field(max_length=field_limit("tools"))]
 
 
 class AllowedTools(Options):
     """Some of the tools, of which none or one must be called."""
 
-    PATH: ClassVar[str] = "tool_choice"
+    FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
     allowed_tools: AllowedNames
 
 
 class TextFormat(Options):
-    PATH: ClassVar[str] = "response_format"
+    FIELD_PATH: ClassVar[str] = "response_format"
     type: Literal["text"]
 
 
 class JsonObjectFormat(Options):
     """Clients of other servers add a schema, which is honored."""
 
-    PATH: ClassVar[str] = "response_format"
+    FIELD_PATH: ClassVar[str] = "response_format"
     type: Literal["json_object"]
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
 
 
 class JsonSchema(Options):
-    PATH: ClassVar[str] = "response_format.json_schema"
+    FIELD_PATH: ClassVar[str] = "response_format.json_schema"
     name: Annotated[str, Field(max_length=field_limit("name"))]
     description: str | None = None
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
@@ -328,7 +328,7 @@ class JsonSchema(Options):
 
 
 class JsonSchemaFormat(Options):
-    PATH: ClassVar[str] = "response_format"
+    FIELD_PATH: ClassVar[str] = "response_format"
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -339,11 +339,11 @@ ResponseFormat = Annotated[
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)]
+    messages: Annotated[FailFastList[ChatMessage], Field(min_length=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: ListOf[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     tool_choice: (
         Literal["auto", "none", "required"]
         | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
@@ -375,8 +375,8 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(RequestModel):
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[ListOf[ChatMessage], Field(min_length=1)] | None = None
-    tools: ListOf[Tool] | None = None
+    messages: Annotated[FailFastList[ChatMessage], Field(min_length=1)] | None = None
+    tools: FailFastList[Tool] | None = None
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -386,7 +386,7 @@ class TokenizeRequest(RequestModel):
 
 class DetokenizeRequest(RequestModel):
     model: str | None = None
-    tokens: ListOf[int]
+    tokens: FailFastList[int]
 
 
 def schema_structure(schema: Any) -> StructuredOutputs:

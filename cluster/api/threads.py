@@ -15,11 +15,13 @@ Result = TypeVar("Result")
 class BoundedThreadPool:
     """A few threads with a counted queue."""
 
-    def __init__(self, name: str, num_threads: int, max_waiting: float = float("inf")) -> None:
-        """`name` says what they do. `max_waiting`: calls that may wait for a thread."""
+    def __init__(
+        self, name: str, num_threads: int, max_waiting_calls: float = float("inf")
+    ) -> None:
+        """`name` says what they do. `max_waiting_calls`: calls that may wait for a thread."""
         self._name = name
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._max_calls = num_threads + max_waiting
+        self._max_calls = num_threads + max_waiting_calls
         self.calls: set[Future[Any]] = set()  # that run or wait
 
     def check_room(self) -> None:

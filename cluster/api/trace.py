@@ -53,9 +53,9 @@ def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:
 
 
 def _event(
-    phase: str, name: str, at_us: float, tid: int = STEPS_ROW, **fields: Any
+    phase: str, name: str, timestamp_us: float, tid: int = STEPS_ROW, **fields: Any
 ) -> dict[str, Any]:
-    return {"ph": phase, "name": name, "ts": round(at_us, 1), "pid": 1, "tid": tid, **fields}
+    return {"ph": phase, "name": name, "ts": round(timestamp_us, 1), "pid": 1, "tid": tid, **fields}
 
 
 def _row_name_event(tid: int, name: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from contextvars import Context
 from typing import Protocol
 
 from cluster.client.outputs import Generation, RequestOutput, Sink
-from cluster.client.prompts import Prompt, as_list, one_per_prompt
+from cluster.client.prompts import Prompt, as_prompt_list, broadcast_params
 from cluster.client.requests import RequestBuilder
 from cluster.client.streams import ChunkStream, Relay
 from cluster.grammar.compiler import MAX_SLOW_COMPILES
@@ -123,8 +123,8 @@ class Client:
     def _build(
         self, prompts: Prompt | Seq[Prompt], params: Params, sinks: Seq[Sink | None] | None
     ) -> list[Generation]:
-        prompts = as_list(prompts)
-        params_per_prompt = one_per_prompt(params, len(prompts))
+        prompts = as_prompt_list(prompts)
+        params_per_prompt = broadcast_params(params, len(prompts))
         sinks = sinks or [None] * len(prompts)
         return list(map(self.builder.build, prompts, params_per_prompt, sinks))
 
@@ -148,7 +148,7 @@ class Client:
         self, prompts: Prompt | Seq[Prompt], params: Params = None
     ) -> AsyncGenerator[tuple[list[Generation], ChunkStream], None]:
         """Submit prompts and read their chunks on this loop; leaving aborts what has not ended."""
-        prompts = as_list(prompts)
+        prompts = as_prompt_list(prompts)
         chunks = ChunkStream(self._relay())
         sinks = [functools.partial(chunks.put, index) for index in range(len(prompts))]
         generations = await self.submit_async(prompts, params, sinks)

@@ -33,12 +33,12 @@ from scheduler.messages import Deltas, Request
 
 LOST_CALL_PAUSE_S = 0.2
 # A driver that answers after this time has served, although there was no news from it.
-SERVED_AFTER_S = 10.0
+MIN_HEALTHY_UPTIME_S = 10.0
 
 ReplaceDriver = Callable[[Any, EaglerayError, bool], Any]
 
 
-def cannot_replace(actor: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
+def refuse_replacement(actor: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
     """Stands in for an owner where there is none."""
     if isinstance(error, DriverDiedError):
         raise EngineDeadError(str(error)) from error
@@ -121,7 +121,7 @@ class DriverHandle:
                 refs.clear()
             self.check_not_shut_down()
 
-    def poll(self, actor: Any, acknowledged_number: int) -> Deltas | None:
+    def poll(self, actor: Any, acknowledged_reply_number: int) -> Deltas | None:
         """What is new, after sending the driver what it lacks. None if the answer was lost: the
         next one brings its content again. Raises `NoRoomError` if there was no room for answers for
         `answer_limit_s`.
@@ -135,7 +135,7 @@ class DriverHandle:
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
             ref = start_call(
-                actor.poll, action, self._frontend_id, acknowledged_number, POLL_WAIT_S
+                actor.poll, action, self._frontend_id, acknowledged_reply_number, POLL_WAIT_S
             )
             deltas: Deltas = pickle.loads(result_of(ref, action, limit_s))
         except LostCallError:
@@ -162,7 +162,7 @@ class DriverHandle:
             ask = getattr(self.actor, method)
             return self._answer(ask, action, *arguments, limit_s=CALL_TIMEOUT_S)
         except DriverDiedError:
-            if self.death_error is not None or self._replace is cannot_replace:
+            if self.death_error is not None or self._replace is refuse_replacement:
                 raise
             raise OverloadedError(
                 "the driver has died and is being replaced; requests are kept and will continue."
@@ -191,7 +191,7 @@ class DriverHandle:
                 # It does not have what it accepted before: it is new, or has forgotten this
                 # frontend, which was silent for long.
                 self._record_number = record_number
-                self._must_send_again |= self._outstanding_requests.has_accepted
+                self._must_send_again |= self._outstanding_requests.has_accepted_requests
 
     def _send_again(self) -> None:
         """Send the driver every accepted request, with the tokens received so far. It ignores those
@@ -279,7 +279,7 @@ class DriverHandle:
         except (DriverDiedError, NoAnswerError) as error:
             self.replace_driver(actor, error)
         else:
-            self.has_been_healthy |= time.monotonic() - self._started_s > SERVED_AFTER_S
+            self.has_been_healthy |= time.monotonic() - self._started_s > MIN_HEALTHY_UPTIME_S
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from cluster.client.driver_handle import DriverHandle, ReplaceDriver, cannot_replace
+from cluster.client.driver_handle import DriverHandle, ReplaceDriver, refuse_replacement
 from cluster.client.news import unpack
 from cluster.client.outputs import Generation
 from cluster.client.outstanding import OutstandingRequests
@@ -37,13 +37,13 @@ class Frontend:
     driver_handle: the driver, to be asked about its life and death.
     """
 
-    make_thread: type[threading.Thread] = threading.Thread
+    thread_class: type[threading.Thread] = threading.Thread
 
     def __init__(
         self,
         actor: Any,
         is_ray_connected: Callable[[], bool] = lambda: True,
-        replace: ReplaceDriver = cannot_replace,
+        replace: ReplaceDriver = refuse_replacement,
         answer_limit_s: float = CALL_TIMEOUT_S,
         on_dead: OnDead | None = None,
         recovery_waits_for: Callable[[], str] = lambda: "",
@@ -72,7 +72,7 @@ class Frontend:
             recovery_waits_for=recovery_waits_for,
         )
         self._last_reply: tuple[Any, int] = (actor, 0)  # a driver, and its last reply
-        self._thread = self.make_thread(target=self._poll_loop, name="eagleray-poll", daemon=True)
+        self._thread = self.thread_class(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
     def submit(self, generations: list[Generation]) -> None:
@@ -159,7 +159,10 @@ class Frontend:
     def _should_poll(self, actor: Any) -> bool:
         """Whether this driver has accepted a request, or has died and is to be replaced."""
         with self._change_condition:
-            return self._outstanding_requests.has_accepted or actor is self.driver_handle.dead_actor
+            return (
+                self._outstanding_requests.has_accepted_requests
+                or actor is self.driver_handle.dead_actor
+            )
 
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
@@ -167,10 +170,10 @@ class Frontend:
         actor = self.driver_handle.current_actor()
         if not self._should_poll(actor):
             return  # the one before was just replaced, while a request was on its way
-        polled_driver, acknowledged_number = self._last_reply
+        polled_driver, acknowledged_reply_number = self._last_reply
         try:
             deltas = self.driver_handle.poll(
-                actor, acknowledged_number if polled_driver is actor else 0
+                actor, acknowledged_reply_number if polled_driver is actor else 0
             )
             if deltas is None or actor is not self.driver_handle.actor:
                 return  # lost, or its requests were sent to the next driver

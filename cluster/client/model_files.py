@@ -49,8 +49,8 @@ def _download(model: str, revision: str | None, option: str) -> Path:
 def generation_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     """The defaults of a `generation_config.json`; `do_sample` false means greedy."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    set_names = [name for name in names if generation_config.get(name) is not None]
-    values = {name: generation_config[name] for name in set_names}
+    configured_names = [name for name in names if generation_config.get(name) is not None]
+    values = {name: generation_config[name] for name in configured_names}
     if generation_config.get("do_sample") is False:
         values["temperature"] = 0.0
     try:

@@ -116,8 +116,10 @@ class OutputFollower:
         self._pieces: list[str] = []  # of the text so far
         self._sink = sink
         self._is_prompt_only = is_prompt_only
-        num_top = request.sampling.prompt_logprobs
-        self._prompt_logprobs = PromptLogprobs.empty(num_top) if num_top >= 0 else None
+        num_top_logprobs = request.sampling.prompt_logprobs
+        self._prompt_logprobs = (
+            PromptLogprobs.empty(num_top_logprobs) if num_top_logprobs >= 0 else None
+        )
         self._has_sent_prompt_logprobs = False
 
     @property
@@ -282,12 +284,12 @@ class Generation:
         """Pass news to one of the outputs; see `OutputFollower.take`."""
         if output is self.outputs[0]:
             self.num_cached_tokens = news.num_cached_tokens
-        stopped = output.take(news)
+        is_stopped = output.take(news)
         if news.error is not None:
             self.fail(news.error)
         elif output.has_ended and not self.unfinished_outputs:
             self.end()
-        return stopped
+        return is_stopped
 
     def result(self) -> RequestOutput:
         """Wait for the finished request. Raises the error that it failed with."""

@@ -42,7 +42,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
         self._change_condition.notify_all()
 
     @property
-    def has_accepted(self) -> bool:
+    def has_accepted_requests(self) -> bool:
         """Whether the driver has any of them."""
         return any(outstanding.is_accepted for outstanding in self.values())
 
@@ -60,7 +60,11 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def take(self, *, only_accepted: bool) -> list[Generation]:
         """Remove and return the generations: all, or those of which the driver has a request."""
         with self._change_condition:
-            taken = [o.generation for o in self.values() if o.is_accepted or not only_accepted]
-            generations = list({id(generation): generation for generation in taken}.values())
+            taken_generations = [
+                o.generation for o in self.values() if o.is_accepted or not only_accepted
+            ]
+            generations = list(
+                {id(generation): generation for generation in taken_generations}.values()
+            )
             self.forget(generations)
         return generations

@@ -24,7 +24,7 @@ class ProgressBar:
 
         self._lock = threading.Lock()
         self._began_s = time.perf_counter()
-        self._num_prefilled = self._num_decoded = 0
+        self._num_prefilled_tokens = self._num_decoded_tokens = 0
         speed_format = (
             "prefill {task.fields[prefill]:.0f} tokens/s, decode {task.fields[decode]:.0f} tokens/s"
         )
@@ -55,14 +55,14 @@ class ProgressBar:
     def _count(self, chunk: Chunk, *, is_first: bool) -> None:
         with self._lock:
             if is_first:
-                self._num_prefilled += chunk.num_prompt_tokens - chunk.num_cached_tokens
-            self._num_decoded += len(chunk.token_ids)
+                self._num_prefilled_tokens += chunk.num_prompt_tokens - chunk.num_cached_tokens
+            self._num_decoded_tokens += len(chunk.token_ids)
             seconds = time.perf_counter() - self._began_s
             self._progress.update(
                 self._task,
                 advance=int(chunk.finish_reason is not None),
-                prefill=self._num_prefilled / seconds,
-                decode=self._num_decoded / seconds,
+                prefill=self._num_prefilled_tokens / seconds,
+                decode=self._num_decoded_tokens / seconds,
             )
 
     def __enter__(self) -> ProgressBar:

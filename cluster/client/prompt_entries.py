@@ -36,8 +36,8 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
         if index == 0:
             return None
         row = index - logprobs.first_position
-        start = row * logprobs.num_top
-        end = start + logprobs.num_top
+        start = row * logprobs.num_top_logprobs
+        end = start + logprobs.num_top_logprobs
         return TokenLogprobs(
             logprob=logprobs.logprobs[row],
             top_token_ids=tuple(logprobs.top_token_ids[start:end]),

@@ -122,7 +122,7 @@ def form_of(prompt: Mapping[str, Any], other_keys: tuple[str, ...] = EXTRA_KEYS)
     return forms[0]
 
 
-def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+def as_prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     """One prompt or many, as a list. Raises `RequestError` for anything else."""
     if isinstance(prompts, str | Mapping | ParsedPrompt):
         return [prompts]
@@ -137,7 +137,7 @@ def as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def one_per_prompt(
+def broadcast_params(
     params: SamplingParams | Seq[SamplingParams] | None, count: int
 ) -> list[SamplingParams | None]:
     """Parameters per prompt: the same, or a list of as many. Raises `RequestError`."""

@@ -13,7 +13,13 @@ from collections.abc import Collection
 
 from cluster.client.allocator import return_freed_memory
 from cluster.client.outputs import Generation, OutputFollower, Sink
-from cluster.client.prompts import Conversation, ParsedPrompt, Prompt, one_per_prompt, parse_prompt
+from cluster.client.prompts import (
+    Conversation,
+    ParsedPrompt,
+    Prompt,
+    broadcast_params,
+    parse_prompt,
+)
 from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.calls import CallStructure, candidate_formats
@@ -109,7 +115,7 @@ class RequestBuilder:
         self, prompt: Prompt, requested_params: SamplingParams | None
     ) -> list[int]:
         """The token ids of a prompt. Raises `RequestError` if it could not run. Draws no seed."""
-        [params] = one_per_prompt(requested_params, 1)
+        [params] = broadcast_params(requested_params, 1)
         seeded_params = dataclasses.replace(params or SamplingParams(), seed=0)
         return self.build(prompt, seeded_params, None).prompt_token_ids
 

@@ -29,7 +29,7 @@ _UNKNOWN_NUM_BLOCKS = 2**31 - 1  # stands for a cache whose size only the ranks 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """Options, checkpoint, tokenizer and sampling defaults. `foreseen_config` is the configuration
+    """Options, checkpoint, tokenizer and sampling defaults. `expected_config` is the configuration
     that will run, as far as that is known.
     """
 
@@ -38,7 +38,7 @@ class EngineSetup:
     model_dir: Path
     tokenizer: Tokenizer | None
     sampling_defaults: SamplingParams
-    foreseen_config: ResolvedConfig
+    expected_config: ResolvedConfig
 
     @property
     def has_chat_template(self) -> bool:
@@ -48,7 +48,7 @@ class EngineSetup:
         """A builder of requests within the limits of a started engine, or within those known before
         the start.
         """
-        limits = limits or limits_of(self.foreseen_config, self._num_blocks())
+        limits = limits or limits_of(self.expected_config, self._num_blocks())
         return RequestBuilder(
             self.model, self.tokenizer, self.sampling_defaults, limits, self.config.seed
         )
@@ -56,7 +56,7 @@ class EngineSetup:
     def _num_blocks(self) -> int:
         if self.config.device != "cpu" and self.config.num_kv_blocks is None:
             return _UNKNOWN_NUM_BLOCKS
-        return plan_kv_cache(self.foreseen_config, rank=0).num_blocks
+        return plan_kv_cache(self.expected_config, rank=0).num_blocks
 
 
 def make_engine_setup(
@@ -82,11 +82,11 @@ def make_engine_setup(
     tokenizer = _load_tokenizer(config, model_dir)
     if tokenizer is not None:
         model = model.with_eos_token_ids(tokenizer.end_token_ids)
-    foreseen_config = preview_config(config, model, model_dir)
+    expected_config = preview_config(config, model, model_dir)
     if config.quantization is not None:  # otherwise a rank logs what it unpacks, and why
-        quantization_of_files(model_dir, model, foreseen_config.quantization, is_asked_for=True)
+        quantization_of_files(model_dir, model, expected_config.quantization, is_asked_for=True)
     if config.device == "cpu":
-        plan_kv_cache(foreseen_config, rank=0)
+        plan_kv_cache(expected_config, rank=0)
     return EngineSetup(
         config=config,
         model=model,
@@ -95,7 +95,7 @@ def make_engine_setup(
         sampling_defaults=(sampling_defaults or SamplingParams()).with_defaults(
             generation_defaults(read_generation_config(model_dir))
         ),
-        foreseen_config=foreseen_config,
+        expected_config=expected_config,
     )
 
 

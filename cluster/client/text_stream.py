@@ -33,7 +33,7 @@ class TextStream:
         self._detokenizer = make_detokenizer(tokenizer)
         self._stop_matchers = tuple(_Matcher(text) for text in stop)
         self._min_tokens = min_tokens if stop else 0
-        self._reasoning = _Reasoning(state if stop else AnswerState.CONTENT)
+        self._reasoning = _ReasoningTracker(state if stop else AnswerState.CONTENT)
         self._num_tokens = 0
         self._withheld_text = ""  # it may belong to a stop string, or to a marker of reasoning
         self.stop_string: str | None = None
@@ -88,7 +88,7 @@ class TextStream:
         return text[:num_certain_chars]
 
 
-class _Reasoning:
+class _ReasoningTracker:
     """Tells the answer from the reasoning before it, as `cluster.api.parser` does, which takes line
     ends after the reasoning for a part of the marker. The text comes in parts.
     """

@@ -194,8 +194,9 @@ class Tokenizer:
             text = self.render_chat(Conversation(messages=[question, answer]))
         except RequestError:  # no template, or one that refuses this
             return ""
-        _, end_mark, after_answer = text.rpartition(_MESSAGE_END_MARK)
-        return after_answer.lstrip() if end_mark else ""  # a template may leave such a message out
+        _, end_mark, text_after_answer = text.rpartition(_MESSAGE_END_MARK)
+        # A template may leave such a message out.
+        return text_after_answer.lstrip() if end_mark else ""
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

@@ -41,7 +41,7 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from workers.models.random_checkpoint import write_random_checkpoint
 from workers.models.size import count_parameters
-from workers.roofline import Machine, make_works, probe_cpu, roofline_entry
+from workers.roofline import Machine, make_workload, probe_cpu, roofline_entry
 
 DEFAULT_NUM_SEQS = 256
 DEFAULT_MAX_INPUT_TOKENS = 1024
@@ -90,7 +90,7 @@ def run_bench(job: BenchJob) -> None:
 
 def _run(job: BenchJob, model_name: str) -> None:
     setup = make_engine_setup(job.config)
-    config = setup.foreseen_config
+    config = setup.expected_config
     with contextlib.closing(setup.request_builder()) as builder:
         requests = tokenize_batch(builder, _read_or_make_requests(job, config))
     machine = _probe_machine(config)
@@ -256,7 +256,7 @@ def _result(
 ) -> dict[str, Any]:
     stats, device, generations = llm.stats(), llm.report.device, run.generations
     completions = [completion for g in generations for completion in g.completions]
-    works = make_works(
+    workload = make_workload(
         [generation.prompt_token_ids for generation in generations for _ in generation.completions],
         [len(completion.token_ids) for completion in completions],
     )
@@ -281,7 +281,7 @@ def _result(
         "roofline": roofline_entry(
             config.model,
             config.dtype,
-            works,
+            workload,
             run.total_s,
             machine if device == "cpu" else None,
             config.quantization,

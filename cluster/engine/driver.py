@@ -168,9 +168,9 @@ class Driver:
         if self._step_loop is not None:
             self._step_loop.post(Finish(request_ids=request_ids, reason=reason))
 
-    async def poll(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> bytes:
+    async def poll(self, frontend_id: str, acknowledged_reply_number: int, wait_s: float) -> bytes:
         """The `Deltas` of `Frontends.collect`, pickled because Ray passes bytes on unchanged."""
-        deltas = await self._frontends.collect(frontend_id, acknowledged_number, wait_s)
+        deltas = await self._frontends.collect(frontend_id, acknowledged_reply_number, wait_s)
         return pickle.dumps(deltas, protocol=5)
 
     async def stats(self) -> EngineStats:

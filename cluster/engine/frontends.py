@@ -83,7 +83,9 @@ class Frontends:
             for request_id in request_ids:
                 frontend.mailbox.drop(request_id)
 
-    async def collect(self, frontend_id: str, acknowledged_number: int, wait_s: float) -> Deltas:
+    async def collect(
+        self, frontend_id: str, acknowledged_reply_number: int, wait_s: float
+    ) -> Deltas:
         """All news for a frontend as soon as there is any; empty after `wait_s`.
 
         Raises `EngineError` for a frontend that was silent for so long that it was forgotten: its
@@ -101,7 +103,7 @@ class Frontends:
             finally:
                 frontend.num_waiting_polls -= 1
         frontend.last_call_s = time.monotonic()
-        return frontend.mailbox.collect(acknowledged_number)
+        return frontend.mailbox.collect(acknowledged_reply_number)
 
     def deliver(self, news: NewsByFrontend) -> None:
         """Put the news of a step into the mailboxes and wake the polls that wait for them."""
@@ -127,16 +129,16 @@ class Frontends:
         failed_ids = {}
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
-        has_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
+        has_driver_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
         self._silence_checked_s = now_s
         for frontend_id, frontend in list(self._frontends.items()):
-            if has_stalled or frontend.num_waiting_polls:
+            if has_driver_stalled or frontend.num_waiting_polls:
                 frontend.last_call_s = now_s
-            silent_s = now_s - frontend.last_call_s
-            if silent_s > self._timeout_s and frontend.request_ids:
+            silence_s = now_s - frontend.last_call_s
+            if silence_s > self._timeout_s and frontend.request_ids:
                 failed_ids[frontend_id] = list(frontend.request_ids)
                 frontend.fail(failed_ids[frontend_id], _silence_error(self._timeout_s))
-            elif silent_s > 2 * self._timeout_s:  # it has had time to come back for its news
+            elif silence_s > 2 * self._timeout_s:  # it has had time to come back for its news
                 del self._frontends[frontend_id]
         return failed_ids
 

@@ -37,14 +37,14 @@ class Mailbox:
         self._unsent_news.pop(request_id, None)
         self._unacknowledged_news.pop(request_id, None)
 
-    def collect(self, acknowledged_number: int) -> Deltas:
-        """All news that the frontend lacks, which has the reply `acknowledged_number`."""
-        if acknowledged_number == self._last_reply_number:
+    def collect(self, acknowledged_reply_number: int) -> Deltas:
+        """All news that the frontend lacks, which has the reply `acknowledged_reply_number`."""
+        if acknowledged_reply_number == self._last_reply_number:
             self._unacknowledged_news = {}
         for request_id, news in self._unsent_news.items():
             _append(self._unacknowledged_news, request_id, news)
         self._unsent_news = {}
-        self._last_reply_number = max(self._last_reply_number, acknowledged_number) + 1
+        self._last_reply_number = max(self._last_reply_number, acknowledged_reply_number) + 1
         return pack(self._last_reply_number, self._unacknowledged_news)
 
 

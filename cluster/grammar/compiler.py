@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.grammar.formats import MAX_SOURCE_BYTES
-from cluster.grammar.helper import Helper, HelperError, HelperLateError, HelperLostError
+from cluster.grammar.helper import Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 
 # Seconds of a processor's time, in the first line and in the other one.
@@ -90,7 +90,7 @@ class GrammarCompiler:
         source = structural_tag.encode()
         try:
             child.call(limit_s, "check", structural_tag)
-        except HelperLateError:
+        except HelperTimeoutError:
             return False
         except (HelperError, HelperLostError) as error:
             raise self._remember_refusal(source, f"it cannot be compiled: {error}") from None

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLateError, HelperLostError
+from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.sequence import Sequence
 
@@ -82,7 +82,7 @@ class Follower:
             if not self._thread.is_alive():
                 self._thread.start()
         except RuntimeError as error:  # there is no room for another thread
-            followed_seq.mask_answer = _failed(followed_seq, str(error))
+            followed_seq.mask_answer = _no_mask_error(followed_seq, str(error))
             followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
             return
         self._queue.append(followed_seq)
@@ -108,8 +108,8 @@ class Follower:
             except Exception as error:  # a bug; the other grammars go on
                 logger.exception("the masks of a grammar failed")
                 self._drop_child()
-                unanswered = [f for f in batch if f.num_tokens_answered != f.num_tokens_asked]
-                self._fail(unanswered, f"{type(error).__name__}: {error}")
+                unanswered_seqs = [f for f in batch if f.num_tokens_answered != f.num_tokens_asked]
+                self._fail(unanswered_seqs, f"{type(error).__name__}: {error}")
             with self._lock:
                 self.is_quick = self._child is not None and not self._was_slow
                 self._on_answers(batch)
@@ -131,28 +131,32 @@ class Follower:
         one whose time is up fails, and so does one that loses its child again.
         """
         while batch:
-            num_answered = 0
+            num_answered_seqs = 0
             try:
                 for mask_or_reason, cpu_s in self._masks(batch):
-                    self._take_answer(batch[num_answered], mask_or_reason, cpu_s)
-                    num_answered += 1
-            except HelperLateError:
+                    self._take_answer(batch[num_answered_seqs], mask_or_reason, cpu_s)
+                    num_answered_seqs += 1
+            except HelperTimeoutError:
                 self._drop_child()
                 self._was_slow = True
-                self._answer(batch[num_answered], _too_slow(f"one took {MASK_LIMIT_S:g} s"))
-                num_answered += 1
+                self._answer(
+                    batch[num_answered_seqs], _too_slow_error(f"one took {MASK_LIMIT_S:g} s")
+                )
+                num_answered_seqs += 1
             except HelperLostError as error:
                 self._drop_child()
-                culprit = batch[num_answered]
-                culprit.num_child_losses += 1
-                if culprit.num_child_losses >= MAX_CHILD_LOSSES:
-                    self._fail([culprit], f"{culprit.num_child_losses} times, {error}")
-                    num_answered += 1
+                interrupted_seq = batch[num_answered_seqs]
+                interrupted_seq.num_child_losses += 1
+                if interrupted_seq.num_child_losses >= MAX_CHILD_LOSSES:
+                    self._fail(
+                        [interrupted_seq], f"{interrupted_seq.num_child_losses} times, {error}"
+                    )
+                    num_answered_seqs += 1
             except HelperError as error:
                 self._drop_child()  # it is not known how far it got
-                self._fail(batch[num_answered:], str(error))
+                self._fail(batch[num_answered_seqs:], str(error))
                 return
-            batch = batch[num_answered:]
+            batch = batch[num_answered_seqs:]
 
     def _masks(self, batch: list[FollowedSequence]) -> Iterator[tuple[bytes | str | None, float]]:
         """The child's answers, in order."""
@@ -185,7 +189,7 @@ class Follower:
             self._child = self._helper.fork(CHILD_MEMORY_BYTES)
             try:
                 self._child.call(LOAD_LIMIT_S, "load", self.grammar)
-            except HelperLateError:
+            except HelperTimeoutError:
                 raise HelperError(f"it takes longer than {LOAD_LIMIT_S:g} s to load") from None
         return self._child
 
@@ -205,7 +209,7 @@ class Follower:
         limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
         if followed_seq.spent_cpu_s > limit_s:
             how = f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"
-            self._answer(followed_seq, _too_slow(how))
+            self._answer(followed_seq, _too_slow_error(how))
         elif isinstance(mask_or_reason, str):
             self._fail([followed_seq], mask_or_reason)
         else:
@@ -213,7 +217,7 @@ class Follower:
 
     def _fail(self, batch: list[FollowedSequence], why: str) -> None:
         for followed_seq in batch:
-            self._answer(followed_seq, _failed(followed_seq, why))
+            self._answer(followed_seq, _no_mask_error(followed_seq, why))
 
     def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:
         with self._lock:
@@ -221,11 +225,11 @@ class Follower:
             followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
 
 
-def _failed(followed_seq: FollowedSequence, why: str) -> RequestFailedError:
+def _no_mask_error(followed_seq: FollowedSequence, why: str) -> RequestFailedError:
     return RequestFailedError(f"no mask for request {followed_seq.sequence.request_id}: {why}")
 
 
-def _too_slow(how: str) -> RequestError:
+def _too_slow_error(how: str) -> RequestError:
     return RequestError(
         "structured_outputs: the grammar is too slow: the masks of its tokens may take"
         f" {MASK_LIMIT_S:g} s each, and {ALL_MASKS_LIMIT_S:g} s and {ALL_MASKS_PER_TOKEN_S:g} s per"

@@ -33,7 +33,7 @@ class HelperLostError(Exception):
     """A child has died, or what it answered is not an answer."""
 
 
-class HelperLateError(Exception):
+class HelperTimeoutError(Exception):
     """A child did not answer in time."""
 
 
@@ -55,20 +55,20 @@ class Child:
     ) -> Iterator[Any]:
         """The `count` answers to a call, each of which may take the child `limit_s` of a
         processor's time. With `yields_cores`, a child that is slow leaves the processors to others
-        from then on. Raises `HelperError`, and `HelperLostError` and `HelperLateError`, after which
-        the child must be closed.
+        from then on. Raises `HelperError`, and `HelperLostError` and `HelperTimeoutError`, after
+        which the child must be closed.
         """
         try:
             self._pipe.send((name, arguments), limit_s * MAX_WALL_TIME_FACTOR)
             for _ in range(count):
-                is_done, answer = self._receive(limit_s, yields_cores=yields_cores)
-                if not is_done:
+                is_success, answer = self._receive(limit_s, yields_cores=yields_cores)
+                if not is_success:
                     raise HelperError(answer)
                 yield answer
         except PipeError as error:
             raise HelperLostError(f"its process has ended: {error}") from None
         except TimeoutError:
-            raise HelperLateError from None
+            raise HelperTimeoutError from None
 
     def close(self) -> None:
         """Kill the child."""

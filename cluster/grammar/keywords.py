@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.grammar import merging, patterns, ranges
-from cluster.grammar.ranges import NotHonored
+from cluster.grammar.ranges import NotHonoredError
 from scheduler.bounds import short_repr
 from scheduler.errors import RequestError
 
@@ -22,7 +22,7 @@ _DATE = (
 )
 _HOUR_AND_MINUTE = r"([01][0-9]|2[0-3]):[0-5][0-9]"
 _TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_AND_MINUTE})"
-_BYTE = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _HEX_DIGIT = r"[0-9a-fA-F]"
 _DNS_LABEL = r"[A-Za-z0-9]+(-[A-Za-z0-9]+)*"
 _PATH_CHARACTER = r"[A-Za-z0-9._~!$&'()*+,;=:@-]"
@@ -32,7 +32,7 @@ _FORMAT_PATTERNS = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}T{_TIME}$",
     "uuid": f"^{_HEX_DIGIT}{{8}}(-{_HEX_DIGIT}{{4}}){{3}}-{_HEX_DIGIT}{{12}}$",
-    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
+    "ipv4": rf"^{_IPV4_OCTET}\.{_IPV4_OCTET}\.{_IPV4_OCTET}\.{_IPV4_OCTET}$",
     "email": rf"^[A-Za-z0-9_+-]+(\.[A-Za-z0-9_+-]+)*@{_DNS_LABEL}(\.[A-Za-z]{{2,}})+$",
     "uri": rf"^[a-z]+://{_DNS_LABEL}(\.{_DNS_LABEL})*(:[1-9][0-9]{{1,3}})?(/{_PATH_CHARACTER}*)*"
     rf"(\?({_PATH_CHARACTER}|/)*)?(#({_PATH_CHARACTER}|/)*)?$",
@@ -98,20 +98,23 @@ _VALUE_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_value(keyword: str, value: object, path: str) -> None:
-    """Raise `NotHonored` for a value that the keyword cannot have."""
+    """Raise `NotHonoredError` for a value that the keyword cannot have."""
     if keyword in _VALUE_CHECKS:
         accepts, description = _VALUE_CHECKS[keyword]
         if not accepts(value):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}.{keyword} must be {description}, got {short_repr(value)}", keyword
             )
 
 
 def enforceable_schema(schema: Schema, path: str) -> Schema | bool:
-    """A schema without references and alternatives as xgrammar enforces it. Raises `NotHonored`."""
+    """A schema without references and alternatives as xgrammar enforces it.
+
+    Raises `NotHonoredError`.
+    """
     for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}.{keyword} needs a type beside it: {' or '.join(needed_types)}", keyword
             )
     types = merging.declared_types(schema)
@@ -147,12 +150,12 @@ def _with_only(schema: Schema, names: tuple[str, ...]) -> Schema:
 
 
 def _check_listed_values(values: list[Any], types: list[Any] | None, path: str) -> None:
-    """Raise `NotHonored` for values of another type, and for numbers that lose digits."""
+    """Raise `NotHonoredError` for values of another type, and for numbers that lose digits."""
     for value in values:
         if types is not None and not any(_is_of_type(value, type_name) for type_name in types):
-            raise NotHonored(f"{path} lists {short_repr(value)}, which is not of its type")
+            raise NotHonoredError(f"{path} lists {short_repr(value)}, which is not of its type")
         if not _is_exact(value):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path} lists {short_repr(value)}, which has a number that is too large"
             )
 
@@ -200,7 +203,7 @@ def _object(schema: Schema, path: str) -> Schema:
     for name in required_names:
         if name not in properties:
             if additional_schema is False or has_name_rules:
-                raise NotHonored(
+                raise NotHonoredError(
                     f"{path}.required names {short_repr(name)}, which properties does not have",
                     "required",
                 )
@@ -238,21 +241,21 @@ def _names_schema(schema: Schema, path: str) -> Schema | None:
         obstacle = _PROPERTY_NAMES_OBSTACLE
         if conflicting_keyword:
             obstacle = f"together with {conflicting_keyword!r}"
-        raise NotHonored(f"{path}.propertyNames cannot be honored {obstacle}", "propertyNames")
+        raise NotHonoredError(f"{path}.propertyNames cannot be honored {obstacle}", "propertyNames")
     return dict(names_schema)
 
 
 def _check_false_properties(
     properties: Schema, required_names: list[str], additional_schema: Any, path: str
 ) -> None:
-    """Raise `NotHonored` for properties that must not be there, if they could be."""
+    """Raise `NotHonoredError` for properties that must not be there, if they could be."""
     for name, part in properties.items():
         if part is False and name in required_names:
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}.required names {short_repr(name)}, which cannot be", "required"
             )
         if part is False and additional_schema not in (None, False):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}.properties.{name[:100]}: false cannot be honored together with"
                 " 'additionalProperties'",
                 "properties",
@@ -264,7 +267,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
     pattern_properties = schema["patternProperties"]
     if len(pattern_properties) > 1 or additional_schema not in (None, True, False):
         obstacle = "other patterns" if len(pattern_properties) > 1 else "'additionalProperties'"
-        raise NotHonored(
+        raise NotHonoredError(
             f"{path}.patternProperties cannot be honored together with {obstacle}",
             "patternProperties",
         )
@@ -273,7 +276,7 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
     leading_tokens = patterns.leading_tokens(pattern)
     for name in properties:
         if not patterns.cannot_begin_with(name, leading_tokens):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}.patternProperties cannot be honored: {short_repr(name)} of the properties"
                 " may match a pattern, or begins like it",
                 "patternProperties",
@@ -287,9 +290,9 @@ def _check_property_count(
     """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
     if num_named_properties is not None and minimum > num_named_properties:
-        raise NotHonored(f"{path}.minProperties is more than are possible", "minProperties")
+        raise NotHonoredError(f"{path}.minProperties is more than are possible", "minProperties")
     if num_named_properties is None and minimum > max(1, num_required_names):
-        raise NotHonored(
+        raise NotHonoredError(
             f"{path}.minProperties cannot be honored where names are free; set"
             " additionalProperties to false",
             "minProperties",
@@ -297,7 +300,9 @@ def _check_property_count(
     if minimum <= num_required_names:
         schema.pop("minProperties", None)
     if schema.get("maxProperties", num_required_names) < num_required_names:
-        raise NotHonored(f"{path}.maxProperties is less than what is required", "maxProperties")
+        raise NotHonoredError(
+            f"{path}.maxProperties is less than what is required", "maxProperties"
+        )
 
 
 # -- lists, strings --------------------------------------------------------------------------------
@@ -317,9 +322,11 @@ def _array(schema: Schema, path: str) -> Schema:
     if "items" not in schema and (not prefix or minimum > len(prefix)):
         schema["items"] = True
     if schema.get("items") is False and minimum > len(schema.get("prefixItems", ())):
-        raise NotHonored(f"{path}.minItems is more than the items that are possible", "minItems")
+        raise NotHonoredError(
+            f"{path}.minItems is more than the items that are possible", "minItems"
+        )
     if minimum > (math.inf if maximum is None else maximum):
-        raise NotHonored(f"{path}.minItems is more than maxItems", "minItems")
+        raise NotHonoredError(f"{path}.minItems is more than maxItems", "minItems")
     return {name: value for name, value in schema.items() if value != []}
 
 
@@ -328,11 +335,11 @@ def _string(schema: Schema, path: str) -> Schema:
     if lengths != [None, None]:
         minimum, maximum = lengths[0] or 0, "" if lengths[1] is None else lengths[1]
         if lengths[1] is not None and lengths[1] < minimum:
-            raise NotHonored(f"{path}.minLength is more than maxLength", "minLength")
+            raise NotHonoredError(f"{path}.minLength is more than maxLength", "minLength")
         return {"pattern": f"^{patterns.UNESCAPED_CHARACTER}{{{minimum},{maximum}}}$"}
     if "format" in schema:
         if schema["format"] not in _FORMAT_PATTERNS:
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}: the format {short_repr(schema['format'])} is not supported; supported"
                 f" are {', '.join(FORMAT_NAMES)}",
                 "format",
@@ -347,4 +354,4 @@ def _pattern(pattern: object, path: str, keyword: str | None = None) -> str:
     try:
         return patterns.rewritten_pattern(pattern, path, is_json_string=True)
     except RequestError as error:
-        raise NotHonored(str(error).removeprefix("structured_outputs: "), keyword) from None
+        raise NotHonoredError(str(error).removeprefix("structured_outputs: "), keyword) from None

@@ -27,8 +27,8 @@ class GrammarMatching:
         """See `Helper`."""
         self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
         self._lock = threading.Lock()
-        self._unanswered: set[FollowedSequence] = set()  # what `masks` waits for
-        self._all_answered = threading.Condition(self._lock)
+        self._unanswered_seqs: set[FollowedSequence] = set()  # what `masks` waits for
+        self._all_answered_condition = threading.Condition(self._lock)
         self._followers: dict[bytes, Follower] = {}  # by grammar
         self._idle_followers: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
         self._followed_by_request: dict[str, FollowedSequence] = {}  # by request id
@@ -39,11 +39,11 @@ class GrammarMatching:
         with self._lock:
             followed_seqs = [self._ask(seq) for seq in sequences]
             if limit_s > 0:
-                self._unanswered = {f for f in followed_seqs if not _is_answered(f)}
-                self._all_answered.wait_for(lambda: not self._unanswered, limit_s)
-                for followed_seq in self._unanswered:
+                self._unanswered_seqs = {f for f in followed_seqs if not _is_answered(f)}
+                self._all_answered_condition.wait_for(lambda: not self._unanswered_seqs, limit_s)
+                for followed_seq in self._unanswered_seqs:
                     followed_seq.follower.is_quick = False  # until it has caught up
-                self._unanswered.clear()
+                self._unanswered_seqs.clear()
             return [f.mask_answer if _is_answered(f) else MASK_LATE for f in followed_seqs]
 
     def is_quick(self, seq: Sequence) -> bool:
@@ -95,10 +95,10 @@ class GrammarMatching:
 
     def _note_answers(self, answered_seqs: list[FollowedSequence]) -> None:
         """Note answers. The caller holds the lock."""
-        if self._unanswered:
-            self._unanswered.difference_update(answered_seqs)
-            if not self._unanswered:
-                self._all_answered.notify()
+        if self._unanswered_seqs:
+            self._unanswered_seqs.difference_update(answered_seqs)
+            if not self._unanswered_seqs:
+                self._all_answered_condition.notify()
 
 
 def _is_answered(followed_seq: FollowedSequence) -> bool:

@@ -25,7 +25,7 @@ _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minPro
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
 
-class CannotMerge(Exception):
+class CannotMergeError(Exception):
     """Schemas that are not put into one; the message says why."""
 
 
@@ -59,14 +59,14 @@ class Merger:
 
     def merged(self, parts: Sequence[Any], select_keywords: Any) -> Any:
         """One schema for all parts, which may be booleans. `select_keywords` says which keywords of
-        a schema restrict values; the others are left out. Raises `CannotMerge`.
+        a schema restrict values; the others are left out. Raises `CannotMergeError`.
         """
         self._count_keywords(parts)
         if any(part is False for part in parts):
             return False
         for part in parts:
             if not isinstance(part, Mapping | bool):
-                raise CannotMerge("there is a part that is no schema")
+                raise CannotMergeError("there is a part that is no schema")
         parts = [part for part in parts if isinstance(part, Mapping) and select_keywords(part)]
         if len(parts) < 2:
             return parts[0] if parts else True
@@ -81,7 +81,7 @@ class Merger:
         return result
 
     def _count_keywords(self, parts: Sequence[Any]) -> None:
-        """Raise `CannotMerge` if there are too many parts, which may multiply."""
+        """Raise `CannotMergeError` if there are too many parts, which may multiply."""
         for part in parts:
             self._num_merged_keywords += 1
             if isinstance(part, Mapping):
@@ -89,36 +89,39 @@ class Merger:
                     len(part) + len(_properties(part)) + len(_required_names(part))
                 )
         if self._num_merged_keywords > MAX_MERGED_KEYWORDS:
-            raise CannotMerge(f"more than {MAX_MERGED_KEYWORDS} keywords would have to be merged")
+            raise CannotMergeError(
+                f"more than {MAX_MERGED_KEYWORDS} keywords would have to be merged"
+            )
 
     def _resolved(self, part: Mapping[str, Any], select_keywords: Any = None) -> Any:
-        """What the references of a part lead to. Raises `CannotMerge` if they lead nowhere, or have
-        others of the `select_keywords` keywords beside them, which without it are not looked at.
+        """What the references of a part lead to. Raises `CannotMergeError` if they lead nowhere,
+        or have others of the `select_keywords` keywords beside them, which without it are not
+        looked at.
         """
         target: Any = part
         for _ in range(_MAX_REFERENCE_CHAIN):
             if not isinstance(target, Mapping) or "$ref" not in target:
                 return target
             if select_keywords is not None and select_keywords(target).keys() != {"$ref"}:
-                raise CannotMerge("one of its references has other keywords beside it")
+                raise CannotMergeError("one of its references has other keywords beside it")
             target = self._references.target(target, str(target["$ref"]))
             if target is None:
-                raise CannotMerge("one of its references leads to no schema")
-        raise CannotMerge("its references lead on and on")
+                raise CannotMergeError("one of its references leads to no schema")
+        raise CannotMergeError("its references lead on and on")
 
     def check_disjoint(self, alternatives: Sequence[Any]) -> None:
-        """Raise `CannotMerge` unless it is certain that no value fits two of these schemas."""
+        """Raise `CannotMergeError` unless it is certain that no value fits two of these schemas."""
         values = [listed_values(part) or [] for part in alternatives if isinstance(part, Mapping)]
         if len(values) == len(alternatives) and all(values):
             keys = [equality_key(value) for listed in values for value in listed]
             if len({*keys}) == len(keys):
                 return
         if len(alternatives) > MAX_ALTERNATIVES:
-            raise CannotMerge(f"more than {MAX_ALTERNATIVES} alternatives; use anyOf")
+            raise CannotMergeError(f"more than {MAX_ALTERNATIVES} alternatives; use anyOf")
         for index, second in enumerate(alternatives):
             for first in alternatives[:index]:
                 if not self.are_disjoint(first, second):
-                    raise CannotMerge(
+                    raise CannotMergeError(
                         f"more than one alternative may fit, number {index + 1} among them; use"
                         " anyOf, or give each a required property with a const of its own"
                     )
@@ -130,7 +133,7 @@ class Merger:
             return False
         try:
             first, second = self._resolved(first), self._resolved(second)
-        except CannotMerge:
+        except CannotMergeError:
             return False
         if first is False or second is False:
             return True
@@ -208,7 +211,7 @@ def _required_names(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _merge_into(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
-    """Add what another part asks for; False if nothing can fit. Raises `CannotMerge`."""
+    """Add what another part asks for; False if nothing can fit. Raises `CannotMergeError`."""
     if result.keys() & _OBJECT_KEYWORDS and part.keys() & _OBJECT_KEYWORDS:
         _check_objects(result, part)
     _check_arrays(result, part)
@@ -240,32 +243,32 @@ def _merge_into(result: dict[str, Any], part: Mapping[str, Any]) -> bool:
         elif name == "items" and "prefixItems" not in result.keys() | part.keys():
             result[name] = {"allOf": [result[name], value]}
         else:
-            raise CannotMerge(f"{name!r} is in more than one of its parts")
+            raise CannotMergeError(f"{name!r} is in more than one of its parts")
     return True
 
 
 def _check_objects(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Raise `CannotMerge` where a keyword of one would come to mean other properties."""
+    """Raise `CannotMergeError` where a keyword of one would come to mean other properties."""
     for schema, other in ((first, second), (second, first)):
         for name in ("patternProperties", "propertyNames", "unevaluatedProperties"):
             if name in schema and ("properties" in other or "required" in other):
-                raise CannotMerge(f"{name!r} is beside properties of another part")
+                raise CannotMergeError(f"{name!r} is beside properties of another part")
         other_names = _properties(other).keys() | _required_names(other)
         has_unnamed = "patternProperties" in other or other_names - _properties(schema).keys()
         if schema.get("additionalProperties", True) not in (True, {}) and has_unnamed:
-            raise CannotMerge("'additionalProperties' is beside properties of another part")
+            raise CannotMergeError("'additionalProperties' is beside properties of another part")
 
 
 def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Raise `CannotMerge` where a keyword of one would come to mean other items."""
+    """Raise `CannotMergeError` where a keyword of one would come to mean other items."""
     for schema, other in ((first, second), (second, first)):
         is_prefixed = "prefixItems" in other and other["prefixItems"] is not schema.get(
             "prefixItems"
         )
         if is_prefixed and schema.get("items", True) not in (True, {}):
-            raise CannotMerge("'items' is beside 'prefixItems' of another part")
+            raise CannotMergeError("'items' is beside 'prefixItems' of another part")
         if "unevaluatedItems" in schema and other.keys() & {"prefixItems", "items"}:
-            raise CannotMerge("'unevaluatedItems' is beside items of another part")
+            raise CannotMergeError("'unevaluatedItems' is beside items of another part")
 
 
 def _merged_properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
@@ -293,7 +296,7 @@ def _common_types(first: Any, second: Any) -> list[Any]:
     second_types = [second] if isinstance(second, str) else second
     for types in (first_types, second_types):
         if not isinstance(types, list) or not all(isinstance(name, str) for name in types):
-            raise CannotMerge("'type' is neither a name nor a list of names")
+            raise CannotMergeError("'type' is neither a name nor a list of names")
     common_types = [name for name in first_types if name in second_types]
     for types, other_types in ((first_types, second_types), (second_types, first_types)):
         has_no_number = not {"integer", "number"} & {*common_types}

@@ -21,7 +21,7 @@ _INTEGER_FORMATS |= {f"uint{n}": (0, 2**n - 1) for n in (8, 16, 32, 64)} | {"uin
 _INTEGER_FORMATS |= {"int": (-(2**63), 2**63 - 1)}
 
 
-class NotHonored(Exception):
+class NotHonoredError(Exception):
     """A schema that cannot be honored; the message says why. Without `keyword` it could be."""
 
     def __init__(self, why: str, keyword: str | None = None) -> None:
@@ -31,7 +31,7 @@ class NotHonored(Exception):
 
 def enforceable_bounds(schema: Schema, types: list[Any], path: str) -> Schema:
     """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
-    `types` are those of the schema. Raises `NotHonored`.
+    `types` are those of the schema. Raises `NotHonoredError`.
     """
     format_name = schema.pop("format", None) if "string" not in types else None
     step = schema.pop("multipleOf", None)
@@ -39,7 +39,7 @@ def enforceable_bounds(schema: Schema, types: list[Any], path: str) -> Schema:
         bounds = _integer_bounds(schema, format_name, path)
     else:
         if format_name not in (None, "float", "double"):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}: the format {short_repr(format_name)} is not supported", "format"
             )
         bounds = _number_bounds(schema, path)
@@ -47,7 +47,7 @@ def enforceable_bounds(schema: Schema, types: list[Any], path: str) -> Schema:
         return bounds
     is_whole = "integer" in types and step == int(step) and step >= 1
     if not is_whole:
-        raise NotHonored(
+        raise NotHonoredError(
             f"{path}.multipleOf is supported of whole numbers of type integer alone", "multipleOf"
         )
     return _multiples(int(step), bounds, path)
@@ -60,14 +60,14 @@ def _multiples(step: int, bounds: Schema, path: str) -> Schema:
         return {"multipleOf": step}
     minimum, maximum = bounds.get("minimum"), bounds.get("maximum")
     if minimum is None or maximum is None or maximum - minimum > step * _MAX_LISTED_MULTIPLES:
-        raise NotHonored(
+        raise NotHonoredError(
             f"{path}.multipleOf is supported up to {_MAX_UNBOUNDED_STEP} without bounds, or with"
             f" bounds that leave at most {_MAX_LISTED_MULTIPLES} multiples",
             "multipleOf",
         )
     values = list(range(-(-minimum // step) * step, maximum + 1, step))
     if not values:
-        raise NotHonored(f"{path}: no multiple is between the bounds", "multipleOf")
+        raise NotHonoredError(f"{path}: no multiple is between the bounds", "multipleOf")
     return {"enum": values}
 
 
@@ -79,7 +79,7 @@ def _integer_bounds(schema: Schema, format_name: Any, path: str) -> Schema:
     maximums += [math.ceil(schema[n]) - 1 for n in ("exclusiveMaximum",) if n in schema]
     if format_name is not None:
         if format_name not in _INTEGER_FORMATS:
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}: the format {short_repr(format_name)} is not supported", "format"
             )
         minimums.append(_INTEGER_FORMATS[format_name][0])
@@ -90,7 +90,7 @@ def _integer_bounds(schema: Schema, format_name: Any, path: str) -> Schema:
     if maximums:
         bounds["maximum"] = min(*maximums, _MAX_INTEGER)
     if bounds.get("minimum", -_MAX_INTEGER) > bounds.get("maximum", _MAX_INTEGER):
-        raise NotHonored(
+        raise NotHonoredError(
             f"{path}: no whole number up to {_MAX_INTEGER} is between the bounds", "minimum"
         )
     return bounds
@@ -109,13 +109,17 @@ def _number_bounds(schema: Schema, path: str) -> Schema:
         name = tighter(bounds_given, key=bounds_given.__getitem__)
         value = bounds_given[name]
         if abs(value) > _MAX_BOUND:
-            raise NotHonored(f"{path}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name)
+            raise NotHonoredError(
+                f"{path}.{name}: bounds beyond {_MAX_BOUND:g} are not supported", name
+            )
         rounded = _rounded(value, rounding)
         bounds[inclusive if rounded != value else name] = rounded
     lower: Any = bounds.get("minimum", bounds.get("exclusiveMinimum", -math.inf))
     upper: Any = bounds.get("maximum", bounds.get("exclusiveMaximum", math.inf))
     if lower > upper or (lower == upper and bounds.keys() != {"minimum", "maximum"}):
-        raise NotHonored(f"{path}: no number with few decimals is between the bounds", "minimum")
+        raise NotHonoredError(
+            f"{path}: no number with few decimals is between the bounds", "minimum"
+        )
     return bounds
 
 

@@ -25,7 +25,7 @@ SCHEMA_KEYWORDS = (
 )
 
 
-def parts_of(schema: Mapping[str, Any]) -> Iterator[Any]:
+def subschemas_of(schema: Mapping[str, Any]) -> Iterator[Any]:
     """The values directly in a schema that are schemas, or should be."""
     for name in SCHEMA_MAP_KEYWORDS:
         schema_map = schema.get(name)
@@ -47,7 +47,7 @@ class References:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._base_uri_of: dict[int, str] = {}  # by the id of a schema
+        self._base_uri_by_schema_id: dict[int, str] = {}
         self._schemas_by_uri: dict[str, Any] = {"": root}  # by address, with an anchor
         self._copies: list[Mapping[str, Any]] = []  # kept, so that their ids stay theirs
         unvisited = [(root, "")]
@@ -62,19 +62,21 @@ class References:
             anchor = schema.get("$anchor")
             if isinstance(anchor, str):
                 self._schemas_by_uri.setdefault(f"{urldefrag(base_uri).url}#{anchor}", schema)
-            self._base_uri_of[id(schema)] = urldefrag(base_uri).url
-            unvisited += [(part, base_uri) for part in parts_of(schema)]
+            self._base_uri_by_schema_id[id(schema)] = urldefrag(base_uri).url
+            unvisited += [(part, base_uri) for part in subschemas_of(schema)]
 
     def register_copy(self, schema: Mapping[str, Any], copy: dict[str, Any]) -> dict[str, Any]:
         """A copy of a schema, in whose place it stands from now on."""
-        if id(schema) in self._base_uri_of:
-            self._base_uri_of[id(copy)] = self._base_uri_of[id(schema)]
+        if id(schema) in self._base_uri_by_schema_id:
+            self._base_uri_by_schema_id[id(copy)] = self._base_uri_by_schema_id[id(schema)]
             self._copies.append(copy)
         return copy
 
     def target(self, schema: Mapping[str, Any], reference: str) -> Any:
         """What a reference in a schema leads to; None for nothing, or nothing that is a schema."""
-        base_uri = self._base_uri_of.get(id(schema), self._base_uri_of.get(id(self._root), ""))
+        base_uri = self._base_uri_by_schema_id.get(
+            id(schema), self._base_uri_by_schema_id.get(id(self._root), "")
+        )
         address, fragment = urldefrag(_joined_uri(base_uri, reference))
         if fragment and not fragment.startswith("/"):
             target = self._schemas_by_uri.get(f"{address}#{unquote(fragment)}")
@@ -135,7 +137,7 @@ def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
         schema = unvisited.pop()
         if isinstance(schema, Mapping):
             yield schema
-            unvisited += parts_of(schema)
+            unvisited += subschemas_of(schema)
 
 
 def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:

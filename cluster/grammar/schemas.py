@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cluster.grammar import keywords, merging, patterns
-from cluster.grammar.merging import CannotMerge, Merger
-from cluster.grammar.ranges import NotHonored
+from cluster.grammar.merging import CannotMergeError, Merger
+from cluster.grammar.ranges import NotHonoredError
 from cluster.grammar.references import References, check_satisfiable
 from scheduler.bounds import short_repr
 from scheduler.errors import RequestError
@@ -25,13 +25,13 @@ _ANNOTATIONS = {
     *("contentEncoding", "contentMediaType", "contentSchema"),
 }
 # Keywords, with what they hold: nothing to look into, a schema, a list of schemas, schemas by name.
-_PLAIN, _SCHEMA, _LIST, _BY_NAME = range(4)
+_PLAIN, _SCHEMA, _LIST, _SCHEMAS_BY_NAME = range(4)
 _HONORED_KEYWORDS = {
     **dict.fromkeys(("type", "enum", "const", "required", "pattern", "format", "$ref"), _PLAIN),
     **dict.fromkeys(("minItems", "maxItems", "minLength", "maxLength"), _PLAIN),
     **dict.fromkeys(("minProperties", "maxProperties", "multipleOf"), _PLAIN),
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _PLAIN),
-    **dict.fromkeys(("properties", "patternProperties"), _BY_NAME),
+    **dict.fromkeys(("properties", "patternProperties"), _SCHEMAS_BY_NAME),
     **dict.fromkeys(("additionalProperties", "items", "propertyNames"), _SCHEMA),
     **dict.fromkeys(("prefixItems", "anyOf", "oneOf", "allOf"), _LIST),
 }
@@ -68,7 +68,7 @@ def honored_schema(schema: object, path: str) -> Any:
     """
     try:
         return _Rewriter(schema, path, drops_keywords=False).rewritten()
-    except NotHonored as error:
+    except NotHonoredError as error:
         raise patterns.refusal(str(error)) from None
 
 
@@ -79,7 +79,7 @@ def loosened_schema(schema: object, path: str) -> tuple[Any, bool]:
     rewriter = _Rewriter(schema, path, drops_keywords=True)
     try:
         rewritten = rewriter.rewritten()
-    except (NotHonored, RequestError):
+    except (NotHonoredError, RequestError):
         return ANY_OBJECT, True
     if isinstance(rewritten, bool):
         return ANY_OBJECT, True
@@ -100,12 +100,12 @@ class _Rewriter:
         self._drops_keywords = drops_keywords
         self._references = References(root)
         self._merger = Merger(self._references)
-        self._name_of: dict[int, str] = {id(root): "#"}  # by the id of what a reference leads to
-        self._reference_of: dict[str, str] = {"#": "#"}
+        self._name_by_target_id: dict[int, str] = {id(root): "#"}
+        self._reference_by_name: dict[str, str] = {"#": "#"}
         self._unwritten_targets: list[tuple[str, Any, str]] = []
 
     def rewritten(self) -> Any:
-        """The whole schema. Raises `NotHonored` and `RequestError`."""
+        """The whole schema. Raises `NotHonoredError` and `RequestError`."""
         root = self._rewritten_part(self._root, self._path, 0)
         targets: dict[str, Any] = {}
         while self._unwritten_targets:
@@ -115,7 +115,7 @@ class _Rewriter:
         if targets and isinstance(root, dict):
             root["$defs"] = targets
         if self._has_references:
-            check_satisfiable(root, self._reference_of, self._path, NotHonored)
+            check_satisfiable(root, self._reference_by_name, self._path, NotHonoredError)
         return root
 
     def _rewritten_part(self, schema: Any, path: str, depth: int) -> Any:
@@ -153,7 +153,7 @@ class _Rewriter:
             return self._rewrite_or_drop_keywords(
                 parts, lambda parts: keywords.enforceable_schema(dict(parts), path)
             )
-        except NotHonored:
+        except NotHonoredError:
             if not self._drops_keywords:
                 raise
             self.has_dropped_keywords = True
@@ -167,7 +167,7 @@ class _Rewriter:
         while True:
             try:
                 return rewrite(schema)
-            except NotHonored as error:
+            except NotHonoredError as error:
                 is_mapping = isinstance(schema, Mapping)
                 if not self._drops_keywords or not is_mapping or error.keyword not in schema:
                     raise
@@ -189,21 +189,21 @@ class _Rewriter:
         if isinstance(schema, bool):
             return schema
         if not isinstance(schema, Mapping):
-            raise NotHonored(f"{path} must be a JSON schema, got {short_repr(schema)}")
+            raise NotHonoredError(f"{path} must be a JSON schema, got {short_repr(schema)}")
         if depth > _MAX_DEPTH:
-            raise NotHonored(f"{path} is deeper than {_MAX_DEPTH} levels")
+            raise NotHonoredError(f"{path} is deeper than {_MAX_DEPTH} levels")
         merged = self._merged(_normalized(schema), path)
         if not isinstance(merged, bool):
             self._check_keywords(merged, path)
         return merged
 
     def _check_keywords(self, schema: Mapping[str, Any], path: str) -> None:
-        """Raise `NotHonored` for a keyword that is not known, or not beside another one."""
+        """Raise `NotHonoredError` for a keyword that is not known, or not beside another one."""
         for keyword in schema:
             if _is_annotation(keyword):
                 continue
             if keyword not in _HONORED_KEYWORDS:
-                raise NotHonored(
+                raise NotHonoredError(
                     f"{path}.{keyword}: this keyword of JSON schemas is not supported; supported"
                     f" are {', '.join(sorted(_HONORED_KEYWORDS))}",
                     keyword,
@@ -211,15 +211,15 @@ class _Rewriter:
             conflicting_keywords = _CONFLICTING_KEYWORDS.get(keyword, set()) & schema.keys()
             if conflicting_keywords:
                 other = min(conflicting_keywords)
-                raise NotHonored(
+                raise NotHonoredError(
                     f"{path}.{keyword} cannot be honored together with {other!r}", other
                 )
             keywords.check_value(keyword, schema[keyword], path)
             value_kind = _HONORED_KEYWORDS[keyword]
             if value_kind == _LIST and not (isinstance(schema[keyword], list) and schema[keyword]):
-                raise NotHonored(f"{path}.{keyword} must be a list of schemas", keyword)
-            if value_kind == _BY_NAME and not isinstance(schema[keyword], Mapping):
-                raise NotHonored(f"{path}.{keyword} must map names to schemas", keyword)
+                raise NotHonoredError(f"{path}.{keyword} must be a list of schemas", keyword)
+            if value_kind == _SCHEMAS_BY_NAME and not isinstance(schema[keyword], Mapping):
+                raise NotHonoredError(f"{path}.{keyword} must map names to schemas", keyword)
         if "$ref" in schema:
             self._target(schema, path)
 
@@ -235,7 +235,7 @@ class _Rewriter:
                 self._rewritten_part(part, f"{path}[{i}]", depth + 1)
                 for i, part in enumerate(value)
             ]
-        if value_kind == _BY_NAME:
+        if value_kind == _SCHEMAS_BY_NAME:
             return {
                 name: self._rewritten_part(part, f"{path}.{name[:100]}", depth + 1)
                 for name, part in value.items()
@@ -250,17 +250,17 @@ class _Rewriter:
                 return schema
             try:
                 merged = self._merge_keyword(keyword, schema, path)
-            except CannotMerge as error:
-                raise NotHonored(
+            except CannotMergeError as error:
+                raise NotHonoredError(
                     f"{path}.{keyword} cannot be honored here: {error}", keyword
                 ) from None
             if isinstance(merged, bool):
                 return merged
             schema = _normalized(merged)
-        raise NotHonored(f"{path}: schemas apply to each other again and again", keyword)
+        raise NotHonoredError(f"{path}: schemas apply to each other again and again", keyword)
 
     def _merge_keyword(self, keyword: str, schema: Mapping[str, Any], path: str) -> Any:
-        """A keyword and what is beside it, in one schema. Raises `CannotMerge`."""
+        """A keyword and what is beside it, in one schema. Raises `CannotMergeError`."""
         value = schema[keyword]
         siblings = {name: other for name, other in schema.items() if name != keyword}
         if keyword == "$ref":
@@ -268,7 +268,7 @@ class _Rewriter:
             reference = self._references.register_copy(schema, {keyword: value})
             return self._merger.merged([reference, siblings], _without_annotations)
         if not isinstance(value, list) or not value:
-            raise NotHonored(f"{path}.{keyword} must be a list of schemas", keyword)
+            raise NotHonoredError(f"{path}.{keyword} must be a list of schemas", keyword)
         if keyword == "allOf":
             return self._merger.merged([siblings, *value], _without_annotations)
         for part in value:  # counts, and says what cannot be
@@ -280,10 +280,10 @@ class _Rewriter:
         self._has_references = True
         if isinstance(target, bool):
             return target
-        name = self._name_of.get(id(target))
+        name = self._name_by_target_id.get(id(target))
         if name is None:
-            name = self._name_of[id(target)] = f"#/$defs/{len(self._name_of)}"
-            self._reference_of[name] = schema["$ref"]
+            name = self._name_by_target_id[id(target)] = f"#/$defs/{len(self._name_by_target_id)}"
+            self._reference_by_name[name] = schema["$ref"]
             self._unwritten_targets.append((name, target, schema["$ref"]))
         return {"$ref": name}
 
@@ -293,15 +293,15 @@ class _Rewriter:
         if isinstance(reference, str):
             target = self._references.target(schema, reference)
         if target is None and not (isinstance(reference, str) and reference.startswith("#")):
-            raise NotHonored(
+            raise NotHonoredError(
                 f"{path}: $ref {short_repr(reference)} must point into the schema itself", "$ref"
             )
         if target is None:
-            raise NotHonored(f"{path}: $ref {reference[:100]!r} leads to no schema", "$ref")
+            raise NotHonoredError(f"{path}: $ref {reference[:100]!r} leads to no schema", "$ref")
         return target
 
     def _check_one_of(self, alternatives: list[Any], path: str) -> None:
-        """Raise `NotHonored` unless at most one of the alternatives fits any value; with
+        """Raise `NotHonoredError` unless at most one of the alternatives fits any value; with
         `drops_keywords`, any of them may.
         """
         try:
@@ -311,9 +311,9 @@ class _Rewriter:
                     for part in alternatives
                 ]
             )
-        except CannotMerge as error:
+        except CannotMergeError as error:
             if not self._drops_keywords:
-                raise NotHonored(f"{path}.oneOf: {error}", "oneOf") from None
+                raise NotHonoredError(f"{path}.oneOf: {error}", "oneOf") from None
             self.has_dropped_keywords = True
 
 

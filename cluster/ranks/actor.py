@@ -16,7 +16,7 @@ import ray
 
 from cluster.log import log_to_stderr
 from cluster.ranks.causes import enable_crash_report
-from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import CoreClaim, CoreShare, pin_to_cores, usable_cores
 from cluster.ranks.processes import ProcessId, mark_this_process
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
@@ -72,8 +72,8 @@ class RankActor:
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
         self._claim: CoreClaim | None = None  # from the start on
-        self._stands_by = False
-        self._imported_event = threading.Event()
+        self._is_standby = False
+        self._ready_event = threading.Event()
         self._compute_executor = ThreadPoolExecutor(1, "rank")
         self._order_condition = threading.Condition()  # of the next two
         self._next_step_id = self._next_mask_step_id = 0
@@ -93,9 +93,9 @@ class RankActor:
         self._wait_for_worker()
         return self._process
 
-    def open_rendezvous(self, on_one_node: bool) -> tuple[str, int]:
-        """Rank 0: listen on a port the system picks; for this machine alone if `on_one_node`."""
-        host = LOOPBACK_ADDRESS if on_one_node else ray.util.get_node_ip_address()
+    def open_rendezvous(self, is_single_node: bool) -> tuple[str, int]:
+        """Rank 0: listen on a port the system picks; for this machine alone if `is_single_node`."""
+        host = LOOPBACK_ADDRESS if is_single_node else ray.util.get_node_ip_address()
         return self._wait_for_worker().open_rendezvous(host)
 
     def start(
@@ -121,7 +121,7 @@ class RankActor:
             ranks_on_node=place.ranks_on_node,
             cores=usable_cores(),
         )
-        self._stands_by = is_standby
+        self._is_standby = is_standby
         num_threads = 1 if is_standby else self._share_cores()
         return self._compute_executor.submit(
             worker.start, rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
@@ -131,8 +131,8 @@ class RankActor:
         """For a rank that has stood by: the steps of `epoch` follow."""
         worker = self._wait_for_worker()
         worker.take_over(epoch)
-        if self._stands_by:  # otherwise the call was made again
-            self._stands_by = False
+        if self._is_standby:  # otherwise the call was made again
+            self._is_standby = False
             self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()
             worker.start_background_compilation()
 
@@ -146,7 +146,7 @@ class RankActor:
         assert self._claim is not None
         share = CoreShare(self._claim)
         cores, num_threads = share.cores_and_num_threads()
-        self._compute_executor.submit(bind, cores).result()
+        self._compute_executor.submit(pin_to_cores, cores).result()
         threading.Thread(
             target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
         ).start()
@@ -158,11 +158,11 @@ class RankActor:
         """
         worker = self._wait_for_worker()
         self._compute_executor.submit(
-            worker.allocate_cache, num_blocks, is_standby=self._stands_by
+            worker.allocate_cache, num_blocks, is_standby=self._is_standby
         ).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
-        if not self._stands_by:
+        if not self._is_standby:
             worker.start_background_compilation()
         return worker.memory()
 
@@ -229,7 +229,7 @@ class RankActor:
         worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
-            bind(cores)
+            pin_to_cores(cores)
             worker.set_num_threads(num_threads)
 
         while True:
@@ -245,7 +245,7 @@ class RankActor:
 
         self._worker = Worker(self._config, self._rank, self._inherited_memory)
         if not self._is_spare:
-            self._imported_event.set()
+            self._ready_event.set()
 
     def _warm(self) -> None:
         """Warm up on a thread that runs only when nothing else needs the core, so that the engine
@@ -258,11 +258,11 @@ class RankActor:
         try:
             self._worker.warm_up_spare()
         finally:
-            self._imported_event.set()
+            self._ready_event.set()
 
     def _wait_for_worker(self) -> Worker:
         """The worker, once it is imported."""
-        self._imported_event.wait()
+        self._ready_event.wait()
         assert self._worker is not None
         return self._worker
 

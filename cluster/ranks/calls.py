@@ -73,7 +73,7 @@ class StepCalls:
         """The rank that the call at this index of `refs` goes to."""
         return index % len(self._actors)
 
-    def make_again(self, index: int) -> None:
+    def repeat_call(self, index: int) -> None:
         """Make the call at this index of `refs` again. A rank does nothing twice."""
         rank = self.rank_of(index)
         actor = self._actors[rank]

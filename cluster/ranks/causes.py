@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from cluster.ranks.processes import ProcessId, has_pidfds, open_pidfd
-from scheduler.errors import DIFFERENT_TOKENS, OTHER_OPERATION
+from scheduler.errors import DIFFERENT_TOKENS_PHRASE, OTHER_OPERATION_PHRASE
 
 SIGNALS_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT}
 SIGNALS_FROM_OUTSIDE |= {signal.SIGTERM, signal.SIGKILL}
@@ -46,11 +46,11 @@ PIDFD_GET_INFO = 0xC000_0000 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 CRASH_REPORT_PROMISE = b"If this process crashes, it says so here.\n"
 CRASH_PREFIX = b"Fatal Python error: "  # how `faulthandler` begins
 
-CORRUPTING_ERRORS = re.compile(
+CORRUPTING_ERROR_PATTERN = re.compile(
     "AcceleratorError|CUDA error|CUDA driver error|Triton Error|Cuda failure|unhandled ?cuda ?error"
     "|cudaError|CUDA_ERROR_|CUBLAS_STATUS_|CUDNN_STATUS_"
     r"|\bSystemError"  # the interpreter finds itself in an impossible state
-    f"|{DIFFERENT_TOKENS}|{OTHER_OPERATION}",  # ranks contradict each other
+    f"|{DIFFERENT_TOKENS_PHRASE}|{OTHER_OPERATION_PHRASE}",  # ranks contradict each other
     re.IGNORECASE,
 )
 
@@ -193,4 +193,4 @@ def may_have_corrupted_memory(reason: str) -> bool:
     ranks cannot be trusted: an error of the device, or of the interpreter, or ranks that contradict
     each other. Other exceptions, no room, a peer that is gone: no.
     """
-    return CORRUPTING_ERRORS.search(reason) is not None
+    return CORRUPTING_ERROR_PATTERN.search(reason) is not None

@@ -118,7 +118,7 @@ def _open_file(path: str, flags: int) -> int:
     return descriptor
 
 
-def bind(cores: tuple[int, ...]) -> None:
+def pin_to_cores(cores: tuple[int, ...]) -> None:
     """Run the calling thread, and all threads that it has started or will start, on these cores.
     Renames the calling thread to `THREAD_NAME`.
     """

@@ -26,7 +26,7 @@ from cluster.resources.placement import Place, Placement, actor_environment
 from cluster.timeouts import CALL_TIMEOUT_S, Timeouts
 from configs.engine import ResolvedConfig
 from scheduler.errors import (
-    DIFFERENT_TOKENS,
+    DIFFERENT_TOKENS_PHRASE,
     ClientError,
     ConfigError,
     EaglerayError,
@@ -86,7 +86,7 @@ class RankMaker:
         # By node id and bundle: the GPUs that Ray gave the first process there, for later ones too.
         self._gpus_of_bundle: dict[tuple[str, int], list[str]] = {}
         self._engine_id = engine_id
-        self._rank_actor = rank_actor_class
+        self._rank_actor_class = rank_actor_class
 
     def note_gpus(self, place: Place, gpus: list[str]) -> None:
         """Note the GPUs that Ray gave to a process at `place` that is not a spare."""
@@ -110,7 +110,7 @@ class RankMaker:
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
         concurrency_groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
         takes_gpu = self.config.device == "cuda" and not places_if_spare
-        actor_class = remote(concurrency_groups=concurrency_groups)(self._rank_actor).options(
+        actor_class = remote(concurrency_groups=concurrency_groups)(self._rank_actor_class).options(
             num_cpus=0 if places_if_spare else 1,
             num_gpus=1 if takes_gpu else 0,
             max_restarts=0,
@@ -217,8 +217,8 @@ class RankGroup:
                 recheck_checkpoint(self._config)
             self._identify(places, limit_s, is_standby)
             gpus_by_rank = [self._rank_maker.gpus_of_node(p.node_id, places) for p in places]
-            on_one_node = len({place.node_id for place in places}) == 1
-            address = self.ranks[0].actor.open_rendezvous.remote(on_one_node)
+            is_single_node = len({place.node_id for place in places}) == 1
+            address = self.ranks[0].actor.open_rendezvous.remote(is_single_node)
             start_refs = [
                 handle.actor.start.remote(
                     address, place, self.epoch, node_gpus, num_kv_blocks, is_standby=is_standby
@@ -280,7 +280,7 @@ class RankGroup:
         digests = [result.digest for result in results]
         if len(set(digests)) > 1:
             raise WorkerError(
-                f"the ranks {DIFFERENT_TOKENS} in step {step_id}: digests by rank {digests}"
+                f"the ranks {DIFFERENT_TOKENS_PHRASE} in step {step_id}: digests by rank {digests}"
             )
         rank_seconds = tuple(result.step_s for result in results)
         return dataclasses.replace(results[0], rank_seconds=rank_seconds)
@@ -313,7 +313,7 @@ class RankGroup:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
                 for index in error.indices:
-                    calls.make_again(index)
+                    calls.repeat_call(index)
 
     def _spare_at(self, place: Place) -> RankHandle | None:
         """The spare of the rank at a place, if it is on that node; ends one that is elsewhere."""

@@ -119,8 +119,8 @@ class Watch:
     def _may_be_stuck_idle(self, rank: int) -> bool:
         """Whether a rank may be stuck although it has no work."""
         process = self._local_processes.get(rank)
-        silent_s = self._clock() - self._health_by_rank[rank].last_answer_s
-        return process is None or silent_s >= IDLE_HEARTBEAT_S or is_local_process_stopped(process)
+        silence_s = self._clock() - self._health_by_rank[rank].last_answer_s
+        return process is None or silence_s >= IDLE_HEARTBEAT_S or is_local_process_stopped(process)
 
     def _slowest_rank(self) -> int:
         """The rank that the others wait for: the one that has run the fewest collectives."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.api.metrics import Family
+from cluster.api.metrics import MetricFamily
 
 MAX_REMEMBERED_PROCESSES = 64  # processes that have ended, or do not answer
 
@@ -20,17 +20,17 @@ class ProcessCounters:
     """What one process knows. own: its own; others: those of other processes, by replica id."""
 
     replica_id: str
-    own_families: list[Family]
-    other_families: dict[str, list[Family]]
+    own_families: list[MetricFamily]
+    other_families: dict[str, list[MetricFamily]]
 
 
 class GatheredCounters:
     """The memory of one process. Used from one event loop only."""
 
-    def __init__(self, replica_id: str, own_families: Callable[[], list[Family]]) -> None:
+    def __init__(self, replica_id: str, own_families: Callable[[], list[MetricFamily]]) -> None:
         self._replica_id = replica_id
         self._own_families = own_families
-        self._other_families: dict[str, list[Family]] = {}
+        self._other_families: dict[str, list[MetricFamily]] = {}
 
     def known_counters(self) -> ProcessCounters:
         """What to tell the process that is asked for all."""
@@ -40,13 +40,13 @@ class GatheredCounters:
             other_families=self._other_families,
         )
 
-    def families_of_all(self, answers: list[ProcessCounters]) -> list[list[Family]]:
+    def families_of_all(self, answers: list[ProcessCounters]) -> list[list[MetricFamily]]:
         """The families of each process, from the answers of those that gave one. Of the others
         there is what only counts up, as it was last known.
         """
         answered_families = {answer.replica_id: answer.own_families for answer in answers}
         answered_families[self._replica_id] = self._own_families()
-        lost_families: dict[str, list[Family]] = {}
+        lost_families: dict[str, list[MetricFamily]] = {}
         for families_by_process in (self._other_families, *(a.other_families for a in answers)):
             for replica_id, families in families_by_process.items():
                 if replica_id not in answered_families:
@@ -60,6 +60,6 @@ class GatheredCounters:
         return [*answered_families.values(), *lost_families.values()]
 
 
-def _total(families: list[Family]) -> float:
+def _total(families: list[MetricFamily]) -> float:
     """Larger for the later of two states of one process: none of its counters falls."""
     return sum(value for family in families for _, _, value in family.samples)

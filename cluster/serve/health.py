@@ -24,15 +24,18 @@ class DriverHealth:
     """
 
     def __init__(
-        self, frontend: Frontend, replacement_s: float, period_s: float = DRIVER_CHECK_PERIOD_S
+        self,
+        frontend: Frontend,
+        replacement_timeout_s: float,
+        period_s: float = DRIVER_CHECK_PERIOD_S,
     ) -> None:
-        """`replacement_s`: the longest that the replacement of a driver may take."""
+        """`replacement_timeout_s`: the longest that the replacement of a driver may take."""
         self._driver_handle = frontend.driver_handle
-        self._replacement_s = replacement_s
+        self._replacement_timeout_s = replacement_timeout_s
         self._period_s = period_s
         self._call_began_s: float | None = None  # of a call that has no answer yet
         self._death: EngineDeadError | None = None
-        self._is_closed = threading.Event()
+        self._close_event = threading.Event()
         self._thread = threading.Thread(target=self._run, name="eagleray-health", daemon=True)
         self._thread.start()
 
@@ -43,15 +46,20 @@ class DriverHealth:
         death, call_began_s = self._death or self._driver_handle.death_error, self._call_began_s
         if death is not None:
             raise death
-        if call_began_s is not None and time.monotonic() - call_began_s > self._replacement_s:
-            raise EngineDeadError(f"the driver was not replaced within {self._replacement_s:g} s")
+        if (
+            call_began_s is not None
+            and time.monotonic() - call_began_s > self._replacement_timeout_s
+        ):
+            raise EngineDeadError(
+                f"the driver was not replaced within {self._replacement_timeout_s:g} s"
+            )
 
     def close(self) -> None:
         """Stop calling the driver."""
-        self._is_closed.set()
+        self._close_event.set()
 
     def _run(self) -> None:
-        while not (self._death or self._driver_handle.death_error) and not self._is_closed.wait(
+        while not (self._death or self._driver_handle.death_error) and not self._close_event.wait(
             self._period_s
         ):
             self._call_began_s = time.monotonic()

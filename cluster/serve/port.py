@@ -33,7 +33,7 @@ JOIN_TIMEOUT_S = 10.0
 # By how many connections a process may have more than another before it lets others take the next
 # one: a share of the mean, and at least so many.
 MARGIN_SHARE, MIN_MARGIN = 0.125, 2
-ABSENT = -1  # instead of a number of connections: nobody has this place
+VACANT_PLACE_COUNT = -1  # instead of a number of connections: nobody has this place
 _MAX_SOCKETS = 16  # a host name has few addresses
 _PLACE_FORMAT = struct.Struct("=I")
 
@@ -62,7 +62,7 @@ class SharedPortOwner:
             self._open_output_counts = counts[:num_places]
             self._connection_counts = counts[num_places:]
             for place in range(num_places):
-                self._connection_counts[place] = ABSENT
+                self._connection_counts[place] = VACANT_PLACE_COUNT
             self._free_places = deque(range(num_places))
             self._join_socket = undo_stack.enter_context(socket.socket(socket.AF_UNIX))
             self._join_socket.bind(self.path)
@@ -98,7 +98,10 @@ class SharedPortOwner:
             except OSError as error:
                 logger.debug("a process has left the port: %s", error)
             finally:
-                self._open_output_counts[place], self._connection_counts[place] = 0, ABSENT
+                self._open_output_counts[place], self._connection_counts[place] = (
+                    0,
+                    VACANT_PLACE_COUNT,
+                )
                 self._free_places.append(place)
 
     def _send_sockets(self, process_socket: socket.socket, place: int) -> None:
@@ -140,6 +143,8 @@ class SharedPortMember:
     def is_ahead(self, num_connections: int) -> bool:
         """Whether this process, with so many connections, has clearly more than another."""
         self._connection_counts[self._place] = num_connections
-        counts_present = [number for number in self._connection_counts if number != ABSENT]
+        counts_present = [
+            number for number in self._connection_counts if number != VACANT_PLACE_COUNT
+        ]
         margin = max(MIN_MARGIN, MARGIN_SHARE * sum(counts_present) / len(counts_present))
         return num_connections > min(counts_present) + margin

@@ -12,14 +12,14 @@ from typing import NoReturn
 
 from ray.util.metrics import Gauge
 
-from cluster.api.metrics import Family
+from cluster.api.metrics import MetricFamily
 from scheduler.errors import EaglerayError
 
 REPORT_PERIOD_S = 5.0
 
 
 async def report_periodically(
-    replica_id: str, gather_families: Callable[[], Awaitable[list[Family]]]
+    replica_id: str, gather_families: Callable[[], Awaitable[list[MetricFamily]]]
 ) -> NoReturn:
     """Report a replica's metrics to Ray, forever. For a histogram, its sum and count."""
     gauges: dict[str, Gauge] = {}

@@ -24,11 +24,11 @@ from cluster.api.access import Access
 from cluster.api.admission import ApiLimits
 from cluster.api.app import SWITCH_INTERVAL_S, Api
 from cluster.api.endpoints import ServedModel
-from cluster.api.metrics import Family, engine_families
+from cluster.api.metrics import MetricFamily, engine_families
 from cluster.client.allocator import return_large_allocations
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, RequestOutput
-from cluster.client.prompts import Message, Prompt, as_list, conversations
+from cluster.client.prompts import Message, Prompt, as_prompt_list, conversations
 from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
@@ -90,8 +90,8 @@ class ApiReplica:
         """Start this replica's own engine; returns a client of it."""
         placement_group = ray.util.get_current_placement_group()
         self._own_engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
-        replacement_s = Timeouts.from_options(config.engine).replacement_s
-        self._health = DriverHealth(engine.frontend, replacement_s)
+        replacement_timeout_s = Timeouts.from_options(config.engine).replacement_timeout_s
+        self._health = DriverHealth(engine.frontend, replacement_timeout_s)
         return Client(setup.request_builder(engine.report.limits), engine.frontend)
 
     async def _connect_to_engines(
@@ -121,7 +121,7 @@ class ApiReplica:
         self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
         """As `LLM.generate`."""
-        prompt_list = as_list(prompts)
+        prompt_list = as_prompt_list(prompts)
         with self._api.admission.admit(len(prompt_list) * _num_outputs(sampling_params)):
             return await self._client.wait_async(
                 await self._client.submit_async(prompt_list, sampling_params)
@@ -186,11 +186,11 @@ class ApiReplica:
             self._listener.stop_accepting()
             await self._api.drain(self._drain_limit_s)
 
-    async def _families_for_ray(self) -> list[Family]:
+    async def _families_for_ray(self) -> list[MetricFamily]:
         """The counters of this replica, and of its own engine if it has one."""
         return self._api.metrics.families() if self._engines else await self._api.families()
 
-    async def _gather_metrics(self) -> list[list[Family]]:
+    async def _gather_metrics(self) -> list[list[MetricFamily]]:
         """The families of all processes of the API, and of all engines."""
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)

@@ -111,7 +111,7 @@ def _serve(
     job = _adapt_to_running_serve(job, owns_ray=owns_ray)
     application = RunningApplication(
         job.name,
-        functools.partial(recheck_checkpoint, setup.foreseen_config),
+        functools.partial(recheck_checkpoint, setup.expected_config),
         check_local_ray_alive if owns_ray else lambda: None,
     )
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.

@@ -34,7 +34,7 @@ class SharedEngine:
     def __init__(self, engine: DeploymentHandle[Any], timeouts: Timeouts) -> None:
         """Blocks until the engine is there. Raises `EngineDeadError` if it does not come."""
         self._engine = engine
-        self._replacement_limit_s = timeouts.replacement_s
+        self._replacement_timeout_s = timeouts.replacement_timeout_s
         self.frontend = Frontend(
             self._wait_for_driver(timeouts.first_engine_wait_s),
             replace=self._next_driver,
@@ -51,7 +51,7 @@ class SharedEngine:
         logger.warning("another driver is waited for: %s", str(error).split("\n")[0])
         # The engine's replica asks its driver, too. If that answers there, it is tried again.
         lost_driver_id = None if isinstance(error, NoAnswerError) else driver._ray_actor_id
-        return self._wait_for_driver(self._replacement_limit_s, lost_driver_id)
+        return self._wait_for_driver(self._replacement_timeout_s, lost_driver_id)
 
     def _wait_for_driver(self, limit_s: float, lost_driver_id: Any = None) -> Any:
         deadline_s = time.monotonic() + limit_s

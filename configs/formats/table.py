@@ -11,9 +11,9 @@ from scheduler.errors import ConfigError
 
 _FORMATS = (awq, gptq, fp8, compressed_tensors)
 READERS: dict[str, Callable[[Section], StoredFormat]] = {
-    stored_format.QUANT_METHOD: stored_format.read for stored_format in _FORMATS
+    format_module.QUANT_METHOD: format_module.read for format_module in _FORMATS
 }
-SUPPORTED_VARIANTS = tuple(stored_format.SUPPORTED_VARIANTS for stored_format in _FORMATS)
+SUPPORTED_VARIANTS = tuple(format_module.SUPPORTED_VARIANTS for format_module in _FORMATS)
 
 
 def read_format(raw_config: Mapping[str, Any], source_name: str) -> StoredFormat | None:

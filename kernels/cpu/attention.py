@@ -48,11 +48,11 @@ def paged_attention(
 ) -> Tensor:
     """As `paged_attention_reference`."""
     out_THD = empty(q_THD.shape, q_THD.dtype)
-    k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, q_THD.dtype)
-    arrays = map(as_array, (q_THD, k_laid_out, v_laid_out, out_THD))
+    k_view, v_view = kernel_cache_views(k_cache, v_cache, q_THD.dtype)
+    arrays = map(as_array, (q_THD, k_view, v_view, out_THD))
     rows = attn.query_start_B1.numpy(), attn.seq_lens_B.numpy(), attn.block_table_BW.numpy()
     tiles = keep(_tiles(rows[0], _QUERIES_PER_TILE))
-    example = _BFLOAT16_EXAMPLE if k_laid_out.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE
+    example = _BFLOAT16_EXAMPLE if k_view.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE
     _paged_attention(tiles, *arrays, *rows, np.float32(scale), example, get_num_threads())
     return out_THD
 

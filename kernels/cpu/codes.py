@@ -40,7 +40,7 @@ E4M3_SHIFTS = (0, 16, 8, 24)  # where the codes of four inputs lie in a word
 E4M3_UNIT = 256  # what the numbers that e4m3 codes become must be multiplied with
 # Rows of x that are multiplied while codes are in registers; of more, codes are widened once.
 MAX_FUSED_ROWS = 4 if has_wide_registers() else 1
-_VECTORS = PANEL_FEATURES // LANES
+_VECTORS_PER_PANEL = PANEL_FEATURES // LANES
 _ROW_BYTES = PANEL_FEATURES * STEP_BYTES  # of words, and of what one step multiplies
 _READ_AHEAD_BYTES = 16 * _ROW_BYTES
 _INT16, _INT32, _INT64 = (ir.IntType(bits) for bits in (16, 32, 64))
@@ -65,7 +65,7 @@ def widen_codes(typing_context: Any, words: Any, num_word_rows: Any, out: Any, e
         with cgutils.for_range(builder, row_count) as rows:
             row = emitter.offset_address(words, rows.index, _ROW_BYTES)
             out_address = emitter.offset_address(out, rows.index, len(step_wideners) * _ROW_BYTES)
-            for vector in range(_VECTORS):
+            for vector in range(_VECTORS_PER_PANEL):
                 lanes = _load(emitter, row, vector)
                 for i, widen_step in enumerate(step_wideners):
                     address = emitter.offset_address(
@@ -122,7 +122,9 @@ def _emit_product(
     sums: Any,
 ) -> None:
     builder = emitter.builder
-    tile_keys = [(row, vector) for row in range(len(x_rows)) for vector in range(_VECTORS)]
+    tile_keys = [
+        (row, vector) for row in range(len(x_rows)) for vector in range(_VECTORS_PER_PANEL)
+    ]
     totals = {
         tile_key: cgutils.alloca_once_value(builder, _FLOAT_LANES([0.0] * LANES))
         for tile_key in tile_keys
@@ -131,7 +133,7 @@ def _emit_product(
         builder.store(_FLOAT_LANES([0.0] * LANES), total)
     with cgutils.for_range(builder, word_row_count) as rows:
         word_row = emitter.offset_address(words, rows.index, _ROW_BYTES)
-        lanes = [_load(emitter, word_row, vector) for vector in range(_VECTORS)]
+        lanes = [_load(emitter, word_row, vector) for vector in range(_VECTORS_PER_PANEL)]
         x_addresses = [
             emitter.offset_address(row, rows.index, len(step_wideners) * STEP_BYTES)
             for row in x_rows
@@ -140,7 +142,7 @@ def _emit_product(
             x_lanes = [
                 emitter.broadcast(emitter.offset_address(row, i, STEP_BYTES)) for row in x_addresses
             ]
-            for vector in range(_VECTORS):
+            for vector in range(_VECTORS_PER_PANEL):
                 widened = builder.bitcast(widen_step(lanes[vector]), emitter.arithmetic.operands)
                 for row, x_lane in enumerate(x_lanes):
                     total = totals[row, vector]
@@ -193,7 +195,7 @@ def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
     numbers, which are not subnormal there, are looked up.
     """
 
-    def masked(halves: Any, mask: int) -> Any:
+    def apply_mask(halves: Any, mask: int) -> Any:
         return builder.and_(halves, _INT16_LANES([mask] * (2 * LANES)))
 
     def shift_codes(bits: int) -> Any:
@@ -203,13 +205,13 @@ def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
 
     codes = builder.bitcast(words, _INT16_LANES)
     bias = _INT16_LANES([(127 - 7 - 8) << 7] * (2 * LANES))
-    normal = builder.or_(masked(shift_codes(4 - shift), 0x7F << 4), bias)
+    normal = builder.or_(apply_mask(shift_codes(4 - shift), 0x7F << 4), bias)
     subnormal_values = np.arange(2 * LANES, dtype=np.float32) / np.float32(2**9 * E4M3_UNIT)
     table = _INT16_LANES((subnormal_values.view(np.uint32) >> 16).tolist())
     subnormal = _look_up(builder, "llvm.x86.avx512.permvar.hi.512", table, shift_codes(-shift))
-    is_subnormal = builder.icmp_unsigned("==", masked(codes, 0x78 << shift), _INT16_LANES(None))
+    is_subnormal = builder.icmp_unsigned("==", apply_mask(codes, 0x78 << shift), _INT16_LANES(None))
     magnitudes = builder.select(is_subnormal, subnormal, normal)
-    return builder.or_(magnitudes, masked(shift_codes(8 - shift), 0x8000))
+    return builder.or_(magnitudes, apply_mask(shift_codes(8 - shift), 0x8000))
 
 
 def _e4m3_floats(builder: Any, shift: int, words: Any) -> Any:

@@ -62,12 +62,12 @@ def qk_norm_rope_store(
     kv_places_T: Tensor,
 ) -> Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
-    k_laid_out, v_laid_out = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
+    k_view, v_view = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
     num_tokens, num_rows, dim = qkv_TXD.shape
     q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
     weights = as_array(q_weight_D), as_array(k_weight_D), np.float32(eps)
     rotary = cos_sin_LD.numpy(), positions_T.numpy()
-    caches = as_array(k_laid_out), as_array(v_laid_out), kv_places_T.numpy()
+    caches = as_array(k_view), as_array(v_view), kv_places_T.numpy()
     _qk_norm_rope_store(as_array(qkv_TXD), *weights, *rotary, *caches, as_array(q_THD))
     return q_THD
 

@@ -39,7 +39,7 @@ from kernels.cpu.jit import (
 from kernels.cpu.panel import CACHED_ROWS, multiply_bfloat16_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
-from kernels.cpu.recording import refuse
+from kernels.cpu.recording import refuse_recording
 from kernels.cpu.tile import STEP_BYTES, has_dot_products
 from kernels.interface import ExpertWeights
 from kernels.reference.experts import expert_mlp_reference
@@ -112,7 +112,7 @@ class CpuExperts:
         self, x_TE: Tensor, weights_TK: Tensor, ids_TK: Tensor, experts: ExpertWeights, /
     ) -> Tensor:
         """As `expert_mlp_reference`."""
-        refuse()
+        refuse_recording()
         if not isinstance(experts, PackedExperts):
             put_helpers_to_sleep()
             return expert_mlp_reference(x_TE, weights_TK, ids_TK, experts)

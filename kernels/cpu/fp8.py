@@ -28,7 +28,7 @@ def to_cache_dtype(value: Any, dtype_example: Any) -> Any:
 
 # The signatures must match exactly, so none is annotated.
 @overload(to_cache_dtype, inline="always")
-def _stored_as(value, dtype_example):  # type: ignore[no-untyped-def]
+def _to_cache_dtype(value, dtype_example):  # type: ignore[no-untyped-def]
     if dtype_example == types.uint8:
         return lambda value, dtype_example: narrow(widen(value), dtype_example)
     return lambda value, dtype_example: value
@@ -42,7 +42,7 @@ def from_cache_dtype(block: Array, dtype_example: Array) -> Array:
 
 
 @overload(from_cache_dtype, inline="always")
-def _loaded(block, dtype_example):  # type: ignore[no-untyped-def]
+def _from_cache_dtype(block, dtype_example):  # type: ignore[no-untyped-def]
     if block.dtype != types.uint8:
         return lambda block, dtype_example: block
     value_by_code = _BFLOAT16_BY_CODE if dtype_example.dtype == types.uint16 else _FLOAT32_BY_CODE

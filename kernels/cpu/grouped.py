@@ -34,7 +34,7 @@ from kernels.cpu.codes import (
 from kernels.cpu.jit import Array, as_array, exact_entry_jit, exact_jit, fast_jit, narrow, widen
 from kernels.cpu.panel import CACHED_ROWS
 from kernels.cpu.parallel import parallel_for
-from kernels.cpu.recording import contiguous, empty, keep, refuse
+from kernels.cpu.recording import contiguous, empty, keep, refuse_recording
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
 from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
@@ -87,7 +87,7 @@ class CpuGrouped:
         """See `GroupedKernels`."""
         out_TY = empty((len(x_TX), weight.num_rows), x_TX.dtype)
         if not _HAS_DOT_PRODUCTS and x_TX.dtype is not torch.float32:
-            refuse()
+            refuse_recording()
             x_TX = x_TX.to(torch.float32)
         words, zeros, scale = weight.words_YW, weight.zeros_YG, weight.scale_YG
         is_half = scale.dtype is torch.float16
@@ -218,10 +218,13 @@ def _add_scaled_sums(
     """Add a group's products with (number - zero) * scale to the totals."""
     for t in range(num_rows):
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        first_of_row, sum_of_inputs = np.uint64(first_sum + t * PANEL_FEATURES), sums_TG[t, group]
+        row_start_index, sum_of_inputs = (
+            np.uint64(first_sum + t * PANEL_FEATURES),
+            sums_TG[t, group],
+        )
         for p in range(np.uint64(PANEL_FEATURES)):
-            product = sums[first_of_row + p] - zeros_P[p] * sum_of_inputs
-            totals[first_of_row + p] += product * scale_P[p]
+            product = sums[row_start_index + p] - zeros_P[p] * sum_of_inputs
+            totals[row_start_index + p] += product * scale_P[p]
 
 
 @fast_jit
@@ -242,9 +245,9 @@ def _write_output(
     first = np.uint64(first_feature)
     num_features = min(np.uint64(PANEL_FEATURES), np.uint64(out_TY.shape[1]) - first)
     for t in range(len(out_TY)):
-        first_of_row = np.uint64(first_sum + t * PANEL_FEATURES)
+        row_start_index = np.uint64(first_sum + t * PANEL_FEATURES)
         for p in range(num_features):
-            value = totals[first_of_row + p]
+            value = totals[row_start_index + p]
             if len(bias_Y):
                 value += bias_Y[first + p]
             out_TY[t, first + p] = narrow(value, out_TY[0, 0])

@@ -31,7 +31,7 @@ from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row
 from kernels.cpu.panel import multiply_int8_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
-from kernels.cpu.recording import contiguous, empty, keep, refuse
+from kernels.cpu.recording import contiguous, empty, keep, refuse_recording
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import GroupedCodes
@@ -105,7 +105,7 @@ class CpuInt8:
             return out_TY
         _quantize(x, codes, scales[2])
         put_helpers_to_sleep()
-        refuse()
+        refuse_recording()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
             *(weight.words_YW, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),

@@ -28,7 +28,7 @@ from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row
 from kernels.cpu.panel import multiply_bfloat16_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
-from kernels.cpu.recording import contiguous, empty, refuse
+from kernels.cpu.recording import contiguous, empty, refuse_recording
 from kernels.cpu.tensor_bytes import panel_address, set_panel_address
 from kernels.cpu.tile import has_dot_products
 
@@ -66,7 +66,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
     batch.
     """
     if not packed_YX.is_mkldnn:
-        refuse()
+        refuse_recording()
         return functional.linear(x_TX, packed_YX, bias_Y)
     address = panel_address(packed_YX)
     if address is not None and len(x_TX) <= max_few_rows(x_TX.shape[1], len(packed_YX)):
@@ -75,7 +75,7 @@ def linear(x_TX: Tensor, packed_YX: Tensor, bias_Y: Tensor | None) -> Tensor:
         # As two rows, which takes as long, since the weight is read once.
         return linear(x_TX.expand(2, -1), packed_YX, bias_Y)[:1]
     put_helpers_to_sleep()
-    refuse()
+    refuse_recording()
     product = torch.ops.mkldnn._linear_pointwise(x_TX, packed_YX, bias_Y, "none", [], "")
     return cast(Tensor, product)
 

@@ -140,11 +140,11 @@ def _choose_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_
         first = np.uint64(first_feature)
         num_features = min(np.uint64(width), np.uint64(out_TY.shape[1]) - first)
         for t in range(len(out_TY)):
-            first_of_row = np.uint64(first_sum + t * width)
+            row_start_index = np.uint64(first_sum + t * width)
             if is_scaled:
                 scale_t = scales[2][t]
             for p in range(num_features):
-                value = sums[first_of_row + p]
+                value = sums[row_start_index + p]
                 if is_scaled:
                     unscaled_sum = np.float32(value - scales[0][first + p])
                     value = unscaled_sum * scales[1][first + p] * scale_t

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from kernels.cpu.atomics import declare_function
-from kernels.cpu.pool import RUN_LOOP
+from kernels.cpu.pool import RUN_LOOP_SYMBOL
 
 _BYTE = ir.IntType(8)
 
@@ -41,7 +41,7 @@ def parallel_for(typing_context: Any, num_tasks: Any, task: Any, arguments: Any)
         for field_index, value in enumerate((_BYTE(0), argument_tuple)):
             builder.store(value, cgutils.gep_inbounds(builder, shared_struct, 0, field_index))
         run_function = _define_run_function(context, builder, task, signature, shared_struct.type)
-        run_loop = declare_function(builder, RUN_LOOP, ir.VoidType(), [intp] * 4)
+        run_loop = declare_function(builder, RUN_LOOP_SYMBOL, ir.VoidType(), [intp] * 4)
         num_bytes = context.get_abi_sizeof(shared_struct.type.pointee)
         assert num_bytes % 8 == 0, "the pool writes down whole words"
         addresses = [builder.ptrtoint(pointer, intp) for pointer in (run_function, shared_struct)]

@@ -81,7 +81,7 @@ _IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _REST_END_OFFSET, _READ_FD_OFFSET, _WRITE_F
 )  # of _SLEEP_LINE
 _OPEN_FLAG, _AWAITING_FLAG, _LOOP_NUMBER_UNIT = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE_LINE
 _INSIDE_MASK = _OPEN_FLAG - 1  # helpers inside
-_RAISED = 0xFF  # of the first word of an argument: not 0 if a task has raised
+_RAISED_MASK = 0xFF  # of the first word of an argument: not 0 if a task has raised
 
 _SYMBOL = "eagleray_pool"
 
@@ -253,9 +253,9 @@ def replay_loops(address: int, end: int) -> bool:
     """Run the loops that were written down between two addresses; whether a task raised."""
     while address < end:
         argument = address + _HEADER_BYTES
-        store_release(argument, load_acquire(argument) & ~_RAISED)
+        store_release(argument, load_acquire(argument) & ~_RAISED_MASK)
         _share_tasks(load_acquire(address), argument, load_acquire(address + _WORD_BYTES))
-        if load_acquire(argument) & _RAISED:
+        if load_acquire(argument) & _RAISED_MASK:
             return True
         address = argument + load_acquire(address + 2 * _WORD_BYTES)
     return False
@@ -336,8 +336,8 @@ def _sleep(helper: int, rest_end_ns: int) -> int:
 
 # -- from Python -----------------------------------------------------------------------------------
 
-RUN_LOOP = "eagleray_run_loop"  # the name of `_run_loop` in compiled code
-llvm.add_symbol(RUN_LOOP, _run_loop.address)
+RUN_LOOP_SYMBOL = "eagleray_run_loop"  # the name of `_run_loop` in compiled code
+llvm.add_symbol(RUN_LOOP_SYMBOL, _run_loop.address)
 _pipes: list[tuple[int, int]] = []  # the caller's and those of the helpers that were started
 
 

@@ -9,8 +9,9 @@ which stays where it is. Replaying runs the loops on what the memory contains th
 Results of kernels are allocated by `empty`, during a recording in memory of its own, which is used
 again for a later result once nobody has the tensor any more: a replay does everything in the same
 order. What else a kernel makes for a loop, it must `keep`. What is no loop is not recorded: a
-product of oneDNN's says so with `refuse`, and other operations of torch must go through `call`,
-with the tensors that they compute with. One thread makes recordings and calls kernels meanwhile.
+product of oneDNN's says so with `refuse_recording`, and other operations of torch must go through
+`call`, with the tensors that they compute with. One thread makes recordings and calls kernels
+meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kernels.cpu.pool import record_loops_into, replay_loops
 
 _MAX_WORDS = 1 << 15  # of the loops between two calls; a layer has some 600
 
-_current: list[Recording] = []  # at most one
+_current_recordings: list[Recording] = []  # at most one
 
 
 class Recording:
@@ -39,19 +40,19 @@ class Recording:
     def __init__(self) -> None:
         self.is_complete = True
         self._parts: list[Callable[[], object]] = []
-        self._kept: list[Array] = []
-        self._free: defaultdict[int, list[Array]] = defaultdict(list)  # by number of bytes
+        self._kept_arrays: list[Array] = []
+        self._free_arrays: defaultdict[int, list[Array]] = defaultdict(list)  # by number of bytes
         self._memory = np.empty(0, np.int64)  # of loops, while they are recorded
 
     def __enter__(self) -> Recording:
-        assert not _current, "a recording within another"
-        _current.append(self)
+        assert not _current_recordings, "a recording within another"
+        _current_recordings.append(self)
         self._memory = np.empty(_MAX_WORDS, np.int64)
         record_loops_into(self._memory)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _current.clear()
+        _current_recordings.clear()
         try:
             self._end_part()
         finally:
@@ -66,18 +67,18 @@ class Recording:
 
     def keep(self, array: Array) -> None:
         """Keep the memory of an array as long as this recording."""
-        self._kept.append(array)
+        self._kept_arrays.append(array)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor whose memory is kept, for other tensors later."""
-        free = self._free[math.prod(shape) * dtype.itemsize]
-        if not free:
-            free.append(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
-            self.keep(free[0])
-        memory = free.pop()
-        lent = memory.view()  # ends with the last tensor that has the memory
-        weakref.finalize(lent, free.append, memory).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
+        free_arrays = self._free_arrays[math.prod(shape) * dtype.itemsize]
+        if not free_arrays:
+            free_arrays.append(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
+            self.keep(free_arrays[0])
+        memory = free_arrays.pop()
+        lent_array = memory.view()  # ends with the last tensor that has the memory
+        weakref.finalize(lent_array, free_arrays.append, memory).atexit = False
+        return torch.from_numpy(lent_array).view(dtype).view(shape)
 
     def then(self, function: Callable[..., object], *tensors: Tensor) -> None:
         """Have the replay call the function with these tensors at this point."""
@@ -86,7 +87,7 @@ class Recording:
 
     def _without_claim(self, tensor: Tensor) -> Tensor:
         """The same memory in a tensor that leaves it to later ones, if it is this recording's."""
-        for memory in self._kept:
+        for memory in self._kept_arrays:
             if memory.ctypes.data == tensor.data_ptr():
                 return torch.from_numpy(memory).view(tensor.dtype).view(tensor.shape)
         return tensor
@@ -100,14 +101,14 @@ class Recording:
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """A tensor for the result of a kernel."""
-    for recording in _current:
+    for recording in _current_recordings:
         return recording.empty(shape, dtype)
     return torch.empty(shape, dtype=dtype)
 
 
 def keep(array: Array) -> Array:
     """The array, which a recording keeps."""
-    for recording in _current:
+    for recording in _current_recordings:
         recording.keep(array)
     return array
 
@@ -115,7 +116,7 @@ def keep(array: Array) -> Array:
 def contiguous(tensor: Tensor) -> Tensor:
     """The tensor, copied if need be, which is no loop."""
     if not tensor.is_contiguous():
-        refuse()
+        refuse_recording()
     return tensor.contiguous()
 
 
@@ -123,14 +124,14 @@ def call(function: Callable[..., object], *tensors: Tensor) -> None:
     """Call a function, which calls no kernels, now and, if a recording is being made, at this point
     of each replay.
     """
-    for recording in _current:
+    for recording in _current_recordings:
         recording.then(function, *tensors)
     function(*tensors)
 
 
-def refuse() -> None:
+def refuse_recording() -> None:
     """The recording that is being made, if any, lacks what follows."""
-    for recording in _current:
+    for recording in _current_recordings:
         recording.is_complete = False
 
 

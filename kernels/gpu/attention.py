@@ -142,7 +142,7 @@ def attend_decode(
         acc_XHD,
         max_XH,
         sum_XH,
-        decode_parts.num_arrived_BK,
+        decode_parts.num_arrived_parts_BK,
         decode_parts.part_start_B1,
         attn.seq_lens_B,
         attn.block_table_BW,
@@ -327,7 +327,7 @@ def decode_kernel(
     acc_XHD: tl.tensor,
     max_XH: tl.tensor,
     sum_XH: tl.tensor,
-    num_arrived_BK: tl.tensor,
+    num_arrived_parts_BK: tl.tensor,
     part_start_B1: tl.tensor,
     seq_lens_B: tl.tensor,
     block_table_BW: tl.tensor,
@@ -419,10 +419,10 @@ def decode_kernel(
     # Every thread has stored its part before one of them says so. The program that counts the last
     # part sees all of them (release and acquire, in the scope of the GPU).
     tl.debug_barrier()
-    num_arrived_pointer = num_arrived_BK + row * KV_HEADS + kv_head
-    if tl.atomic_add(num_arrived_pointer, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
+    num_arrived_parts_pointer = num_arrived_parts_BK + row * KV_HEADS + kv_head
+    if tl.atomic_add(num_arrived_parts_pointer, 1, sem="acq_rel", scope="gpu") < num_parts - 1:
         return
-    tl.store(num_arrived_pointer, 0)
+    tl.store(num_arrived_parts_pointer, 0)
     for g in range(GROUP_SIZE):
         head = kv_head * GROUP_SIZE + g
         joined_D = _join(

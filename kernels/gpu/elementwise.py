@@ -119,8 +119,8 @@ def qk_norm_rope_store(
         H=num_heads,
         K=num_kv_heads,
         D=dim,
-        HALF_DIM=triton.next_power_of_2(dim // 2),
-        HEADS=_HEADS_PER_PROGRAM,
+        PADDED_HALF_DIM=triton.next_power_of_2(dim // 2),
+        TILE_HEADS=_HEADS_PER_PROGRAM,
         num_warps=2,
     )
     return q_THD
@@ -233,16 +233,18 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
-    HALF_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
+    PADDED_HALF_DIM: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
 ):
     """The heads of one program may belong to queries, keys and values at once: masks keep them
     apart.
     """
-    token = (tl.program_id(0) // tl.cdiv(H + 2 * K, HEADS)).to(tl.int64)
-    head = (tl.program_id(0) % tl.cdiv(H + 2 * K, HEADS) * HEADS + tl.arange(0, HEADS))[:, None]
+    token = (tl.program_id(0) // tl.cdiv(H + 2 * K, TILE_HEADS)).to(tl.int64)
+    head = (
+        tl.program_id(0) % tl.cdiv(H + 2 * K, TILE_HEADS) * TILE_HEADS + tl.arange(0, TILE_HEADS)
+    )[:, None]
     # Has the tile's shape: loads in one layout need no shared memory.
-    d = tl.arange(0, HALF_DIM)[None, :] + head * 0
+    d = tl.arange(0, PADDED_HALF_DIM)[None, :] + head * 0
     mask = d < D // 2
     is_q = mask & (head < H)
     is_k = mask & (head >= H) & (head < H + K)

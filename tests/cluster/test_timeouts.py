@@ -32,7 +32,9 @@ def test_whoever_depends_on_another_waits_longer_whatever_the_options(
         "a request outlasts one start of a driver"
     )
     assert (
-        max(start, nodes, limits.driver_silence_s) <= limits.give_up_after_s < limits.replacement_s
+        max(start, nodes, limits.driver_silence_s)
+        <= limits.give_up_after_s
+        < limits.replacement_timeout_s
     )
     assert nodes + limits.driver_start_s < limits.first_engine_wait_s
 

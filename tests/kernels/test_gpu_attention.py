@@ -60,7 +60,7 @@ def divided(case: Case, max_parts: int | None = None) -> Case:
             num_rows=num_rows,
             max_parts=max_parts,
             part_start_B1=torch.from_numpy(part_starts(lens, max_parts)).to(DEVICE),
-            num_arrived_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
+            num_arrived_parts_BK=torch.zeros(num_rows, kv_heads, dtype=torch.int32, device=DEVICE),
         )
     return q, k_cache, v_cache, replace(attn, decode_parts=decode_parts)
 
@@ -78,7 +78,9 @@ def paged_attention_gpu(
         case = divided(case)
     out = attention.paged_attention(*case, scale).cpu()
     decode_parts = case[-1].decode_parts
-    assert decode_parts is None or not decode_parts.num_arrived_BK.any(), "counters are zeros again"
+    assert decode_parts is None or not decode_parts.num_arrived_parts_BK.any(), (
+        "counters are zeros again"
+    )
     return out
 
 

@@ -223,7 +223,7 @@ def test_memory_of_results_is_used_again_though_a_call_was_given_them() -> None:
         for _ in range(10):
             x = CPU_KERNELS.rms_norm(x, norm, 1e-9)
             recording.call(lambda x: x.add_(1), x)
-    assert len(recorded._kept) < 4
+    assert len(recorded._kept_arrays) < 4
     before = x.clone()
     recorded.replay()
     assert torch.equal(x, before)

@@ -105,7 +105,7 @@ def _fate(name: str, model: type[RequestModel]) -> str:
 def _rows_of_options() -> Iterator[list[str]]:
     fields: dict[str, set[str]] = {}
     for options in Options.__subclasses__():
-        fields.setdefault(options.PATH, set()).update(options.field_names())
+        fields.setdefault(options.FIELD_PATH, set()).update(options.field_names())
     for place in sorted(fields):
         yield [f"`{place}`", _names(fields[place])]
 

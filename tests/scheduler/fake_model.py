@@ -419,7 +419,7 @@ class FakeRank:
         )
         return PromptLogprobs(
             first_position=start + 1,
-            num_top=0,
+            num_top_logprobs=0,
             logprobs=array("f", bytes(4 * len(ranks))),
             token_ranks=ranks,
             top_token_ids=int32_array(),

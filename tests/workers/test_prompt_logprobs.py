@@ -146,9 +146,9 @@ def largest_difference(model: Any, prompt: list[int], scores: PromptLogprobs) ->
         exact = model(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(dim=1)
     targets = torch.tensor(prompt[1:])[:, None]
     own = exact.gather(1, targets)[:, 0]
-    best = exact.topk(scores.num_top, dim=1).values
-    top_ids = torch.tensor(scores.top_token_ids.tolist()).view(-1, scores.num_top)
-    top = torch.tensor(scores.top_logprobs.tolist()).view(-1, scores.num_top)
+    best = exact.topk(scores.num_top_logprobs, dim=1).values
+    top_ids = torch.tensor(scores.top_token_ids.tolist()).view(-1, scores.num_top_logprobs)
+    top = torch.tensor(scores.top_logprobs.tolist()).view(-1, scores.num_top_logprobs)
     near = 1e-4
     fewest = (exact > own[:, None] + near).sum(dim=1) + 1
     most = (exact >= own[:, None] - near).sum(dim=1)
@@ -238,16 +238,16 @@ def test_other_rows_of_the_same_steps_get_the_same_tokens_and_no_scores(
 ) -> None:
     tested, outputs = checkpoint("untied"), list[dict[str, list[int]]]()
 
-    def work(engine: Run, num_top: int = NUM_TOP) -> None:
+    def work(engine: Run, num_top_logprobs: int = NUM_TOP) -> None:
         sequences = {}
         for i, prompt in enumerate(prompts()):
-            engine.add(str(i), prompt, prompt_logprobs=num_top if i % 2 else -1)
+            engine.add(str(i), prompt, prompt_logprobs=num_top_logprobs if i % 2 else -1)
             sequences[str(i)] = engine.engine._sequences[str(i)]
         engine.finish()
         outputs.append({name: seq.token_ids for name, seq in sequences.items()})
         scored = {name for name, parts in engine.parts.items() if parts}
         assert scored <= {str(i) for i in range(1, len(prompts()), 2)}
-        assert bool(scored) == (num_top >= 0)
+        assert bool(scored) == (num_top_logprobs >= 0)
 
     run(pool, tested.model_dir, work, max_num_batched_tokens=7)
     run(pool, tested.model_dir, lambda engine: work(engine, -1), max_num_batched_tokens=7)
@@ -290,7 +290,12 @@ def test_logits_of_few_positions_exist_at_a_time(small_checkpoint: Path) -> None
     hidden_TE = torch.randn(sum(lengths), 8, generator=generator)
     first, second = scorer.score(hidden_TE, scoring).messages()
     assert sum(head.sizes) == 149 + 59 and max(head.sizes) == POSITIONS_AT_ONCE
-    assert (first.end_position, first.num_top, second.end_position, second.num_top) == (
+    assert (
+        first.end_position,
+        first.num_top_logprobs,
+        second.end_position,
+        second.num_top_logprobs,
+    ) == (
         150,
         0,
         60,

@@ -126,6 +126,6 @@ def test_a_rank_that_has_no_memory_to_warm_up_in_a_later_epoch_says_the_same(
         return zeros(size, *arguments, **options)
 
     monkeypatch.setattr(torch, "zeros", refuse_caches)
-    monkeypatch.setattr("workers.batch.kv_cache.is_supported", lambda: False)  # as on a GPU
+    monkeypatch.setattr("workers.batch.kv_cache.has_memfds", lambda: False)  # as on a GPU
     with pytest.raises(WorkerError, match=r"rank 0: a KV cache of 1 blocks .* something else uses"):
         rank_on_a_gpu(free=6 * MIB).start(None, epoch=1, num_kv_blocks=9)

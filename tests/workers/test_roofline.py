@@ -10,7 +10,7 @@ import pytest
 
 from configs.model import ModelConfig
 from workers import roofline
-from workers.roofline import Machine, Work, make_works
+from workers.roofline import Machine, OutputWork, make_workload
 
 RAW: dict[str, Any] = {
     "model_type": "qwen3",
@@ -54,18 +54,18 @@ def test_the_floor_of_slow_memory_is_weights_each_step_and_the_cache_read_by_dec
     # of 8, 2 layers.
     num_bytes = 4 * (3 * (IN_LAYERS + IN_HEAD) + (5 + 6) * 2 * 2 * 8 * 2)
     machine = Machine(memory_bytes_per_s=1000.0, flops_per_s=1e30)
-    works = [Work(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
-    assert roofline.floor_s(MODEL, 4, works, machine) == pytest.approx(num_bytes / 1000)
+    workload = [OutputWork(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
+    assert roofline.floor_s(MODEL, 4, workload, machine) == pytest.approx(num_bytes / 1000)
 
 
 def test_weights_may_be_of_another_size_than_the_cache() -> None:
     num_bytes = 2 * 3 * (IN_LAYERS + IN_HEAD) + 4 * (5 + 6) * 2 * 2 * 8 * 2
     machine = Machine(memory_bytes_per_s=1000.0, flops_per_s=1e30)
-    works = [Work(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
-    floor = roofline.floor_s(MODEL, 4, works, machine, weight_itemsize=2)
+    workload = [OutputWork(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
+    floor = roofline.floor_s(MODEL, 4, workload, machine, weight_itemsize=2)
     assert floor == pytest.approx(num_bytes / 1000)
     roofline_entry = roofline.roofline_entry(
-        MODEL, "float32", works, 1.0, machine, weight_dtype="bfloat16"
+        MODEL, "float32", workload, 1.0, machine, weight_dtype="bfloat16"
     )
     assert roofline_entry["floor_s"] == pytest.approx(floor, abs=1e-4)
 
@@ -75,22 +75,27 @@ def test_the_floor_of_slow_arithmetic_is_products_and_attention() -> None:
     # heads of 8.
     flops = 2 * IN_LAYERS * 6 + 2 * IN_HEAD * 3 + 4 * 4 * 8 * 2 * 21
     machine = Machine(memory_bytes_per_s=1e30, flops_per_s=1000.0)
-    works = [Work(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
-    assert roofline.floor_s(MODEL, 4, works, machine) == pytest.approx(flops / 1000)
+    workload = [OutputWork(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=3)]
+    assert roofline.floor_s(MODEL, 4, workload, machine) == pytest.approx(flops / 1000)
 
 
 def test_what_prompts_share_is_computed_once() -> None:
-    works = make_works([[1, 2, 3, 9], [1, 2, 3, 4], [5], [1, 2, 3, 4]], [1, 2, 3, 4])
-    shared = sorted((w.num_prompt_tokens, w.num_shared_tokens, w.num_output_tokens) for w in works)
+    workload = make_workload([[1, 2, 3, 9], [1, 2, 3, 4], [5], [1, 2, 3, 4]], [1, 2, 3, 4])
+    shared = sorted(
+        (w.num_prompt_tokens, w.num_shared_tokens, w.num_output_tokens) for w in workload
+    )
     assert shared == [(1, 0, 3), (4, 0, 2), (4, 3, 1), (4, 3, 4)]
 
 
 def test_a_second_request_that_shares_all_but_a_token_adds_that_token_and_its_outputs() -> None:
     machine = Machine(memory_bytes_per_s=1e30, flops_per_s=1.0)
     one = roofline.floor_s(
-        MODEL, 4, [Work(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=1)], machine
+        MODEL,
+        4,
+        [OutputWork(num_prompt_tokens=4, num_shared_tokens=0, num_output_tokens=1)],
+        machine,
     )
-    two = roofline.floor_s(MODEL, 4, make_works([[1, 2, 3, 4], [1, 2, 3, 5]], [1, 1]), machine)
+    two = roofline.floor_s(MODEL, 4, make_workload([[1, 2, 3, 4], [1, 2, 3, 5]], [1, 1]), machine)
     assert two - one == 2 * IN_LAYERS + 2 * IN_HEAD + 4 * 4 * 8 * 2 * 4
 
 

@@ -31,7 +31,7 @@ from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
 from workers import handover
 from workers.device import Device, open_device
-from workers.memory.lasting import is_supported
+from workers.memory.lasting import has_memfds
 from workers.model_runner import PendingStep
 from workers.worker import Worker
 
@@ -359,14 +359,14 @@ def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) 
     assert held == [None]
 
 
-@pytest.mark.skipif(not is_supported(), reason="memory files need Linux")
+@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
 def test_whoever_runs_steps_gives_its_weights_huge_pages_until_it_is_closed(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began: Queue[tuple[int, threading.Event]] = Queue()
 
-    def note(descriptor: int, num_bytes: int, stopping: threading.Event) -> None:
-        began.put((num_bytes, stopping))
+    def note(descriptor: int, num_bytes: int, stop_event: threading.Event) -> None:
+        began.put((num_bytes, stop_event))
 
     monkeypatch.setattr("workers.worker.use_huge_pages", note)
     worker = Worker(config_of(small_checkpoint), rank=0)
@@ -375,12 +375,12 @@ def test_whoever_runs_steps_gives_its_weights_huge_pages_until_it_is_closed(
     with pytest.raises(Empty):
         began.get(timeout=0.2)
     worker.take_over(1)
-    num_bytes, stopping = began.get(timeout=20.0)
+    num_bytes, stop_event = began.get(timeout=20.0)
     weights = worker.memory().weights
     assert weights is not None and num_bytes == weights.num_bytes
-    assert not stopping.is_set()
+    assert not stop_event.is_set()
     worker.close()
-    assert stopping.is_set()
+    assert stop_event.is_set()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

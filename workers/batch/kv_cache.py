@@ -18,7 +18,7 @@ from kernels.interface import Kernels
 from scheduler.errors import ConfigError
 from workers.batch.kv_plan import megabytes
 from workers.device import Device
-from workers.memory.lasting import SharedMemfd, is_supported
+from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.models.qwen3 import LayerCache
 
 # Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
@@ -92,7 +92,7 @@ class KVCache:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
         num_bytes = math.prod(size) * dtype.itemsize
-        outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and is_supported()
+        outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and has_memfds()
         with guard_allocation(description, num_bytes, options_to_lower):
             if self.memory is None and outlives_ranks:
                 self.memory = SharedMemfd.create("eagleray-kv-cache", num_bytes)

@@ -26,7 +26,7 @@ MAX_RECORDED_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
+class _LayerRecording:
     """A recording of the layers, with what it reads and writes."""
 
     embedded_TE: Tensor
@@ -46,7 +46,7 @@ class RecordedLayers:
         self._max_model_len = config.max_model_len
         has_recorder = model.kernels.recorder is not None and config.model.experts is None
         self.max_rows = MAX_RECORDED_ROWS if has_recorder else 0
-        self._by_rows: dict[int, _Recorded] = {}
+        self._recording_by_rows: dict[int, _LayerRecording] = {}
 
     def forward(self, step: StepInputs) -> Tensor:
         """`Qwen3.forward`; the result may be overwritten by the next step."""
@@ -56,7 +56,7 @@ class RecordedLayers:
             return self._model.run_layers(
                 embedded_TE, step.positions_T, step.attn, self._cache.layers
             )
-        recorded = self._by_rows.get(num_rows)
+        recorded = self._recording_by_rows.get(num_rows)
         if recorded is None:
             return self._record(embedded_TE, step)
         recorded.embedded_TE.copy_(embedded_TE)
@@ -90,7 +90,7 @@ class RecordedLayers:
         if not recording.is_complete:
             self.max_rows = num_rows - 1
             return hidden_TE
-        self._by_rows[num_rows] = _Recorded(
+        self._recording_by_rows[num_rows] = _LayerRecording(
             embedded_TE=embedded_TE,
             positions_T=positions_T,
             attn=kept,

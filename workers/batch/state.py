@@ -141,7 +141,7 @@ class BatchState:
         self.block_table_SW = torch.zeros(
             num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch
         )
-        self._num_arrived_SK = torch.zeros(
+        self._num_arrived_parts_SK = torch.zeros(
             num_slots, num_kv_heads, dtype=torch.int32, device=device.torch
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
@@ -157,10 +157,10 @@ class BatchState:
         blocks: list[_Entries] = []
         if plan.admitted_rows is not None:
             tokens.append(self._admit(plan.admitted_rows))
-            admitted_N = np.repeat(
+            admitted_slots_N = np.repeat(
                 _ints(plan.admitted_rows.slots), _ints(plan.admitted_rows.num_blocks)
             )
-            blocks.append(self._append(admitted_N, _ints(plan.admitted_rows.block_ids)))
+            blocks.append(self._append(admitted_slots_N, _ints(plan.admitted_rows.block_ids)))
         if len(plan.appended_slots):
             appended = _ints(plan.appended_slots), _ints(plan.appended_block_ids)
             blocks.append(self._append(*appended))
@@ -282,7 +282,7 @@ class BatchState:
             num_rows=num_rows,
             max_parts=max_parts,
             part_start_B1=part_start_B1,
-            num_arrived_BK=self._num_arrived_SK,
+            num_arrived_parts_BK=self._num_arrived_parts_SK,
         )
 
     def look_up_tokens(

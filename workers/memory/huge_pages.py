@@ -45,11 +45,11 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
 
 
 def use_huge_pages(
-    descriptor: int, num_bytes: int, stopping: threading.Event, pause_s: float = _PAUSE_S
+    descriptor: int, num_bytes: int, stop_event: threading.Event, pause_s: float = _PAUSE_S
 ) -> None:
     """Make the pages of a memory file huge, for every process that has it mapped, unless the system
     does not do this. The contents stay the same, and may be used meanwhile. Pauses after each page;
-    returns early once `stopping` is set.
+    returns early once `stop_event` is set.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
@@ -57,7 +57,7 @@ def use_huge_pages(
     for start in range(0, num_bytes - HUGE_PAGE_BYTES + 1, HUGE_PAGE_BYTES):
         for _ in range(_ATTEMPTS):
             failed = libc.madvise(first_address + start, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
-            if stopping.wait(pause_s):
+            if stop_event.wait(pause_s):
                 return
             if not failed:
                 break

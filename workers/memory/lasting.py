@@ -166,6 +166,6 @@ def _read_number(name: str, path: Path) -> int:
     raise OSError(f"{path} does not say {name}")
 
 
-def is_supported() -> bool:
+def has_memfds() -> bool:
     """Whether this system has such memory."""
     return hasattr(os, "memfd_create")

@@ -68,7 +68,8 @@ class WeightsFile:
     is held twice. The model itself goes on with it.
 
     Where this is not possible (a GPU, no memory, a torch without the interface), nothing moves from
-    then on, and the model can be used all the same. Only where memory `is_supported`.
+    then on, and the model can be used all the same. Only where the system
+    `has_memfds`.
     """
 
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
@@ -101,10 +102,10 @@ class WeightsFile:
         if self._error is not None:
             raise self._error
         try:
-            described = pickle.dumps(self._move(model))
-            described += len(described).to_bytes(_LENGTH_BYTES, "little")
-            end = self._grow_to(self._end + len(described))
-            self._write(end - len(described), memoryview(described))
+            pickled_contents = pickle.dumps(self._move(model))
+            pickled_contents += len(pickled_contents).to_bytes(_LENGTH_BYTES, "little")
+            end = self._grow_to(self._end + len(pickled_contents))
+            self._write(end - len(pickled_contents), memoryview(pickled_contents))
             seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
             fcntl.fcntl(self._memory.descriptor, fcntl.F_ADD_SEALS, seals)
         except OSError:
@@ -119,7 +120,7 @@ class WeightsFile:
         pickler = _ModelPickler(file, self._parts)
         pickler.dump(part)
         first_bytes: dict[tuple[int, int], int] = {}  # by where the bytes were
-        stored = []
+        stored_tensors = []
         for tensor in pickler.tensors:
             address, num_bytes = place = tensor_address_range(tensor)
             first_byte = address - self._memory_B.data_ptr()
@@ -133,8 +134,10 @@ class WeightsFile:
             )
             if not has_moved:
                 move_tensor(tensor, _bytes_of(piece, self._memory_B))
-            stored.append(piece)
-        return _Contents(owner=self._owner, tensors=tuple(stored), pickled_model=file.getvalue())
+            stored_tensors.append(piece)
+        return _Contents(
+            owner=self._owner, tensors=tuple(stored_tensors), pickled_model=file.getvalue()
+        )
 
     def _append(self, data: memoryview) -> int:
         """Write it to the next page. Returns the first byte."""
@@ -147,10 +150,10 @@ class WeightsFile:
     def _grow_to(self, num_bytes: int) -> int:
         """Make the file at least so long. Returns its length, of whole huge pages."""
         if num_bytes > self._memory.num_bytes:
-            whole_pages = _round_up(num_bytes, HUGE_PAGE_BYTES)
-            if whole_pages > len(self._memory_B):
+            rounded_bytes = _round_up(num_bytes, HUGE_PAGE_BYTES)
+            if rounded_bytes > len(self._memory_B):
                 raise OSError(errno.ENOMEM, "the weights are larger than the machine's memory")
-            self._memory.grow(whole_pages)
+            self._memory.grow(rounded_bytes)
         return self._memory.num_bytes
 
     def _write(self, offset: int, data: memoryview) -> None:

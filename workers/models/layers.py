@@ -225,10 +225,10 @@ class VocabParallelEmbedding(_VocabParallelMatrix):
         """[T, E], the same on every rank."""
         if self.group.size == 1:
             return self.weight.rows(token_ids_T)
-        local_T = token_ids_T - self.first_id
-        outside_T = (local_T < 0) | (local_T >= self.shard_size)
-        hidden_TE = self.weight.rows(local_T.masked_fill(outside_T, 0))
-        return self.group.all_reduce(hidden_TE.masked_fill_(outside_T.unsqueeze(1), 0))
+        local_ids_T = token_ids_T - self.first_id
+        is_outside_T = (local_ids_T < 0) | (local_ids_T >= self.shard_size)
+        hidden_TE = self.weight.rows(local_ids_T.masked_fill(is_outside_T, 0))
+        return self.group.all_reduce(hidden_TE.masked_fill_(is_outside_T.unsqueeze(1), 0))
 
 
 class ParallelLMHead(_VocabParallelMatrix):

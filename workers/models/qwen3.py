@@ -210,8 +210,10 @@ class Qwen3:
         kernels, eps = self.kernels, self.model_config.rms_norm_eps
         residual_TE = embedded_TE
         x_TE = kernels.rms_norm(residual_TE, self.layers[0].input_norm.weight, eps)
-        following = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        for i, (layer, next_norm, cache) in enumerate(zip(self.layers, following, kv, strict=True)):
+        next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
+        for i, (layer, next_norm, cache) in enumerate(
+            zip(self.layers, next_norms, kv, strict=True)
+        ):
             kernels.call(partial(self._enter_layer, i))
             x_TE = layer.attention(x_TE, positions_T, self.cos_sin_LD, attn, cache)
             x_TE, residual_TE = kernels.add_rms_norm(x_TE, residual_TE, layer.post_norm.weight, eps)

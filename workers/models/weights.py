@@ -130,8 +130,8 @@ class MixedWeight:
     ) -> None:
         self.num_rows = num_rows
         self._kernels = kernels
-        padded = -(-num_rows // kernels.panel_features) * kernels.panel_features
-        self._values_YX = torch.empty(padded, size_in, dtype=torch.bfloat16, device=device)
+        num_padded_rows = -(-num_rows // kernels.panel_features) * kernels.panel_features
+        self._values_YX = torch.empty(num_padded_rows, size_in, dtype=torch.bfloat16, device=device)
         self._values_YX[num_rows:] = 0
         self._packed_values: Tensor | None = None
 

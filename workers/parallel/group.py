@@ -177,8 +177,10 @@ class TensorParallelGroup:
             self._chosen_transport = reducer
             return ""
         first_ranks = [ranks[0] for ranks in host_ranks]
-        inter_host = self._connect(first_ranks, timeout_s) if self.rank in first_ranks else None
-        self._chosen_transport = HierarchicalReducer(reducer, inter_host, host_ranks)
+        inter_host_transport = (
+            self._connect(first_ranks, timeout_s) if self.rank in first_ranks else None
+        )
+        self._chosen_transport = HierarchicalReducer(reducer, inter_host_transport, host_ranks)
         self.barrier()  # a rank that left before its peers have connected would fail them above
         return ""
 

@@ -20,20 +20,22 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class HierarchicalReducer:
-    """A `Transport`. `intra_host`: the ranks of this host; `inter_host`: the first ranks of all
-    hosts, only on these ranks; `host_ranks`: the ranks of each host, in the order of `inter_host`.
-    Dtypes as `SharedMemoryReducer`. Ranks that wait for one that closes fail at once.
+    """A `Transport`. `intra_host_reducer`: the ranks of this host; `inter_host_transport`: the
+    first ranks of all hosts, only on these ranks; `host_ranks`: the ranks of each host, in the
+    order of `inter_host_transport`. Dtypes as `SharedMemoryReducer`. Ranks that wait for one that
+    closes fail at once.
     """
 
     name = "shared memory within hosts, gloo between them"
 
     def __init__(
         self,
-        intra_host: SharedMemoryReducer,
-        inter_host: TorchTransport | None,
+        intra_host_reducer: SharedMemoryReducer,
+        inter_host_transport: TorchTransport | None,
         host_ranks: Sequence[Sequence[int]],
     ) -> None:
-        self._intra_host, self._inter_host = intra_host, inter_host
+        self._intra_host_reducer = intra_host_reducer
+        self._inter_host_transport = inter_host_transport
         self._max_ranks_per_host = max(map(len, host_ranks))
         # Where each rank's part is when the padded parts of the hosts follow one another.
         row_of_rank = {
@@ -44,37 +46,39 @@ class HierarchicalReducer:
         self._order_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        inter_host = None if self._inter_host is None else self._inter_host.all_reduce
-        return self._reduce(tensor, self._intra_host.all_reduce, inter_host)
+        transport = self._inter_host_transport
+        inter_host = None if transport is None else transport.all_reduce
+        return self._reduce(tensor, self._intra_host_reducer.all_reduce, inter_host)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        inter_host = None if self._inter_host is None else self._inter_host.all_reduce_max
-        return self._reduce(tensor, self._intra_host.all_reduce_max, inter_host)
+        transport = self._inter_host_transport
+        inter_host = None if transport is None else transport.all_reduce_max
+        return self._reduce(tensor, self._intra_host_reducer.all_reduce_max, inter_host)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         own_bytes = tensor.contiguous().view(-1).view(torch.uint8)
-        bytes_of_host = self._intra_host.all_gather(own_bytes)
+        bytes_of_host = self._intra_host_reducer.all_gather(own_bytes)
         out_R = torch.empty((len(self._order_R), len(own_bytes)), dtype=torch.uint8)
-        if self._inter_host is not None:
+        if self._inter_host_transport is not None:
             padded_bytes = torch.zeros(
                 (self._max_ranks_per_host, len(own_bytes)), dtype=torch.uint8
             )
             padded_bytes[: len(bytes_of_host)] = bytes_of_host
-            out_R = self._run_between_hosts(self._inter_host.all_gather, padded_bytes).flatten(
-                0, 1
-            )[self._order_R]
-        self._intra_host.broadcast(out_R)
+            out_R = self._run_between_hosts(
+                self._inter_host_transport.all_gather, padded_bytes
+            ).flatten(0, 1)[self._order_R]
+        self._intra_host_reducer.broadcast(out_R)
         return out_R.view(-1).view(tensor.dtype).view(len(out_R), *tensor.shape)
 
     def set_timeout(self, timeout_s: float) -> None:
-        self._intra_host.set_timeout(timeout_s)
-        if self._inter_host is not None:
-            self._inter_host.set_timeout(timeout_s)
+        self._intra_host_reducer.set_timeout(timeout_s)
+        if self._inter_host_transport is not None:
+            self._inter_host_transport.set_timeout(timeout_s)
 
     def close(self) -> None:
-        self._intra_host.close()
-        if self._inter_host is not None:
-            self._inter_host.close()
+        self._intra_host_reducer.close()
+        if self._inter_host_transport is not None:
+            self._inter_host_transport.close()
 
     def _reduce(
         self, tensor: torch.Tensor, intra_host: Operation, inter_host: Operation | None
@@ -83,7 +87,7 @@ class HierarchicalReducer:
         result = intra_host(tensor.to(wide_dtype).contiguous())
         if inter_host is not None:
             self._run_between_hosts(inter_host, result)
-        self._intra_host.broadcast(result)
+        self._intra_host_reducer.broadcast(result)
         return tensor.copy_(result)
 
     def _run_between_hosts(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
@@ -93,5 +97,5 @@ class HierarchicalReducer:
         try:
             return operation(tensor)
         except BaseException:
-            self._intra_host.close()
+            self._intra_host_reducer.close()
             raise

@@ -3,8 +3,8 @@
 Nothing is left behind, whichever process dies: on Linux the segment has no name (a memfd, which the
 others open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
 written in full before it is mapped, so that a lack of memory is an error there and not a SIGBUS
-later. A *card* is what a rank tells its peers about itself: host, process id, and from rank 0 the
-path and token of the segment.
+later. The *info* of a rank is what it tells its peers about itself: host, process id, and from rank
+0 the path and token of the segment.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def remove(path: str) -> None:
         Path(path).unlink()
 
 
-def open_segment(card_of_rank_0: list[Any], own_card: list[Any]) -> int:
-    """The file descriptor of rank 0's segment, found by its card and ours. Raises `OSError` if it
+def open_segment(rank_0_info: list[Any], own_info: list[Any]) -> int:
+    """The file descriptor of rank 0's segment, found by its info and ours. Raises `OSError` if it
     is out of reach.
     """
-    if own_card[0] != card_of_rank_0[0]:
+    if own_info[0] != rank_0_info[0]:
         raise OSError("it runs on another host or in another container")
-    path, token = card_of_rank_0[2:]
+    path, token = rank_0_info[2:]
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(descriptor, len(token), 0) != token.encode():
         os.close(descriptor)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from scheduler.errors import OTHER_OPERATION, WorkerError
+from scheduler.errors import OTHER_OPERATION_PHRASE, WorkerError
 from workers.parallel import segment
 from workers.parallel.advance import (
     BROADCAST,
@@ -124,16 +124,16 @@ class SharedMemoryReducer:
                     descriptor, path = segment.create(segment_bytes(size), token)
                 except OSError as error:
                     reason = f"{first_name} got no shared memory: {error}"
-            cards = [
-                json.loads(card)
-                for card in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
+            peer_infos = [
+                json.loads(peer_info)
+                for peer_info in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
             ]
-            if cards[0][2]:
+            if peer_infos[0][2]:
                 try:
                     if index > 0:
-                        descriptor = segment.open_segment(cards[0], cards[index])
+                        descriptor = segment.open_segment(peer_infos[0], peer_infos[index])
                     memory = mmap.mmap(descriptor, segment_bytes(size))
-                    process_ids = [card[1] for card in cards]
+                    process_ids = [peer_info[1] for peer_info in peer_infos]
                     reducer = cls(index, ranks, process_ids, memory, timeout_s, rank_label)
                 except OSError as error:
                     reason = f"rank {rank} cannot share memory with {first_name}: {error}"
@@ -221,7 +221,7 @@ class SharedMemoryReducer:
             if outcome == OUTCOME_CLOSED:
                 self._fail(name, f"rank {self._ranks[peer]} has left the group")
             if outcome == OUTCOME_DIFFERS:
-                difference = f"rank {self._ranks[peer]} {OTHER_OPERATION}"
+                difference = f"rank {self._ranks[peer]} {OTHER_OPERATION_PHRASE}"
                 self._fail(name, f"{difference}, or one of another size")
             if waited_s > self.timeout_s:
                 part = self._state[PART_INDEX]
@@ -242,8 +242,8 @@ class SharedMemoryReducer:
                 os.sched_yield()
             else:
                 time.sleep(min(_MAX_SLEEP_S, waited_s / 20))
-        was_soon = time.monotonic() - began_s < _MAX_YIELD_S
-        yield_s = self._yield_s * 2 if was_soon else self._yield_s / 2
+        was_short_wait = time.monotonic() - began_s < _MAX_YIELD_S
+        yield_s = self._yield_s * 2 if was_short_wait else self._yield_s / 2
         self._yield_s = min(max(yield_s, _MIN_YIELD_S), _MAX_YIELD_S)
 
     def _dead_peer(self) -> int | None:

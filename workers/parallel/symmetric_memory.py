@@ -68,8 +68,10 @@ class SymmetricMemoryReducer:
         processes has. `exchange` tells each rank what every rank says. Returns the same on every
         rank: a reducer, or why there is none.
         """
-        cards = exchange(f"{segment.host_id()} {nccl.device.index}")
-        if refusal_reason := _first_reason(exchange(_refusal_reason(nccl.device, cards, size))):
+        peer_infos = exchange(f"{segment.host_id()} {nccl.device.index}")
+        if refusal_reason := _first_reason(
+            exchange(_refusal_reason(nccl.device, peer_infos, size))
+        ):
             return refusal_reason
         reducer = None
         try:
@@ -145,9 +147,9 @@ class SymmetricMemoryReducer:
         return tensor.copy_(operations.multimem_all_reduce_(shared_tensor, "sum", self._group))
 
 
-def _refusal_reason(device: torch.device, cards: list[str], size: int) -> str:
-    """Why this rank cannot take part; empty if it can. `cards`: the host and GPU of each rank."""
-    hosts, indexes = zip(*(card.rsplit(" ", 1) for card in cards), strict=True)
+def _refusal_reason(device: torch.device, peer_infos: list[str], size: int) -> str:
+    """Why this rank cannot take part; empty if it can. `peer_infos`: host and GPU of each rank."""
+    hosts, indexes = zip(*(peer_info.rsplit(" ", 1) for peer_info in peer_infos), strict=True)
     if size not in _ONE_SHOT_SIZES + _MULTIMEM_SIZES:
         return f"{size} ranks are not 2, 4 or 8"
     if len(set(hosts)) > 1:

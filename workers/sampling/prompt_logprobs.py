@@ -44,7 +44,7 @@ class ScoredRows:
 
     first_positions: tuple[int, ...]
     num_scored_tokens: tuple[int, ...]
-    num_top: tuple[int, ...]
+    num_top_logprobs: tuple[int, ...]
     indices_P: Tensor
     slots_P: Tensor
     positions_P: Tensor
@@ -62,20 +62,22 @@ class ScoredTokens:
         """One per row. The tensors are on the host."""
         rows = self.rows
         ends = np.cumsum(rows.num_scored_tokens).tolist()
-        numbers = zip(rows.first_positions, rows.num_scored_tokens, rows.num_top, ends, strict=True)
+        numbers = zip(
+            rows.first_positions, rows.num_scored_tokens, rows.num_top_logprobs, ends, strict=True
+        )
         return tuple(
-            self._message(first, num_top, slice(end - count, end))
-            for first, count, num_top, end in numbers
+            self._message(first, num_top_logprobs, slice(end - count, end))
+            for first, count, num_top_logprobs, end in numbers
         )
 
-    def _message(self, first: int, num_top: int, part: slice) -> PromptLogprobs:
+    def _message(self, first: int, num_top_logprobs: int, part: slice) -> PromptLogprobs:
         return PromptLogprobs(
             first_position=first,
-            num_top=num_top,
+            num_top_logprobs=num_top_logprobs,
             logprobs=_floats(self.tensors.logprob_L[part]),
             token_ranks=_ints(self.token_rank_P[part]),
-            top_token_ids=_ints(self.tensors.top_ids_LM[part, :num_top]),
-            top_logprobs=_floats(self.tensors.top_logprobs_LM[part, :num_top]),
+            top_token_ids=_ints(self.tensors.top_ids_LM[part, :num_top_logprobs]),
+            top_logprobs=_floats(self.tensors.top_logprobs_LM[part, :num_top_logprobs]),
         )
 
 
@@ -112,7 +114,7 @@ class PromptScorer:
         return ScoredRows(
             first_positions=tuple(first_position_R.tolist()),
             num_scored_tokens=tuple(num_scored_tokens_R.tolist()),
-            num_top=tuple(num_top_R.tolist()),
+            num_top_logprobs=tuple(num_top_R.tolist()),
             indices_P=put(np.repeat(begin_R, num_scored_tokens_R) + index_in_row_P),
             slots_P=put(np.repeat(slots_R, num_scored_tokens_R)),
             positions_P=put(np.repeat(first_position_R, num_scored_tokens_R) + index_in_row_P),
@@ -121,10 +123,14 @@ class PromptScorer:
     def score(self, hidden_TE: Tensor, rows: ScoredRows) -> ScoredTokens:
         """The scores of a step, from the hidden states of all its tokens."""
         ids_P = self._batch_state.tokens_SL[rows.slots_P, rows.positions_P].to(torch.int64)
-        num_top = max(1, *rows.num_top)
+        num_top_logprobs = max(1, *rows.num_top_logprobs)
         slices = [
             score_slice(
-                self._head, self._shard, hidden_TE.index_select(0, indices_S), ids_S, num_top
+                self._head,
+                self._shard,
+                hidden_TE.index_select(0, indices_S),
+                ids_S,
+                num_top_logprobs,
             )
             for indices_S, ids_S in zip(
                 rows.indices_P.split(POSITIONS_AT_ONCE), ids_P.split(POSITIONS_AT_ONCE), strict=True
@@ -140,11 +146,11 @@ class PromptScorer:
 
 
 def score_slice(
-    head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top: int
+    head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top_logprobs: int
 ) -> tuple[LogprobTensors, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
     logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
-    tensors = shard.logprobs(logits_SV, ids_S, num_top)
+    tensors = shard.logprobs(logits_SV, ids_S, num_top_logprobs)
     return tensors, shard.token_ranks(logits_SV, tensors.logit_L)
 
 

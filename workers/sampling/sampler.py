@@ -71,13 +71,13 @@ def to_logprobs(
         return None
     out: list[TokenLogprobs | None] = [None] * num_rows
     lists = [tensor.tolist() for tensor in logprobs.tensors]
-    for row, num_top, logprob, ids, values, _ in zip(
-        logprobs.rows.rows, logprobs.rows.num_top, *lists, strict=True
+    for row, num_top_logprobs, logprob, ids, values, _ in zip(
+        logprobs.rows.rows, logprobs.rows.num_top_logprobs, *lists, strict=True
     ):
         out[row] = TokenLogprobs(
             logprob=logprob,
-            top_token_ids=tuple(ids[:num_top]),
-            top_logprobs=tuple(values[:num_top]),
+            top_token_ids=tuple(ids[:num_top_logprobs]),
+            top_logprobs=tuple(values[:num_top_logprobs]),
         )
     return tuple(out)
 
@@ -168,7 +168,7 @@ class Sampler:
         tensors = self.shard.logprobs(
             logits_BV.index_select(0, rows.rows_L),
             token_ids_B.index_select(0, rows.rows_L),
-            max(1, *rows.num_top),
+            max(1, *rows.num_top_logprobs),
         )
         return SampledLogprobs(rows=rows, tensors=tensors)
 

@@ -97,12 +97,13 @@ class VocabularyShard:
             step = max(1, _LOGITS_AT_ONCE // max(1, self.num_columns))
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
-    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top: int) -> LogprobTensors:
-        """Log probabilities of the tokens `ids_L`, and of the `num_top` best ones, at least 1.
-        `logits_LV`: the real columns. The sum of exponentials is the same integer sum as in a draw.
+    def logprobs(self, logits_LV: Tensor, ids_L: Tensor, num_top_logprobs: int) -> LogprobTensors:
+        """Log probabilities of the tokens `ids_L`, and of the `num_top_logprobs` best ones, at
+        least 1. `logits_LV`: the real columns. The sum of exponentials is the same integer sum as
+        in a draw.
         """
         logits_LV = logits_LV.to(torch.float32)
-        top_logits_LM, top_ids_LM = self._top(logits_LV, num_top)
+        top_logits_LM, top_ids_LM = self._top(logits_LV, num_top_logprobs)
         max_L = top_logits_LM[:, 0].contiguous()
         temperature_L = torch.ones_like(top_logits_LM[:, 0])
         _, _, block_max_LX = self._kernels.row_best(logits_LV)
@@ -137,13 +138,13 @@ class VocabularyShard:
         """How many tokens of each row have at least this logit, over all ranks, int64."""
         return self._group.all_reduce((logits_LV >= logit_L[:, None]).sum(dim=1))
 
-    def _top(self, logits_LV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
+    def _top(self, logits_LV: Tensor, num_top_logprobs: int) -> tuple[Tensor, Tensor]:
         """(logits, ids) of the best tokens over all ranks, [L, M], best first, the lower id first
         of equals.
         """
         num_columns = logits_LV.shape[1]
         ids_V = torch.arange(num_columns, device=logits_LV.device) + self.start
-        num_local = min(num_top, num_columns)
+        num_local = min(num_top_logprobs, num_columns)
         local_LM = torch.cat(
             [
                 sampling.pack_value_and_id(logits_LV[part], ids_V).topk(num_local, dim=1).values
@@ -151,7 +152,7 @@ class VocabularyShard:
             ]
         )
         local_LM = torch.nn.functional.pad(
-            local_LM, (0, num_top - num_local), value=torch.iinfo(torch.int64).min
+            local_LM, (0, num_top_logprobs - num_local), value=torch.iinfo(torch.int64).min
         )
         gathered_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return sampling.unpack_value_and_id(gathered_LM.topk(num_top, dim=1).values)
+        return sampling.unpack_value_and_id(gathered_LM.topk(num_top_logprobs, dim=1).values)

@@ -98,7 +98,7 @@ class LogprobRows:
 
     rows_L: Tensor
     rows: tuple[int, ...]
-    num_top: tuple[int, ...]
+    num_top_logprobs: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,13 +395,13 @@ class SamplingState:
     def _logprob_rows(self, slots_B: Int64Array, put: PutFunction) -> LogprobRows | None:
         if not self._logprob_slots:
             return None
-        num_top = self._table["logprobs"][slots_B]
-        rows = (num_top >= 0).nonzero()[0]
+        num_top_logprobs = self._table["logprobs"][slots_B]
+        rows = (num_top_logprobs >= 0).nonzero()[0]
         if not len(rows):
             return None
-        num_top_L = np.minimum(num_top[rows], self._shard.vocab_size)
+        num_top_L = np.minimum(num_top_logprobs[rows], self._shard.vocab_size)
         return LogprobRows(
-            rows_L=put(rows), rows=tuple(rows.tolist()), num_top=tuple(num_top_L.tolist())
+            rows_L=put(rows), rows=tuple(rows.tolist()), num_top_logprobs=tuple(num_top_L.tolist())
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:

@@ -34,9 +34,9 @@ from scheduler.params import StructuredOutputs
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
-def messages_job(request: MessagesRequest, served: ServedModel) -> Job:
+def messages_job(request: MessagesRequest, served_model: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    omissions = Omissions(refuse=served.refuse_unknown)
+    omissions = Omissions(refuse=served_model.refuse_unknown)
     options = GenerationRequest.model_construct(
         stream=request.stream,
         stop=request.stop_sequences,
@@ -44,26 +44,28 @@ def messages_job(request: MessagesRequest, served: ServedModel) -> Job:
         top_p=request.top_p,
         top_k=request.top_k,
     )
-    chat = _chat(request, served, omissions)
-    job = job_of(dataclasses.replace(chat, max_tokens=request.max_tokens, options=options), served)
+    chat = _chat(request, served_model, omissions)
+    job = job_of(
+        dataclasses.replace(chat, max_tokens=request.max_tokens, options=options), served_model
+    )
 
     def make_writer(generations: list[Generation]) -> Writer:
         state = answer_state_after(generations[0].prompt or "")
         has_tools = bool(chat.rules.tools)
-        return MessageWriter(served.name, generations[0], state=state, has_tools=has_tools)
+        return MessageWriter(served_model.name, generations[0], state=state, has_tools=has_tools)
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_tokens(request: CountTokensRequest, served: ServedModel) -> dict[str, Any]:
+def count_tokens(request: CountTokensRequest, served_model: ServedModel) -> dict[str, Any]:
     """The answer of `/v1/messages/count_tokens`."""
-    omissions = Omissions(refuse=served.refuse_unknown)
-    chat = _chat(request, served, omissions)
-    return {"input_tokens": len(served.builder.encode(chat.prompt))}
+    omissions = Omissions(refuse=served_model.refuse_unknown)
+    chat = _chat(request, served_model, omissions)
+    return {"input_tokens": len(served_model.builder.encode(chat.prompt))}
 
 
-def _chat(request: ConversationRequest, served: ServedModel, omissions: Omissions) -> Chat:
-    served.check_name(request.model)
+def _chat(request: ConversationRequest, served_model: ServedModel, omissions: Omissions) -> Chat:
+    served_model.check_name(request.model)
     if request.messages[-1].role == "assistant":
         raise RequestError(
             "the last message must be of role user: continuing the beginning of an answer is not"
@@ -73,15 +75,15 @@ def _chat(request: ConversationRequest, served: ServedModel, omissions: Omission
     for name in ("container", "mcp_servers"):
         if getattr(request, name):
             omissions.add(name)
-    tokenizer = served.tokenizer_for("a chat")
+    tokenizer = served_model.tokenizer_for("a chat")
     arguments_as_text = tokenizer.takes_arguments_as_text
-    system = _system(request.system or "", served.keep_billing_header)
+    system = _system(request.system or "", served_model.keep_billing_header)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages += turns_of(request.messages, omissions, arguments_as_text=arguments_as_text)
     rules = _rules(request, omissions)
     variables = _variables(request, tokenizer)
     return Chat(
-        conversation=conversation_of(messages, rules.tools, variables, served),
+        conversation=conversation_of(messages, rules.tools, variables, served_model),
         rules=rules,
         structure=_structure(request),
         options=GenerationRequest.model_construct(),

@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag
 
 from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, ValuePredicate
 from cluster.api.schema import (
-    ListOf,
+    FailFastList,
     Options,
     ReasoningEffort,
     RequestModel,
@@ -43,7 +43,7 @@ class SearchResultBlock(RequestModel):
     type: Literal["search_result"]
     title: str
     source: str
-    content: ListOf[TextBlock]
+    content: FailFastList[TextBlock]
 
 
 class ToolReferenceBlock(RequestModel):
@@ -73,7 +73,7 @@ class DocumentSource(RequestModel):
     data: str | None = None
     content: (
         str
-        | ListOf[
+        | FailFastList[
             Annotated[
                 Annotated[TextBlock, Tag("text")] | Annotated[OtherBlock, Tag("other")],
                 type_discriminator("text"),
@@ -103,7 +103,7 @@ ResultPart = Annotated[
 class ToolResultBlock(RequestModel):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | ListOf[ResultPart] | None = None
+    content: str | FailFastList[ResultPart] | None = None
     is_error: bool | None = None
 
 
@@ -127,13 +127,13 @@ class Message(RequestModel):
     """A message of role `system` stands where it is in the conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | ListOf[AnyBlock]
+    content: str | FailFastList[AnyBlock]
 
 
 class CustomTool(Options):
     """A tool that the client runs."""
 
-    PATH: ClassVar[str] = "tools"
+    FIELD_PATH: ClassVar[str] = "tools"
     type: str | None = None
     name: ToolName
     description: str | None = None
@@ -161,7 +161,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(Options):
-    PATH: ClassVar[str] = "tool_choice"
+    FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -170,20 +170,20 @@ class ToolChoice(Options):
 class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
-    PATH: ClassVar[str] = "thinking"
+    FIELD_PATH: ClassVar[str] = "thinking"
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
 class OutputFormat(Options):
-    PATH: ClassVar[str] = "output_config.format"
+    FIELD_PATH: ClassVar[str] = "output_config.format"
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
 
 
 class OutputConfig(Options):
-    PATH: ClassVar[str] = "output_config"
+    FIELD_PATH: ClassVar[str] = "output_config"
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
 
@@ -203,12 +203,12 @@ class ConversationRequest(RequestModel):
     )
 
     model: str | None = None
-    messages: Annotated[ListOf[Message], Field(min_length=1)]
+    messages: Annotated[FailFastList[Message], Field(min_length=1)]
     # Of tools that the server would run; left out, and named in the answer.
     container: Any = None
-    mcp_servers: ListOf[Any] | None = None
-    system: str | ListOf[TextBlock] | None = None
-    tools: ListOf[AnyTool] | None = None
+    mcp_servers: FailFastList[Any] | None = None
+    system: str | FailFastList[TextBlock] | None = None
+    tools: FailFastList[AnyTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -218,7 +218,7 @@ class ConversationRequest(RequestModel):
 class MessagesRequest(ConversationRequest):
     max_tokens: int
     stream: bool | None = None
-    stop_sequences: ListOf[str] | None = None
+    stop_sequences: FailFastList[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None

@@ -32,44 +32,47 @@ _GENERATION_FIELDS = (
 )
 
 
-def responses_job(request: ResponsesRequest, served: ServedModel) -> Job:
+def responses_job(request: ResponsesRequest, served_model: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    omissions = Omissions(refuse=served.refuse_unknown)
+    omissions = Omissions(refuse=served_model.refuse_unknown)
     tool_table = ToolTable(request.tools or [], omissions)
-    job = job_of(_chat(request, tool_table, served, omissions), served)
+    job = job_of(_chat(request, tool_table, served_model, omissions), served_model)
     has_tools = bool(tool_table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
         [generation] = generations
-        assert served.tokenizer is not None
+        assert served_model.tokenizer is not None
         return ResponseWriter(
-            _echo(request, tool_table, job, served.name),
+            _echo(request, tool_table, job, served_model.name),
             generation,
-            served.tokenizer,
+            served_model.tokenizer,
             state=answer_state_after(generation.prompt or ""),
             tools=tool_table if has_tools else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
             encrypts=request.encrypts_reasoning,
-            logprobs=request.num_logprobs is not None,
+            logprobs=request.num_top_logprobs is not None,
         )
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 
 
-def count_input(request: ResponsesRequest, served: ServedModel) -> dict[str, Any]:
+def count_input(request: ResponsesRequest, served_model: ServedModel) -> dict[str, Any]:
     """The answer of `/v1/responses/input_tokens`."""
-    omissions = Omissions(refuse=served.refuse_unknown)
+    omissions = Omissions(refuse=served_model.refuse_unknown)
     tool_table = ToolTable(request.tools or [], omissions)
-    chat = _chat(request, tool_table, served, omissions)
-    num_tokens = len(served.builder.encode(chat.prompt))
+    chat = _chat(request, tool_table, served_model, omissions)
+    num_tokens = len(served_model.builder.encode(chat.prompt))
     return {"object": "response.input_tokens", "input_tokens": num_tokens}
 
 
 def _chat(
-    request: ResponsesRequest, tool_table: ToolTable, served: ServedModel, omissions: Omissions
+    request: ResponsesRequest,
+    tool_table: ToolTable,
+    served_model: ServedModel,
+    omissions: Omissions,
 ) -> Chat:
-    served.check_name(request.model)
-    tokenizer = served.tokenizer_for("a chat")
+    served_model.check_name(request.model)
+    tokenizer = served_model.tokenizer_for("a chat")
     arguments_as_text = tokenizer.takes_arguments_as_text
     messages = messages_of(request.input, omissions, arguments_as_text=arguments_as_text)
     if request.instructions:
@@ -78,11 +81,11 @@ def _chat(
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = variables_of(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
     return Chat(
-        conversation=conversation_of(messages, rules.tools, variables, served),
+        conversation=conversation_of(messages, rules.tools, variables, served_model),
         rules=rules,
         structure=_structure(request),
         max_tokens=request.max_output_tokens,
-        logprobs=request.num_logprobs,
+        logprobs=request.num_top_logprobs,
         options=GenerationRequest.model_construct(
             **{name: getattr(request, name) for name in _GENERATION_FIELDS}
         ),

@@ -11,8 +11,8 @@ from pydantic import Field, Tag
 
 from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
 from cluster.api.schema import (
+    FailFastList,
     JsonObjectFormat,
-    ListOf,
     Options,
     ReasoningEffort,
     RefusalPart,
@@ -23,7 +23,7 @@ from cluster.api.schema import (
 )
 from scheduler.bounds import field_limit
 
-_NOTHING_STORED = "nothing is stored between requests; send the whole conversation as input"
+_NO_STATE = "nothing is stored between requests; send the whole conversation as input"
 INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 
@@ -51,7 +51,7 @@ Part = Annotated[
 class MessageItem(RequestModel):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | ListOf[Part]
+    content: str | FailFastList[Part]
 
 
 class ReasoningText(RequestModel):
@@ -65,8 +65,8 @@ class ReasoningItem(RequestModel):
     """
 
     type: Literal["reasoning"]
-    summary: ListOf[ReasoningText] | None = None
-    content: ListOf[ReasoningText] | None = None
+    summary: FailFastList[ReasoningText] | None = None
+    content: FailFastList[ReasoningText] | None = None
     encrypted_content: str | None = None
 
 
@@ -89,7 +89,7 @@ class CustomCallItem(RequestModel):
 class CallOutputItem(RequestModel):
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: str | ListOf[Part]
+    output: str | FailFastList[Part]
 
 
 class ItemReference(RequestModel):
@@ -120,7 +120,7 @@ Item = Annotated[
 
 
 class FunctionTool(Options):
-    PATH: ClassVar[str] = "tools"
+    FIELD_PATH: ClassVar[str] = "tools"
     type: Literal["function"]
     name: ToolName
     description: str | None = None
@@ -139,7 +139,7 @@ class CustomFormat(RequestModel):
 class CustomTool(Options):
     """A tool that takes text."""
 
-    PATH: ClassVar[str] = "tools"
+    FIELD_PATH: ClassVar[str] = "tools"
     type: Literal["custom"]
     name: ToolName
     description: str | None = None
@@ -155,11 +155,11 @@ class OtherTool(RequestModel):
 class NamespaceTool(Options):
     """Tools under a common name."""
 
-    PATH: ClassVar[str] = "tools"
+    FIELD_PATH: ClassVar[str] = "tools"
     type: Literal["namespace"]
     name: ToolName
     description: str | None = None
-    tools: ListOf[
+    tools: FailFastList[
         Annotated[
             Annotated[FunctionTool, Tag("function")]
             | Annotated[CustomTool, Tag("custom")]
@@ -181,7 +181,7 @@ Tool = Annotated[
 class NamedTool(Options):
     """The one tool that must be called."""
 
-    PATH: ClassVar[str] = "tool_choice"
+    FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["function", "custom"]
     name: str
 
@@ -189,14 +189,14 @@ class NamedTool(Options):
 class AllowedTools(Options):
     """Some of the tools, of which none or one must be called."""
 
-    PATH: ClassVar[str] = "tool_choice"
+    FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[ListOf[NamedTool], Field(max_length=field_limit("tools"))]
+    tools: Annotated[FailFastList[NamedTool], Field(max_length=field_limit("tools"))]
 
 
 class SchemaFormat(Options):
-    PATH: ClassVar[str] = "text.format"
+    FIELD_PATH: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
     name: Annotated[str, Field(max_length=field_limit("name"))]
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
@@ -210,7 +210,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | SchemaFormat
 class TextOptions(Options):
     """`verbosity` changes nothing here."""
 
-    PATH: ClassVar[str] = "text"
+    FIELD_PATH: ClassVar[str] = "text"
     format: Annotated[ResponseFormat, Field(discriminator="type")] | None = None
     verbosity: str | None = None
 
@@ -218,7 +218,7 @@ class TextOptions(Options):
 class Reasoning(Options):
     """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
-    PATH: ClassVar[str] = "reasoning"
+    FIELD_PATH: ClassVar[str] = "reasoning"
     effort: ReasoningEffort | None = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -229,7 +229,7 @@ class Reasoning(Options):
 
 
 class ResponsesStreamOptions(Options):
-    PATH: ClassVar[str] = "stream_options"
+    FIELD_PATH: ClassVar[str] = "stream_options"
     include_obfuscation: bool | None = None  # padding, of which there is none
 
 
@@ -252,17 +252,18 @@ class ResponsesRequest(RequestModel):
     REFUSED_FIELDS: ClassVar[dict[str, str]] = {
         "access_programs": "access programs are not supported",
         "background_options": "answers are not made in the background",
-        "conversation": _NOTHING_STORED,
+        "conversation": _NO_STATE,
         "image": "images are not supported",
         "moderation": REFUSED_FIELDS["moderation"],
-        "previous_response_id": _NOTHING_STORED,
+        "previous_response_id": _NO_STATE,
         "prompt": "stored prompts are not supported; send the text as input",
     }
 
     model: str | None = None
-    input: str | ListOf[Item]
+    input: str | FailFastList[Item]
     instructions: str | None = None
-    include: ListOf[str] | None = None  # what is not known would come from tools of the server
+    # What is not known would come from tools of the server.
+    include: FailFastList[str] | None = None
     max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -270,7 +271,7 @@ class ResponsesRequest(RequestModel):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: TextOptions | None = None
-    tools: ListOf[Tool] | None = None
+    tools: FailFastList[Tool] | None = None
     tool_choice: (
         Literal["auto", "none", "required"]
         | Annotated[NamedTool | AllowedTools, Field(discriminator="type")]
@@ -283,7 +284,7 @@ class ResponsesRequest(RequestModel):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    stop: str | ListOf[str] | None = None
+    stop: str | FailFastList[str] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -295,7 +296,7 @@ class ResponsesRequest(RequestModel):
         return INCLUDE_ENCRYPTED in (self.include or ())
 
     @property
-    def num_logprobs(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         """How many alternatives each token of the text has; None without log probabilities."""
         if INCLUDE_LOGPROBS in (self.include or ()) or self.top_logprobs:
             return self.top_logprobs or 0

@@ -81,7 +81,7 @@ class ResponseWriter:
         }
         self._id, self._created_s = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._items: list[dict[str, Any]] = []
-        self._is_open = False  # the last of the items
+        self._is_last_item_open = False  # the last of the items
         self._texts: list[str] = []  # of the item that is open
         self._uncounted_reasoning = ""  # that is not counted yet
         self._num_reasoning_tokens = 0
@@ -195,10 +195,10 @@ class ResponseWriter:
         return events
 
     def _switch_item_events(self, kind: str) -> list[bytes]:
-        if self._is_open and self._items[-1]["type"] == kind:
+        if self._is_last_item_open and self._items[-1]["type"] == kind:
             return []
         events = self._closing_events("completed")
-        self._is_open = True
+        self._is_last_item_open = True
         item_names = self._names_by_kind[kind]
         self._items.append(_new_item(kind, item_names))
         if kind == "message":
@@ -212,9 +212,9 @@ class ResponseWriter:
         ]
 
     def _closing_events(self, status: str) -> list[bytes]:
-        if not self._is_open:
+        if not self._is_last_item_open:
             return []
-        self._is_open = False
+        self._is_last_item_open = False
         item = self._items[-1]
         item["status"] = status
         item_names = self._names_by_kind[item["type"]]

@@ -237,7 +237,7 @@ def prompt_logprobs_of(request: Request) -> Iterator[PromptLogprobs]:
         places = range(first, min(first + 50, request.num_prompt_tokens))
         yield PromptLogprobs(
             first_position=first,
-            num_top=top,
+            num_top_logprobs=top,
             logprobs=array("f", (-place / 8 for place in places)),
             token_ranks=int32_array(1 + 2 * place for place in places),
             top_token_ids=int32_array((place + i) % 500 for place in places for i in range(top)),

@@ -17,7 +17,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageFunctionToolCall
 
 from cluster.api.admission import ApiLimits
-from cluster.api.metrics import Family, merge, render
+from cluster.api.metrics import MetricFamily, merge, render
 from configs.paths import SOURCE_ROOT
 from scheduler.messages import Request
 from tests.cluster.api.scripted import TOKENIZER, Server, serve, wait_until
@@ -508,9 +508,9 @@ def test_metrics_tell_what_happened(server: Server, client: openai.OpenAI) -> No
 
 
 def test_metrics_of_several_processes_add_up() -> None:
-    def of(value: float) -> list[Family]:
+    def of(value: float) -> list[MetricFamily]:
         samples = [("a_total", (("path", "x"),), value), ("a_total", (), 1.0)]
-        return [Family(name="a", kind="counter", help="A.", samples=samples)]
+        return [MetricFamily(name="a", kind="counter", help="A.", samples=samples)]
 
     text = render(merge([of(1.0), of(2.0), []])).decode()
     assert 'a_total{path="x"} 3.0' in text and "\na_total 2.0" in text

@@ -65,7 +65,7 @@ def after_tool(*content: dict[str, Any]) -> dict[str, Any]:
 def job_for(server: Server, fields: dict[str, Any]) -> Any:
     body = {"model": "tiny", "max_tokens": 50, "messages": [USER]} | fields
     request = read_request(MessagesRequest, json.dumps(body).encode())
-    return messages_job(request, server.api._served)
+    return messages_job(request, server.api._served_model)
 
 
 @pytest.mark.parametrize("path", ["", "/count_tokens"])

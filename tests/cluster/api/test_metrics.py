@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.api.metrics import (
     TOKEN_BUCKETS_S,
     ApiMetrics,
-    Family,
+    MetricFamily,
     RequestTimer,
     engine_families,
     merge,
@@ -21,7 +21,7 @@ def samples_of(*processes: ApiMetrics) -> dict[tuple[str, str], float]:
     return merged_samples([metrics.families() for metrics in processes])
 
 
-def merged_samples(by_process: list[list[Family]]) -> dict[tuple[str, str], float]:
+def merged_samples(by_process: list[list[MetricFamily]]) -> dict[tuple[str, str], float]:
     """Values by name and bucket, as Prometheus reads them from the answer for all processes."""
     text = render(merge(by_process)).decode()
     return {

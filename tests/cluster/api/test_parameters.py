@@ -59,7 +59,7 @@ def value_in(job: Job, name: str) -> object:
 )
 def test_a_parameter_of_the_responses_api_reaches_the_job(server: Server, name: str) -> None:
     body = json.dumps({"input": "Hi", name: VALUES[name]}).encode()
-    job = responses_job(read_request(ResponsesRequest, body), server.api._served)
+    job = responses_job(read_request(ResponsesRequest, body), server.api._served_model)
     assert value_in(job, name) == VALUES[name]
 
 
@@ -70,5 +70,5 @@ def test_a_parameter_of_the_messages_api_reaches_the_job(server: Server, name: s
     """Its fields beyond those that count tokens."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
     request = read_request(MessagesRequest, json.dumps(body | {name: VALUES[name]}).encode())
-    job = messages_job(request, server.api._served)
+    job = messages_job(request, server.api._served_model)
     assert value_in(job, NAMES_OF_MESSAGES.get(name, name)) == VALUES[name]

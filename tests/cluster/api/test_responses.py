@@ -170,7 +170,7 @@ def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> Non
 def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> None:
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}
     request = read_request(ResponsesRequest, json.dumps(asked).encode())
-    [prompt] = responses_job(request, server.api._served).prompts
+    [prompt] = responses_job(request, server.api._served_model).prompts
     assert prompt.conversation is not None
     assert prompt.conversation.template_variables == {"enable_thinking": thinks}
 

@@ -321,7 +321,7 @@ def test_namespaces_have_the_bounds_of_tools(
 ) -> None:
     body = json.dumps({"input": "x", "tools": tools}).encode()
     with pytest.raises(RequestError, match=message):
-        responses_job(read_request(ResponsesRequest, body), server.api._served)
+        responses_job(read_request(ResponsesRequest, body), server.api._served_model)
 
 
 SPOKEN = (

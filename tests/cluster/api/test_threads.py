@@ -30,7 +30,7 @@ def test_a_call_returns_what_its_work_returns_or_raises() -> None:
 
 def test_a_call_beyond_the_queue_is_refused_until_another_ends() -> None:
     async def check() -> None:
-        queue, gate = BoundedThreadPool("testing", 1, max_waiting=1), threading.Event()
+        queue, gate = BoundedThreadPool("testing", 1, max_waiting_calls=1), threading.Event()
         calls = [asyncio.ensure_future(queue.run(gate.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(OverloadedError, match="2 requests for testing"):
@@ -44,7 +44,7 @@ def test_a_call_beyond_the_queue_is_refused_until_another_ends() -> None:
 
 def test_a_canceled_call_leaves_the_queue_unless_it_runs() -> None:
     async def check() -> None:
-        queue, gate = BoundedThreadPool("testing", 1, max_waiting=1), threading.Event()
+        queue, gate = BoundedThreadPool("testing", 1, max_waiting_calls=1), threading.Event()
         running, waiting = (asyncio.ensure_future(queue.run(gate.wait)) for _ in range(2))
         await asyncio.sleep(0.01)
         waiting.cancel()

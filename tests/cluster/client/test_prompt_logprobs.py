@@ -21,7 +21,7 @@ def part(first: int, end: int) -> PromptLogprobs:
     places = range(first, end)
     return PromptLogprobs(
         first_position=first,
-        num_top=1,
+        num_top_logprobs=1,
         logprobs=array("f", (-place for place in places)),
         token_ranks=int32_array(places),
         top_token_ids=int32_array(10 * place for place in places),

@@ -10,10 +10,10 @@ from cluster import LLM, SamplingParams
 from cluster.client.prompts import (
     Conversation,
     ParsedPrompt,
-    as_list,
+    as_prompt_list,
+    broadcast_params,
     conversations,
     form_of,
-    one_per_prompt,
     parse_prompt,
 )
 from scheduler.errors import ConfigError, RequestError
@@ -34,7 +34,7 @@ PARAMS = SamplingParams(n=2)
     ],
 )
 def test_one_prompt_or_many_become_a_list(prompts: Any, wanted: list[Any]) -> None:
-    assert as_list(prompts) == wanted
+    assert as_prompt_list(prompts) == wanted
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_is_no_prompt_is_refused_with_the_forms_there_are(prompts: Any, kin
     with pytest.raises(
         RequestError, match=f"text, a list of token ids, a mapping, or a list of these; got {kind}"
     ):
-        as_list(prompts)
+        as_prompt_list(prompts)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_no_prompt_is_refused_with_the_forms_there_are(prompts: Any, kin
     [(None, [None, None]), (PARAMS, [PARAMS, PARAMS]), ((PARAMS, None), [PARAMS, None])],
 )
 def test_parameters_are_for_all_prompts_or_one_each(params: Any, wanted: list[Any]) -> None:
-    assert one_per_prompt(params, 2) == wanted
+    assert broadcast_params(params, 2) == wanted
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_parameters_that_are_no_sampling_params_are_refused_with_what_makes_them
     with pytest.raises(
         RequestError, match=rf"SamplingParams or .*, got {kind}; use SamplingParams.from_dict"
     ) as refused:
-        one_per_prompt(params, 2)
+        broadcast_params(params, 2)
     assert refused.value.parameter == "sampling_params"
 
 
 def test_another_number_of_parameters_than_prompts_is_refused_with_both() -> None:
     with pytest.raises(RequestError, match="got 1 sampling_params for 2 prompts"):
-        one_per_prompt([PARAMS], 2)
+        broadcast_params([PARAMS], 2)
 
 
 def test_one_conversation_or_many_become_prompts() -> None:
@@ -184,4 +184,4 @@ def test_a_conversation_that_a_program_has_made_is_checked_and_taken_as_it_is() 
     with pytest.raises(RequestError, match="needs a last message of role assistant with text"):
         Conversation(messages=[MESSAGE], continues_last_message=True)
     prompt = ParsedPrompt(conversation=Conversation(messages=[MESSAGE]))
-    assert parse_prompt(prompt) is prompt and as_list(prompt) == [prompt]
+    assert parse_prompt(prompt) is prompt and as_prompt_list(prompt) == [prompt]

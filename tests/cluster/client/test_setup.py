@@ -34,7 +34,7 @@ def test_a_tokenizer_is_found_once_and_named_by_its_folder(
         EngineConfig(model=str(DEFAULT_MODEL_DIR), tokenizer=given, device="cpu")
     )
     assert setup.config.tokenizer == str(DEFAULT_MODEL_DIR)
-    assert setup.foreseen_config.engine.tokenizer == str(DEFAULT_MODEL_DIR)
+    assert setup.expected_config.engine.tokenizer == str(DEFAULT_MODEL_DIR)
     assert setup.tokenizer is not None
 
 
@@ -103,4 +103,4 @@ def test_answers_end_where_any_file_of_the_checkpoint_says(
 ) -> None:
     path = default_model_with(tmp_path / "model", eos_token, template)
     setup = make_engine_setup(EngineConfig(model=str(path), device="cpu"))
-    assert setup.model.eos_token_ids == setup.foreseen_config.model.eos_token_ids == ends
+    assert setup.model.eos_token_ids == setup.expected_config.model.eos_token_ids == ends

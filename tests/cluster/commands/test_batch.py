@@ -287,7 +287,7 @@ def test_logprobs_have_an_entry_a_token_with_alternatives_by_token_id() -> None:
 def test_prompt_logprobs_belong_to_the_line() -> None:
     of_prompt = PromptLogprobs(
         first_position=1,
-        num_top=1,
+        num_top_logprobs=1,
         logprobs=array("f", [-0.5]),
         token_ranks=int32_array([2]),
         top_token_ids=int32_array([7]),

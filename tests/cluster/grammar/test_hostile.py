@@ -24,7 +24,7 @@ from cluster.grammar import follower as follower_module
 from cluster.grammar import helper as helper_module
 from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler
 from cluster.grammar.formats import format_of, source_of
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLateError, HelperLostError
+from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.pipes import Pipe, PipeError
 from configs.model import ModelConfig
@@ -75,7 +75,7 @@ class StubChild:
             seconds = float(self.grammar)
             time.sleep(min(seconds, limit_s))
             if seconds > limit_s:
-                raise HelperLateError
+                raise HelperTimeoutError
             yield None, seconds
 
     def close(self) -> None:
@@ -459,7 +459,7 @@ def test_the_time_of_real_masks_is_limited(
 def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> None:
     child = compiler._helper.fork(2**30)
     began_s = time.monotonic()
-    with pytest.raises(HelperLateError):
+    with pytest.raises(HelperTimeoutError):
         child.call(0.2, "check", wide(1450))
     child.close()
     assert time.monotonic() - began_s < 2.0
@@ -559,7 +559,7 @@ class StubCompiling:
         assert name == "check"
         if "slow" in structural_tag:
             time.sleep(limit_s)
-            raise HelperLateError
+            raise HelperTimeoutError
         return structural_tag.encode()
 
     def close(self) -> None:

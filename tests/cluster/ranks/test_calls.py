@@ -65,9 +65,9 @@ class LosesReplies(StepCalls):
         super().send_plan(plan)
         self._lose(self.step_refs)
 
-    def make_again(self, index: int) -> None:
+    def repeat_call(self, index: int) -> None:
         LosesReplies.num_again += 1
-        super().make_again(index)
+        super().repeat_call(index)
 
     def send_mask(self, mask: StepMask) -> None:
         super().send_mask(mask)
@@ -108,9 +108,9 @@ class LosesRequests(StepCalls):
     def __init__(self, actors: Any) -> None:
         super().__init__([Deaf(actor) for actor in actors])
 
-    def make_again(self, index: int) -> None:
+    def repeat_call(self, index: int) -> None:
         LosesRequests.num_again += 1
-        super().make_again(index)
+        super().repeat_call(index)
 
 
 @pytest.mark.parametrize("kind", [LosesReplies, LosesRequests], ids=["replies", "requests"])
@@ -164,7 +164,7 @@ def test_a_bug_in_putting_a_message_is_not_taken_for_a_full_store(
 class SaysWhy(StepCalls):
     """Calls that are lost again and again."""
 
-    def make_again(self, index: int) -> None:
+    def repeat_call(self, index: int) -> None:
         self.step_refs[index] = unavailable.remote()
 
 
@@ -201,8 +201,8 @@ class BareRank(RankActor):
         engine = SimpleNamespace(step_timeout_s=1.0)
         self._config: Any = SimpleNamespace(engine=engine, num_steps_ahead=1)
         self._worker = worker
-        self._imported_event = threading.Event()
-        self._imported_event.set()
+        self._ready_event = threading.Event()
+        self._ready_event.set()
         self._compute_executor = SimpleNamespace(submit=lambda launch, plan: launch(plan))  # type: ignore[assignment]
         self._order_condition = threading.Condition()
         self._next_step_id = self._next_mask_step_id = 0

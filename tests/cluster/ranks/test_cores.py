@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.ranks.cores import CoreClaim, CoreShare, bind, usable_cores
+from cluster.ranks.cores import CoreClaim, CoreShare, pin_to_cores, usable_cores
 from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import cores_of_computing_threads, wait_until
 
@@ -103,11 +103,11 @@ def test_threads_that_compute_move_and_others_stay() -> None:
     started, done = threading.Event(), threading.Event()
 
     def compute() -> None:
-        bind(first)
+        pin_to_cores(first)
         helper = threading.Thread(target=done.wait)
         helper.start()
         wait_until(lambda: cores_of_computing_threads(os.getpid()) == [{*first}] * 2, "a helper")
-        bind(last)
+        pin_to_cores(last)
         started.set()
         helper.join()
 

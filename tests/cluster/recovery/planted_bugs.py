@@ -201,7 +201,7 @@ class LostPollsFail(Frontend):
         actor, before = self.driver_handle.actor, self._last_reply
         super().poll()
         is_lost = actor is self.driver_handle.actor and self._last_reply == before
-        if is_lost and self._outstanding_requests.has_accepted:
+        if is_lost and self._outstanding_requests.has_accepted_requests:
             self._fail_all(EaglerayError("a poll was lost"))
 
 

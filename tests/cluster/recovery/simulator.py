@@ -353,7 +353,7 @@ class World:
         self.arriving = deque(self.scenario.requests)
         loop_module.MAX_HOLD_BACK_S = self.rng.choice((0.0, 1e9))
         self.driver = Driver(self)
-        kind = type("SimulatedFrontend", (parts.frontend,), {"make_thread": NoThread})
+        kind = type("SimulatedFrontend", (parts.frontend,), {"thread_class": NoThread})
         self.frontend: Frontend = kind(self.driver, replace=self.replace)
         self.frontend.driver_handle._send_executor = Now(self)
 
@@ -428,7 +428,7 @@ class World:
                 driver.supervisor.check_group()
             while self.later and self.rng.random() < 0.6:
                 self.later.popleft()()
-        if self.rng.random() < 0.3 and self.frontend._outstanding_requests.has_accepted:
+        if self.rng.random() < 0.3 and self.frontend._outstanding_requests.has_accepted_requests:
             self.frontend.poll()
 
     def _harm(self, driver: Driver) -> None:

@@ -195,9 +195,9 @@ def test_a_question_that_was_lost_is_asked_again(world: World) -> None:
 
 def test_a_driver_that_was_stopped_itself_blames_nobody(world: World) -> None:
     began_s = world.now_s
-    world.ranks[0].at.num_layers = 1
+    world.ranks[0].at.num_layers_run = 1
     assert world.run(1.0, busy_since_s=began_s) is None
     world.now_s += 20 * STUCK_AFTER_S
     assert world.watch.find_fault(began_s) is None
-    world.ranks[0].at.num_layers = 2
+    world.ranks[0].at.num_layers_run = 2
     assert world.run(0.9 * STUCK_AFTER_S, busy_since_s=began_s) is None

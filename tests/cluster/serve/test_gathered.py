@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.api.metrics import Family, merge
+from cluster.api.metrics import MetricFamily, merge
 from cluster.serve.gathered import MAX_REMEMBERED_PROCESSES, GatheredCounters
 
 
@@ -13,11 +13,13 @@ class Process:
         self.num_answered = num_answered
         self.counters = GatheredCounters(name, self.families)
 
-    def families(self) -> list[Family]:
+    def families(self) -> list[MetricFamily]:
         answered, open_now = float(self.num_answered), 1.0
         return [
-            Family(name="answered", kind="counter", help="", samples=[("answered", (), answered)]),
-            Family(name="open", kind="gauge", help="", samples=[("open", (), open_now)]),
+            MetricFamily(
+                name="answered", kind="counter", help="", samples=[("answered", (), answered)]
+            ),
+            MetricFamily(name="open", kind="gauge", help="", samples=[("open", (), open_now)]),
         ]
 
     def report(self, *others: Process) -> tuple[float, float]:

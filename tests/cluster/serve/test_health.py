@@ -49,10 +49,10 @@ def watch(owner: Owner) -> Iterator[Watch]:
     """Makes the health of an engine with the owner's driver."""
     made: list[tuple[Frontend, DriverHealth]] = []
 
-    def watch(replacement_s: float = 60.0, period_s: float = PERIOD_S) -> DriverHealth:
+    def watch(replacement_timeout_s: float = 60.0, period_s: float = PERIOD_S) -> DriverHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
         frontend.driver_handle.watch_end()
-        made.append((frontend, DriverHealth(frontend, replacement_s, period_s)))
+        made.append((frontend, DriverHealth(frontend, replacement_timeout_s, period_s)))
         return made[-1][1]
 
     yield watch
@@ -138,7 +138,7 @@ def test_a_replica_is_not_healthy_when_the_replacement_never_ends(
     owner: Owner, watch: Watch
 ) -> None:
     owner.go.clear()
-    health = watch(replacement_s=0.2)
+    health = watch(replacement_timeout_s=0.2)
     first(owner).answer = NoAnswerError("no answer within 20 s")
     wait_until(lambda: bool(owner.told), "the replacement to begin")
     time.sleep(0.3)

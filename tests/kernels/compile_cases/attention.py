@@ -20,7 +20,7 @@ _FP8_CHIPS: dict[Fp8Widening, tuple[int, ...]] = {"instructions": (90, 100), "pa
 _KV_HEADS = 8
 _TYPES = {"scale_log2": "fp32", "q_stride_t": "i32:16", "q_stride_h": "i32:16"}
 _TYPES |= dict.fromkeys(("query_start_B1", "part_start_B1", "seq_lens_B", "block_table_BW"), "*i32")
-_TYPES |= dict.fromkeys(("acc_XHD", "max_XH", "sum_XH"), "*fp32") | {"num_arrived_BK": "*i32"}
+_TYPES |= dict.fromkeys(("acc_XHD", "max_XH", "sum_XH"), "*fp32") | {"num_arrived_parts_BK": "*i32"}
 _DECODE: dict[str, Any] = {"TILE_X": MAX_PARTS_PER_ROW, "HEADS_ADJACENT": True}
 
 

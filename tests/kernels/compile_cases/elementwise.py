@@ -38,8 +38,8 @@ def _features(name: str, letter: str, features: int, dtype: str) -> CompileCase:
 
 def _heads(heads: int, kv_heads: int, head_dim: int, dtype: str, **caches: str) -> CompileCase:
     constants = {"H": heads, "K": kv_heads, "D": head_dim}
-    constants |= {"HALF_DIM": next_power_of_2(head_dim // 2)}
-    constants |= {"HEADS": elementwise._HEADS_PER_PROGRAM}
+    constants |= {"PADDED_HALF_DIM": next_power_of_2(head_dim // 2)}
+    constants |= {"TILE_HEADS": elementwise._HEADS_PER_PROGRAM}
     return _case("qk_norm_rope_store", constants, dtype, 2, **caches)
 
 

@@ -192,7 +192,11 @@ def test_a_step_with_prompts_to_be_scored_runs_without_a_graph(
     assert [graph.num_replays for graph in graphs] == replays
     assert tokens == expected
     [scores], [wanted] = (step.prompt_logprobs() for step in steps)
-    assert scores == wanted and (scores.first_position, scores.end_position, scores.num_top) == (
+    assert scores == wanted and (
+        scores.first_position,
+        scores.end_position,
+        scores.num_top_logprobs,
+    ) == (
         1,
         7,
         3,

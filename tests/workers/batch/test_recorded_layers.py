@@ -60,8 +60,8 @@ def test_recorded_steps_give_the_same_tokens(small_checkpoint: Path) -> None:
     layers = executor.worker._runner.layers  # type: ignore[union-attr]
     for rows_at_once in (1, 3):
         assert tokens(engine, rows_at_once) == together
-        assert rows_at_once in layers._by_rows
-    assert max(layers._by_rows) <= MAX_RECORDED_ROWS
+        assert rows_at_once in layers._recording_by_rows
+    assert max(layers._recording_by_rows) <= MAX_RECORDED_ROWS
     executor.close()
 
 

@@ -49,13 +49,13 @@ def test_memory_is_the_same_in_huge_pages_and_whoever_maps_it_has_them(num_pages
 
 def test_it_stops_when_it_is_told_to() -> None:
     memory = SharedMemfd.create(NAME, 20 * HUGE_PAGE_BYTES)
-    stopping = threading.Event()
+    stop_event = threading.Event()
     thread = threading.Thread(
-        target=use_huge_pages, args=(memory.descriptor, memory.num_bytes, stopping, 60.0)
+        target=use_huge_pages, args=(memory.descriptor, memory.num_bytes, stop_event, 60.0)
     )
     thread.start()
     time.sleep(0.1)
     assert thread.is_alive()
-    stopping.set()
+    stop_event.set()
     thread.join(20.0)
     assert not thread.is_alive()

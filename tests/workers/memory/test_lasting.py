@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
-from workers.memory.lasting import MemoryHandle, SharedMemfd, is_supported
+from workers.memory.lasting import MemoryHandle, SharedMemfd, has_memfds
 
-pytestmark = pytest.mark.skipif(not is_supported(), reason="memory files need Linux")
+pytestmark = pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
 NUM_BYTES = 3 * 4096
 
 

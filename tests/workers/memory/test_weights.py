@@ -27,7 +27,7 @@ from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
 pytestmark = pytest.mark.skipif(
-    not lasting.is_supported(), reason="only Linux has memory that outlives a process"
+    not lasting.has_memfds(), reason="only Linux has memory that outlives a process"
 )
 FLOAT32, BFLOAT16 = Form(dtype=torch.float32), Form(dtype=torch.bfloat16)
 FORMS = {

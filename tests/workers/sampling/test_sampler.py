@@ -610,12 +610,12 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     assert reported is not None
     assert reported[1] is None
     exact = logits.double().log_softmax(dim=1)
-    for row, num_top in ((0, 20), (2, 0), (3, 3)):
+    for row, num_top_logprobs in ((0, 20), (2, 0), (3, 3)):
         entry = reported[row]
         assert entry is not None
         token = int(out.token_ids_B[row])
         assert math.isclose(entry.logprob, float(exact[row, token]), abs_tol=2e-6)
-        best = exact[row].topk(num_top)
+        best = exact[row].topk(num_top_logprobs)
         assert list(entry.top_token_ids) == best.indices.tolist()
         np.testing.assert_allclose(entry.top_logprobs, best.values, atol=2e-6)
     assert int(out.token_ids_B[0]) == 7
