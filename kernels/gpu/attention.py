@@ -192,12 +192,13 @@ def _num_sms(device: torch.device) -> int:
 
 # Kernels
 
-# Numbers that change from step to step: kernels are not specialized on their alignment.
-_VARYING_POINTERS = ["query_start_B1", "part_start_B1", "seq_lens_B", "block_table_BW"]
+# They are not specialized on numbers that change from step to step, nor on the alignment of pointers
+# to such numbers.
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=_VARYING_POINTERS
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["query_start_B1", "seq_lens_B", "block_table_BW"],
 )
 def prefill_kernel(
     q_THD: tl.tensor,
@@ -317,7 +318,8 @@ def prefill_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["num_rows", "table_stride"], do_not_specialize_on_alignment=_VARYING_POINTERS
+    do_not_specialize=["num_rows", "table_stride"],
+    do_not_specialize_on_alignment=["part_start_B1", "seq_lens_B", "block_table_BW"],
 )
 def decode_kernel(
     q_THD: tl.tensor,

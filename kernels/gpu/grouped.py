@@ -415,7 +415,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
     tl.store(out_TY + row * size_out + y, total, mask=y < size_out)
 
 
-@triton.jit(do_not_specialize=["first", "num_features", "num_blocks"])
+@triton.jit(do_not_specialize=["first_feature", "num_features", "num_blocks"])
 def _widen_codes(  # type: ignore[no-untyped-def]
     words_YW,
     scale_GY,

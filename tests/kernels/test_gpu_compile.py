@@ -75,6 +75,17 @@ def test_every_kernel_that_is_launched_has_a_case() -> None:
     assert launched_kernels() - compiled_kernels == set()
 
 
+def test_every_parameter_that_is_not_specialized_on_exists() -> None:
+    """Triton ignores unknown names in these lists."""
+    for case in all_cases().values():
+        options = getattr(case.kernel, "kwargs", vars(case.kernel))  # interpreted, or compiled
+        names = [
+            *(options["do_not_specialize"] or []),
+            *(options["do_not_specialize_on_alignment"] or []),
+        ]
+        assert set(names) <= set(case.kernel.arg_names), case.name
+
+
 def launched_kernels() -> set[tuple[str, str]]:
     """(module, name) of the jitted functions under `kernels/gpu` that are launched with a grid or
     that no other one calls.
