@@ -131,24 +131,24 @@ class ModelConfig:
         sizes = range(1, min(self.num_attention_heads, MAX_TENSOR_PARALLEL_SIZE) + 1)
         return [size for size in sizes if self._splits_into(size)]
 
-    def check_tensor_parallel_size(self, size: int) -> None:
-        if not self._splits_into(size):
+    def check_tensor_parallel_size(self, num_ranks: int) -> None:
+        if not self._splits_into(num_ranks):
             possible_sizes = ", ".join(map(str, self.possible_tensor_parallel_sizes()))
             mlps = ", ".join(f"{name} {width}" for name, width in self._mlp_sizes().items())
             raise ConfigError(
-                f"tensor_parallel_size {size} does not split this model ({self.num_attention_heads}"
-                f" query heads, {self.num_key_value_heads} KV heads, {mlps}); possible are"
-                f" {possible_sizes}"
+                f"tensor_parallel_size {num_ranks} does not split this model"
+                f" ({self.num_attention_heads} query heads, {self.num_key_value_heads} KV heads,"
+                f" {mlps}); possible are {possible_sizes}"
             )
 
     def has_experts(self, layer: int) -> bool:
         """Whether the layer with this index, from 0, has experts."""
         return self.experts is not None and self.experts.is_moe_layer(layer)
 
-    def input_sizes(self, size: int) -> tuple[int, ...]:
-        """Inputs of the matrices of a layer on one of `size` ranks."""
+    def input_sizes(self, num_ranks: int) -> tuple[int, ...]:
+        """Inputs of the matrices of a layer on one of `num_ranks` ranks."""
         attention_size = self.num_attention_heads * self.head_dim
-        return self.hidden_size, attention_size // size, self.intermediate_size // size
+        return self.hidden_size, attention_size // num_ranks, self.intermediate_size // num_ranks
 
     def _mlp_sizes(self) -> dict[str, int]:
         """The features of the MLPs that the layers have."""
@@ -158,12 +158,12 @@ class ModelConfig:
             sizes["intermediate size of an expert"] = self.experts.intermediate_size
         return sizes
 
-    def _splits_into(self, size: int) -> bool:
+    def _splits_into(self, num_ranks: int) -> bool:
         num_kv_heads = self.num_key_value_heads
         return (
-            self.num_attention_heads % size == 0
-            and all(width % size == 0 for width in self._mlp_sizes().values())
-            and (num_kv_heads % size == 0 or size % num_kv_heads == 0)
+            self.num_attention_heads % num_ranks == 0
+            and all(width % num_ranks == 0 for width in self._mlp_sizes().values())
+            and (num_kv_heads % num_ranks == 0 or num_ranks % num_kv_heads == 0)
         )
 
     def _check(self, source_name: str) -> None:

@@ -31,14 +31,16 @@ class CompletionWriter(OpenAIWriter):
         tokenizer: Tokenizer | None,
         *,
         echo: bool,
-        token_ids: bool = False,
+        includes_token_ids: bool = False,
         num_echo_top_logprobs: int | None = None,
         num_prompt_top_logprobs: int | None = None,
     ) -> None:
         """`num_echo_top_logprobs`, `num_prompt_top_logprobs`: how many alternatives to report per
         token of a repeated prompt, and in vLLM's list; None for no log probabilities.
         """
-        super().__init__("cmpl", self.CHUNK_OBJECT, model, generations, token_ids=token_ids)
+        super().__init__(
+            "cmpl", self.CHUNK_OBJECT, model, generations, includes_token_ids=includes_token_ids
+        )
         self._tokenizer, self._echo = tokenizer, echo
         self._num_echo_top_logprobs = num_echo_top_logprobs
         self._num_prompt_top_logprobs = num_prompt_top_logprobs

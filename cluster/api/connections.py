@@ -148,8 +148,10 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, timeout_ms)
         if len(self.connections) > self.max_connections:
             if not self.connections_without_request:
-                max_bytes = self.max_connections
-                reason = f"at most {max_bytes} connections are possible, and all have requests"
+                max_connections = self.max_connections
+                reason = (
+                    f"at most {max_connections} connections are possible, and all have requests"
+                )
                 self._refuse(OverloadedError(f"{reason}; try again later"))
                 return
             oldest_connection = next(iter(self.connections_without_request))

@@ -85,7 +85,10 @@ class Error(BaseModel):
 
 def openapi(version: str) -> dict[str, Any]:
     """The document."""
-    models: list[type[BaseModel]] = [Error, *(post.model for post in POST_ENDPOINTS.values())]
+    models: list[type[BaseModel]] = [
+        Error,
+        *(endpoint.model for endpoint in POST_ENDPOINTS.values()),
+    ]
     _, definitions = models_json_schema(
         [(model, "validation") for model in models], ref_template=SCHEMA_REFERENCE
     )
@@ -96,10 +99,10 @@ def openapi(version: str) -> dict[str, Any]:
         path: {"get": {"summary": summary, "responses": responses}}
         for path, summary in GET_SUMMARIES.items()
     }
-    for path, post in POST_ENDPOINTS.items():
-        body = {"content": _content(post.model), "required": True}
+    for path, endpoint in POST_ENDPOINTS.items():
+        body = {"content": _content(endpoint.model), "required": True}
         paths[path] = {
-            "post": {"summary": post.summary, "requestBody": body, "responses": responses}
+            "post": {"summary": endpoint.summary, "requestBody": body, "responses": responses}
         }
     return {
         "openapi": "3.1.0",

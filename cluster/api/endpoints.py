@@ -101,13 +101,17 @@ class Job:
         return num_tokens * logprobs_per_token + num_repeated_tokens
 
 
-def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
+def completion_job(request: CompletionRequest, served_model: ServedModel) -> Job:
     """Raises `RequestError`, and `HttpError` for another model."""
-    served.check_name(request.model)
+    served_model.check_name(request.model)
     echo = bool(request.echo)
-    num_echo_top_logprobs = request.logprobs if echo and served.tokenizer is not None else None
+    num_echo_top_logprobs = (
+        request.logprobs if echo and served_model.tokenizer is not None else None
+    )
     max_tokens = first_not_none(
-        request.max_tokens, served.builder.sampling_defaults.max_tokens, DEFAULT_COMPLETION_TOKENS
+        request.max_tokens,
+        served_model.builder.sampling_defaults.max_tokens,
+        DEFAULT_COMPLETION_TOKENS,
     )
     is_only_prompt = echo and max_tokens == 0
     params = request.sampling_params(
@@ -127,16 +131,16 @@ def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
     ]
     make_writer = partial(
         CompletionWriter,
-        served.name,
-        tokenizer=served.tokenizer,
+        served_model.name,
+        tokenizer=served_model.tokenizer,
         echo=echo,
-        token_ids=bool(request.return_token_ids),
+        includes_token_ids=bool(request.return_token_ids),
         num_echo_top_logprobs=num_echo_top_logprobs,
         num_prompt_top_logprobs=request.prompt_logprobs,
     )
     return make_job(
         request,
-        served,
+        served_model,
         prompts,
         params,
         make_writer,
@@ -145,28 +149,28 @@ def completion_job(request: CompletionRequest, served: ServedModel) -> Job:
     )
 
 
-def detokenize(request: DetokenizeRequest, served: ServedModel) -> dict[str, Any]:
+def detokenize(request: DetokenizeRequest, served_model: ServedModel) -> dict[str, Any]:
     """The answer of `/detokenize`."""
-    served.check_name(request.model)
-    tokenizer = served.tokenizer_for("detokenizing")
-    served.builder.check_ids("tokens", request.tokens)
+    served_model.check_name(request.model)
+    tokenizer = served_model.tokenizer_for("detokenizing")
+    served_model.builder.check_ids("tokens", request.tokens)
     return {"prompt": tokenizer.decode(request.tokens)}
 
 
-def model_card(served: ServedModel) -> dict[str, Any]:
+def model_card(served_model: ServedModel) -> dict[str, Any]:
     """The model in the form of `/v1/models`."""
     return {
-        "id": served.name,
+        "id": served_model.name,
         "object": "model",
-        "created": served.created,
+        "created": served_model.created,
         "owned_by": "eagleray",
-        "max_model_len": served.builder.limits.max_model_len,
+        "max_model_len": served_model.builder.limits.max_model_len,
     }
 
 
 def make_job(
     request: GenerationRequest,
-    served: ServedModel,
+    served_model: ServedModel,
     prompts: list[ParsedPrompt],
     params: SamplingParams,
     make_writer: Callable[[list[Generation]], Writer],
@@ -177,7 +181,7 @@ def make_job(
     """`echo`: each output repeats its prompt, with `num_echo_top_logprobs` alternatives per token.
     Raises `RequestError`.
     """
-    params = served.builder.parameters(params)
+    params = served_model.builder.parameters(params)
     job = Job(
         prompts=prompts,
         params=params,

@@ -47,24 +47,24 @@ def read_request(
     model: type[Request],
     body: bytes,
     max_messages: int | None = None,
-    unknown: UnknownFields | None = None,
+    unknown_fields: UnknownFields | None = None,
 ) -> Request:
-    """A request from the bytes of its JSON. `unknown` gets the names of the fields that are
+    """A request from the bytes of its JSON. `unknown_fields` gets the names of the fields that are
     ignored. Raises `RequestError` naming the field at fault, and `HttpError`.
     """
     values = parse(body)
     if not isinstance(values, dict):
         raise RequestError("the body must be a JSON object")
     check_bounds(values, field_limit("messages") if max_messages is None else max_messages)
-    unknown = UnknownFields() if unknown is None else unknown
-    unknown.remove_unknown(
+    unknown_fields = UnknownFields() if unknown_fields is None else unknown_fields
+    unknown_fields.remove_unknown(
         values,
         model.field_names(),
         fields_without_effect=model.fields_without_effect(),
         refused_fields=model.refused_fields(),
     )
     try:
-        return model.model_validate(values, context=unknown)
+        return model.model_validate(values, context=unknown_fields)
     except pydantic.ValidationError as error:
         raise _request_error(error) from None
 

@@ -23,7 +23,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import AnswerState
 from scheduler.messages import TokenLogprobs
 
-DONE = b"data: [DONE]\n\n"
+DONE_EVENT = b"data: [DONE]\n\n"
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
@@ -149,11 +149,16 @@ class OpenAIWriter:
     CHUNK_OBJECT: str
 
     def __init__(
-        self, id_prefix: str, kind: str, model: str, generations: list[Generation], token_ids: bool
+        self,
+        id_prefix: str,
+        kind: str,
+        model: str,
+        generations: list[Generation],
+        includes_token_ids: bool,
     ) -> None:
-        """`token_ids`: whether the answer includes the token ids of prompts and outputs."""
+        """`includes_token_ids`: whether answers include those of prompts and outputs."""
         self._generations = generations
-        self._includes_token_ids = token_ids
+        self._includes_token_ids = includes_token_ids
         self._kind = kind
         self._fields: dict[str, Any] = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -171,15 +176,15 @@ class OpenAIWriter:
 
     def end(self, *, includes_usage: bool) -> bytes:
         if not includes_usage:
-            return DONE
+            return DONE_EVENT
         usage = usage_of(self._generations)
         return (
             event(self._fields | {"object": self.CHUNK_OBJECT, "choices": [], "usage": usage})
-            + DONE
+            + DONE_EVENT
         )
 
     def error(self, error: BaseException) -> bytes:
-        return event(openai_error_body(error)) + DONE
+        return event(openai_error_body(error)) + DONE_EVENT
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         usage = usage_of(self._generations)
@@ -199,18 +204,20 @@ class ChatWriter(OpenAIWriter):
         *,
         state: AnswerState,
         has_tools: bool,
-        token_ids: bool = False,
+        includes_token_ids: bool = False,
         num_prompt_top_logprobs: int | None = None,
     ) -> None:
         """`state`: the part with which an answer begins. `has_tools`: whether to look for calls.
         `num_prompt_top_logprobs`: how many alternatives to report per token of the prompt, None for
         no log probabilities of it.
         """
-        super().__init__("chatcmpl", "chat.completion", model, generations, token_ids=token_ids)
+        super().__init__(
+            "chatcmpl", "chat.completion", model, generations, includes_token_ids=includes_token_ids
+        )
         self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
-        self._is_text_only = not token_ids  # as long as no chunk has log probabilities
+        self._is_text_only = not includes_token_ids  # as long as no chunk has log probabilities
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
         choice = self._choices.get(chunk.index)

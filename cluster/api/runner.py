@@ -107,31 +107,34 @@ class Runner:
         Where `check_room` raises `OverloadedError`, no body is parsed: a refusal must take as
         little as possible from the requests that run.
         """
-        unknown = UnknownFields(refuse=self._served_model.refuse_unknown)
+        unknown_fields = UnknownFields(refuse=self._served_model.refuse_unknown)
         encoding = encoding_of(exchange.headers)
         body = await exchange.body()
         check_room()
         if encoding:
-            num_encoded_bytes, most = len(body), self._limits.max_body_bytes
-            body = await self._read_threads.run(partial(decode, body, encoding, most))
+            num_encoded_bytes, max_bytes = len(body), self._limits.max_body_bytes
+            body = await self._read_threads.run(partial(decode, body, encoding, max_bytes))
             exchange.upload.add(len(body) - num_encoded_bytes)
 
         def make() -> RequestModel | Job:
             request = read_request(
-                POST_ENDPOINTS[exchange.path].model, body, self._served_model.max_messages, unknown
+                POST_ENDPOINTS[exchange.path].model,
+                body,
+                self._served_model.max_messages,
+                unknown_fields,
             )
             if exchange.path in COMPUTE_ENDPOINTS:
                 return request
             job = JOB_ENDPOINTS[exchange.path].convert(request, self._served_model)
-            unknown.names |= dict.fromkeys(job.ignored)
+            unknown_fields.names |= dict.fromkeys(job.ignored)
             return job
 
         try:
             return await self._read_threads.run(make, inline=len(body) <= READ_INLINE_BYTES)
         finally:
-            if unknown.names:
-                exchange.answer_headers[IGNORED_HEADER] = header_of(unknown.names)
-                self._ignored_fields.note(unknown.names)
+            if unknown_fields.names:
+                exchange.answer_headers[IGNORED_HEADER] = header_of(unknown_fields.names)
+                self._ignored_fields.note(unknown_fields.names)
 
     def _make_writer(self, exchange: Exchange, job: Job, generations: list[Generation]) -> Writer:
         """What writes the answer, now that the prompts are token ids. Raises as `Job.check`."""

@@ -101,8 +101,8 @@ def _run(job: BenchJob, model_name: str) -> None:
         run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
-        due_s = arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
-        run = run_timed(llm, requests, due_s)
+        due_times_s = arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
+        run = run_timed(llm, requests, due_times_s)
         result = _result(llm, config, run, stats_before, machine) | {"model": model_name}
     print(json.dumps(result), flush=True)
 

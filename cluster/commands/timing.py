@@ -86,18 +86,18 @@ class TimedRun:
         )
 
 
-def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_s: Sequence[float]) -> TimedRun:
-    """Send each request when it is due, `due_s` seconds (ascending) from now, and wait for them.
+def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_times_s: Sequence[float]) -> TimedRun:
+    """Send each request when it is due, and wait for them. `due_times_s`: from now, ascending.
 
     Raises the error of a request that failed; the others continue until the engine is shut down.
     """
     run = TimedRun()
     began_s = time.perf_counter()
     while (num_sent := len(run.timelines)) < len(requests):
-        time.sleep(max(0.0, began_s + due_s[num_sent] - time.perf_counter()))
+        time.sleep(max(0.0, began_s + due_times_s[num_sent] - time.perf_counter()))
         elapsed_s = time.perf_counter() - began_s
-        num_due = max(num_sent + 1, bisect.bisect_right(due_s, elapsed_s))
-        run.timelines += [Timeline(began_s + due) for due in due_s[num_sent:num_due]]
+        num_due = max(num_sent + 1, bisect.bisect_right(due_times_s, elapsed_s))
+        run.timelines += [Timeline(began_s + due) for due in due_times_s[num_sent:num_due]]
         due_requests = requests[num_sent:num_due]
         prompts = [request.prompt for request in due_requests]
         params = [request.params for request in due_requests]

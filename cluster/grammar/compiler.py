@@ -62,8 +62,8 @@ class GrammarCompiler:
         finally:
             with self._lock:
                 self._num_slow_compiles -= 1
-        why = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
-        raise self._remember_refusal(source, why)
+        reason = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
+        raise self._remember_refusal(source, reason)
 
     def close(self) -> None:
         """End the helper."""
@@ -76,9 +76,9 @@ class GrammarCompiler:
             if digest in self._possible_digests:
                 self._possible_digests.move_to_end(digest)
                 return True
-            refused_at_s, why = self._refusals.get(digest, (-REFUSAL_TTL_S, ""))
+            refused_at_s, reason = self._refusals.get(digest, (-REFUSAL_TTL_S, ""))
         if time.monotonic() - refused_at_s < REFUSAL_TTL_S:
-            raise _refusal(why)
+            raise _refusal(reason)
         return False
 
     def _compiles(self, structural_tag: str, limit_s: float) -> bool:
@@ -112,18 +112,18 @@ class GrammarCompiler:
                 )
             self._num_slow_compiles += 1
 
-    def _remember_refusal(self, source: bytes, why: str) -> EaglerayError:
+    def _remember_refusal(self, source: bytes, reason: str) -> EaglerayError:
         with self._lock:
-            self._refusals[_digest(source)] = time.monotonic(), why
+            self._refusals[_digest(source)] = time.monotonic(), reason
             while len(self._refusals) > _MAX_CACHED_VERDICTS:
                 self._refusals.popitem(last=False)
-        return _refusal(why)
+        return _refusal(reason)
 
 
 def _digest(source: bytes) -> bytes:
     return hashlib.sha256(source).digest()
 
 
-def _refusal(why: str) -> RequestError:
-    message = f"structured_outputs: the grammar is not possible: {why}"
+def _refusal(reason: str) -> RequestError:
+    message = f"structured_outputs: the grammar is not possible: {reason}"
     return RequestError(message, "structured_outputs")

@@ -208,16 +208,16 @@ class Follower:
         followed_seq.spent_cpu_s += cpu_s
         limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
         if followed_seq.spent_cpu_s > limit_s:
-            how = f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"
-            self._answer(followed_seq, _too_slow_error(how))
+            cost_text = f"{followed_seq.num_tokens_asked} took {followed_seq.spent_cpu_s:.0f} s"
+            self._answer(followed_seq, _too_slow_error(cost_text))
         elif isinstance(mask_or_reason, str):
             self._fail([followed_seq], mask_or_reason)
         else:
             self._answer(followed_seq, mask_or_reason)
 
-    def _fail(self, batch: list[FollowedSequence], why: str) -> None:
+    def _fail(self, batch: list[FollowedSequence], reason: str) -> None:
         for followed_seq in batch:
-            self._answer(followed_seq, _no_mask_error(followed_seq, why))
+            self._answer(followed_seq, _no_mask_error(followed_seq, reason))
 
     def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:
         with self._lock:
@@ -225,14 +225,14 @@ class Follower:
             followed_seq.num_tokens_answered = followed_seq.num_tokens_asked
 
 
-def _no_mask_error(followed_seq: FollowedSequence, why: str) -> RequestFailedError:
-    return RequestFailedError(f"no mask for request {followed_seq.sequence.request_id}: {why}")
+def _no_mask_error(followed_seq: FollowedSequence, reason: str) -> RequestFailedError:
+    return RequestFailedError(f"no mask for request {followed_seq.sequence.request_id}: {reason}")
 
 
-def _too_slow_error(how: str) -> RequestError:
+def _too_slow_error(cost_text: str) -> RequestError:
     return RequestError(
         "structured_outputs: the grammar is too slow: the masks of its tokens may take"
         f" {MASK_LIMIT_S:g} s each, and {ALL_MASKS_LIMIT_S:g} s and {ALL_MASKS_PER_TOKEN_S:g} s per"
-        f" token in all, but {how}; simplify it, above all nested repetitions",
+        f" token in all, but {cost_text}; simplify it, above all nested repetitions",
         "structured_outputs",
     )

@@ -173,9 +173,9 @@ class Helper:
 
     def _stop(self) -> None:
         process, self._process = self._process, None
-        commands, self._command_socket = self._command_socket, None
-        if commands is not None:
-            commands.close()
+        command_socket, self._command_socket = self._command_socket, None
+        if command_socket is not None:
+            command_socket.close()
         if process is not None:
             process.kill()
             process.wait()

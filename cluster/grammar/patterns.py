@@ -226,6 +226,6 @@ def _is_escaped_in_json(character: str) -> bool:
     return character < " " or character in '"\\'
 
 
-def refusal(why: str) -> RequestError:
+def refusal(reason: str) -> RequestError:
     """The error for a structure that cannot be followed."""
-    return RequestError(f"structured_outputs: {why}", "structured_outputs")
+    return RequestError(f"structured_outputs: {reason}", "structured_outputs")

@@ -141,9 +141,9 @@ class ForkServer:
     fork has only the thread that forked.
     """
 
-    def __init__(self, program: ChildCalls, commands: socket.socket) -> None:
-        self._program = program
-        self._command_socket = commands
+    def __init__(self, child_calls: ChildCalls, command_socket: socket.socket) -> None:
+        self._child_calls = child_calls
+        self._command_socket = command_socket
         self._pids: set[int] = set()
 
     def serve(self) -> None:
@@ -170,7 +170,9 @@ class ForkServer:
             return f"no process can be started: {error}"
         if pid == 0:
             self._command_socket.close()
-            _run_child(self._program, socket.socket(fileno=descriptor), helper_pid, memory_bytes)
+            _run_child(
+                self._child_calls, socket.socket(fileno=descriptor), helper_pid, memory_bytes
+            )
         self._pids.add(pid)
         return str(pid)
 
@@ -184,7 +186,7 @@ class ForkServer:
 
 
 def _run_child(
-    program: ChildCalls, calls: socket.socket, helper_pid: int, memory_bytes: int
+    child_calls: ChildCalls, call_socket: socket.socket, helper_pid: int, memory_bytes: int
 ) -> NoReturn:
     """Answer calls until there are no more. Never returns: nothing of the helper's runs twice."""
     try:
@@ -192,9 +194,9 @@ def _run_child(
         if os.getppid() == helper_pid:
             Path("/proc/self/oom_score_adj").write_text(_MAX_OOM_SCORE_ADJ)
             os.nice(NICENESS)
-            program.memory_bytes = memory_bytes
+            child_calls.memory_bytes = memory_bytes
             _limit_memory(memory_bytes)
-            _answer_calls(program, Pipe(calls))
+            _answer_calls(child_calls, Pipe(call_socket))
     finally:
         os._exit(0)
 
@@ -206,17 +208,17 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
 
-def _answer_calls(program: ChildCalls, pipe: Pipe) -> None:
+def _answer_calls(child_calls: ChildCalls, pipe: Pipe) -> None:
     """Answer until the other end is closed."""
     while True:
         try:
             name, arguments = pipe.receive()
-            for result in getattr(program, name)(*arguments):
+            for result in getattr(child_calls, name)(*arguments):
                 pipe.send((True, result))
         except PipeError:
             return
         except Exception as error:
-            pipe.send((False, program.reason(error)))
+            pipe.send((False, child_calls.reason(error)))
 
 
 def main() -> None:
@@ -227,14 +229,16 @@ def main() -> None:
     parser.add_argument("eos_token_ids", type=int, nargs="*")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    commands = socket.socket(fileno=os.dup(0))
+    command_socket = socket.socket(fileno=os.dup(0))
     with Path(os.devnull).open("rb") as null_file:
         os.dup2(null_file.fileno(), 0)  # so that no child has the socket of the commands
     os.dup2(2, 1)  # what libraries print does not get into the output of the program
-    forks = ForkServer(ChildCalls(args.tokenizer, args.vocab_size, args.eos_token_ids), commands)
+    fork_server = ForkServer(
+        ChildCalls(args.tokenizer, args.vocab_size, args.eos_token_ids), command_socket
+    )
     gc.freeze()  # so that collections in the children do not copy every page
-    commands.sendall(b"ready")
-    forks.serve()
+    command_socket.sendall(b"ready")
+    fork_server.serve()
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ _INTEGER_FORMATS |= {"int": (-(2**63), 2**63 - 1)}
 class NotHonoredError(Exception):
     """A schema that cannot be honored; the message says why. Without `keyword` it could be."""
 
-    def __init__(self, why: str, keyword: str | None = None) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, keyword: str | None = None) -> None:
+        super().__init__(reason)
         self.keyword = keyword
 
 

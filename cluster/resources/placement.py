@@ -33,7 +33,7 @@ from cluster.resources.room import (
 )
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, WorkerError
-from workers.faults import FAULTS_VARIABLE as FAULTS
+from workers.faults import FAULTS_VARIABLE
 
 PLACEMENT_TIMEOUT_S = 30.0
 CHECK_PERIOD_S = 0.25
@@ -65,12 +65,12 @@ def actor_environment() -> dict[str, Any]:
     spin_count = os.environ.get(
         SPIN_COUNT_VARIABLE, None if WAIT_POLICY_VARIABLE in os.environ else _DEFAULT_SPIN_COUNT
     )
-    faults = os.environ.get(FAULTS)  # set by tests alone
+    faults = os.environ.get(FAULTS_VARIABLE)  # set by tests alone
     variables = {
         **({"PYTHONPATH": ":".join(folders)} if folders else {}),
         HUGE_PAGES_VARIABLE: os.environ.get(HUGE_PAGES_VARIABLE, "1"),
         **({SPIN_COUNT_VARIABLE: spin_count} if spin_count is not None else {}),
-        **({FAULTS: faults} if faults else {}),
+        **({FAULTS_VARIABLE: faults} if faults else {}),
     }
     return {"env_vars": variables}
 

@@ -74,16 +74,19 @@ def shortage_message(
 ) -> str:
     """A message that begins with `problem`: what is needed, what each node has, and what to do."""
     bundle = bundle_of(device)
-    needed = {name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()}
+    needed_resources = {
+        name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()
+    }
     free_by_node = available_resources_per_node()
     rows = []
     for node in living_nodes():
-        total, free_resources = node["Resources"], free_by_node.get(node["NodeID"], {})
+        total_resources, free_resources = node["Resources"], free_by_node.get(node["NodeID"], {})
         resources_text = ", ".join(
-            f"{total.get(k, 0):g} {k} ({free_resources.get(k, 0):g} free)" for k in needed
+            f"{total_resources.get(k, 0):g} {k} ({free_resources.get(k, 0):g} free)"
+            for k in needed_resources
         )
         rows.append(f"{node['NodeManagerAddress']}: {resources_text}")
-    needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed.items())
+    needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed_resources.items())
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
         f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"

@@ -17,7 +17,7 @@ MAX_REMEMBERED_PROCESSES = 64  # processes that have ended, or do not answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessCounters:
-    """What one process knows. own: its own; others: those of other processes, by replica id."""
+    """What one process knows: its own families, and those of other processes by replica id."""
 
     replica_id: str
     own_families: list[MetricFamily]
@@ -27,16 +27,18 @@ class ProcessCounters:
 class GatheredCounters:
     """The memory of one process. Used from one event loop only."""
 
-    def __init__(self, replica_id: str, own_families: Callable[[], list[MetricFamily]]) -> None:
+    def __init__(
+        self, replica_id: str, collect_own_families: Callable[[], list[MetricFamily]]
+    ) -> None:
         self._replica_id = replica_id
-        self._own_families = own_families
+        self._collect_own_families = collect_own_families
         self._other_families: dict[str, list[MetricFamily]] = {}
 
     def known_counters(self) -> ProcessCounters:
         """What to tell the process that is asked for all."""
         return ProcessCounters(
             replica_id=self._replica_id,
-            own_families=self._own_families(),
+            own_families=self._collect_own_families(),
             other_families=self._other_families,
         )
 
@@ -45,7 +47,7 @@ class GatheredCounters:
         there is what only counts up, as it was last known.
         """
         answered_families = {answer.replica_id: answer.own_families for answer in answers}
-        answered_families[self._replica_id] = self._own_families()
+        answered_families[self._replica_id] = self._collect_own_families()
         lost_families: dict[str, list[MetricFamily]] = {}
         for families_by_process in (self._other_families, *(a.other_families for a in answers)):
             for replica_id, families in families_by_process.items():

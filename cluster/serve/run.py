@@ -117,11 +117,11 @@ def _serve(
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     listens_itself = owns_ray and job.route_prefix == "/"
     num_api_replicas = job.config.api_replicas
-    port: SharedPortOwner | None = None
+    port_owner: SharedPortOwner | None = None
     if listens_itself and num_api_replicas > 1:
-        port = SharedPortOwner(job.host, job.port, num_api_replicas)
+        port_owner = SharedPortOwner(job.host, job.port, num_api_replicas)
     try:
-        handle = _start(job, port, listens_itself=listens_itself)
+        handle = _start(job, port_owner, listens_itself=listens_itself)
         _wait_until_listening(job)
         signal_handler.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")
@@ -138,8 +138,8 @@ def _serve(
             application.kill()  # Serve would wait for the running requests
         raise
     finally:
-        if port is not None:
-            port.close()
+        if port_owner is not None:
+            port_owner.close()
     if not application.end() and not owns_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
@@ -171,7 +171,7 @@ def _adapt_to_running_serve(job: ServeJob, *, owns_ray: bool) -> ServeJob:
     return job
 
 
-def _start(job: ServeJob, port: SharedPortOwner | None, *, listens_itself: bool) -> Any:
+def _start(job: ServeJob, port_owner: SharedPortOwner | None, *, listens_itself: bool) -> Any:
     """Start the application; returns a handle of it. Raises `ConfigError`, `EngineError`."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
@@ -180,8 +180,8 @@ def _start(job: ServeJob, port: SharedPortOwner | None, *, listens_itself: bool)
 
     config = dataclasses.replace(
         job.config,
-        listen_address=(job.host, job.port) if listens_itself and port is None else None,
-        shared_port=port.path if port is not None else None,
+        listen_address=(job.host, job.port) if listens_itself and port_owner is None else None,
+        shared_port=port_owner.path if port_owner is not None else None,
         bound_host=job.host,
     )
     serve.start(

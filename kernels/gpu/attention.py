@@ -192,8 +192,8 @@ def _num_sms(device: torch.device) -> int:
 
 # Kernels
 
-# They are not specialized on numbers that change from step to step, nor on the alignment of pointers
-# to such numbers.
+# They are not specialized on numbers that change from step to step, nor on the alignment of
+# pointers to such numbers.
 
 
 @triton.jit(

@@ -256,8 +256,8 @@ def make_api(
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
     client = Client(builder, engine)
     access = access or Access(api_key=api_key)
-    served = ServedModel(name="tiny", builder=builder, tokenizer=TOKENIZER, **options)
-    return Api(client, served, version="0", access=access, limits=limits)
+    served_model = ServedModel(name="tiny", builder=builder, tokenizer=TOKENIZER, **options)
+    return Api(client, served_model, version="0", access=access, limits=limits)
 
 
 class Server:

@@ -19,9 +19,9 @@ from tests.cluster.api.scripted import LIMITS, MODEL, TOKENIZER
 def job_of(**fields: object) -> Job:
     sizes = dataclasses.replace(LIMITS, num_blocks=100_000, max_model_len=262_144)
     builder = RequestBuilder(MODEL, TOKENIZER, SamplingParams(), sizes, 0)
-    served = ServedModel(name="tiny", builder=builder, tokenizer=TOKENIZER)
+    served_model = ServedModel(name="tiny", builder=builder, tokenizer=TOKENIZER)
     chat = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, **fields}
-    return chat_job(ChatRequest.model_validate(chat), served)
+    return chat_job(ChatRequest.model_validate(chat), served_model)
 
 
 def test_without_a_length_an_answer_is_as_long_as_its_alternatives_allow() -> None:

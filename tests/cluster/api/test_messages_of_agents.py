@@ -278,8 +278,8 @@ def test_the_line_about_billing_can_be_kept(server: Server) -> None:
 def test_a_model_whose_thinking_cannot_be_switched_answers_all_the_same(
     tmp_path: Path, ending: str, thinking: str
 ) -> None:
-    served = served_with(tmp_path, TURNS + ending)
+    served_model = served_with(tmp_path, TURNS + ending)
     effort = {"effort": "high"}
     body = {"messages": [USER], "thinking": {"type": thinking}, "output_config": effort}
     request = read_request(CountTokensRequest, json.dumps(body).encode())
-    assert count_tokens(request, served)["input_tokens"] > 0
+    assert count_tokens(request, served_model)["input_tokens"] > 0

@@ -15,7 +15,7 @@ import pytest
 
 from cluster.api import page
 from cluster.api.admission import ApiLimits
-from cluster.api.replies import DONE, event
+from cluster.api.replies import DONE_EVENT, event
 from tests.cluster.api.scripted import serve
 
 # Reads the chunks of some streams, as hexadecimal digits, and writes what `events` makes of each.
@@ -44,7 +44,7 @@ require("vm").runInThisContext(fs.readFileSync(process.argv[1], "utf8"));
 })();
 """
 EVENTS: list[dict[str, Any]] = [{"n": 1}, {"text": "ü🦅\r\n\u2028 data: x\n\n"}, {"n": [3]}]
-STREAM = b"".join(map(event, EVENTS)) + DONE
+STREAM = b"".join(map(event, EVENTS)) + DONE_EVENT
 NODE = shutil.which("node")
 needs_node = pytest.mark.skipif(NODE is None, reason="node is not installed")
 
@@ -87,7 +87,7 @@ def test_events_are_read_however_their_bytes_are_cut(end: bytes) -> None:
     "comment", [b": waiting\n\n", b":\n\n", b":\n", b": data: 1\n", b":" + b"x" * 300 + b"\n\n\n"]
 )
 def test_comments_are_ignored_wherever_they_stand(comment: bytes) -> None:
-    check(b"".join(comment + part for part in (*map(event, EVENTS), DONE)), EVENTS)
+    check(b"".join(comment + part for part in (*map(event, EVENTS), DONE_EVENT)), EVENTS)
 
 
 @needs_node
@@ -111,7 +111,7 @@ def test_comments_are_ignored_wherever_they_stand(comment: bytes) -> None:
     ],
 )
 def test_fields_are_those_of_the_standard(lines: bytes, want: dict[str, Any]) -> None:
-    check(lines + b"\n\n" + DONE, [want])
+    check(lines + b"\n\n" + DONE_EVENT, [want])
 
 
 @needs_node

@@ -17,7 +17,7 @@ from cluster.api import replies
 from cluster.api.completion_replies import CompletionWriter
 from cluster.api.prompts_scored import LOWEST_LOGPROB
 from cluster.api.replies import (
-    DONE,
+    DONE_EVENT,
     ChatWriter,
     TextEventTemplate,
     encode_json,
@@ -68,8 +68,8 @@ def run(
 
 def events_of(writer: ChatWriter | CompletionWriter, chunks: list[Chunk]) -> list[dict[str, Any]]:
     end = writer.end(includes_usage=True)
-    assert end.endswith(DONE) and writer.end(includes_usage=False) == DONE
-    data = b"".join(writer.events(0, chunk) for chunk in chunks) + end.removesuffix(DONE)
+    assert end.endswith(DONE_EVENT) and writer.end(includes_usage=False) == DONE_EVENT
+    data = b"".join(writer.events(0, chunk) for chunk in chunks) + end.removesuffix(DONE_EVENT)
     return [json.loads(line[6:]) for line in data.decode().split("\n\n") if line]
 
 

@@ -40,12 +40,12 @@ def served_with(folder: Path, template: str) -> ServedModel:
     return ServedModel(name="tiny", builder=builder, tokenizer=tokenizer)
 
 
-def prompt_of(served: ServedModel, fields: dict[str, Any]) -> list[int]:
+def prompt_of(served_model: ServedModel, fields: dict[str, Any]) -> list[int]:
     body = {"messages": [{"role": "user", "content": "Hi"}]} | fields
     request = read_request(ChatRequest, json.dumps(body).encode())
-    ids = served.builder.encode(chat_of(request, served).prompt)
+    ids = served_model.builder.encode(chat_of(request, served_model).prompt)
     same = read_request(TokenizeRequest, json.dumps(body).encode())
-    assert tokenize(same, served)["tokens"] == ids
+    assert tokenize(same, served_model)["tokens"] == ids
     return ids
 
 
@@ -60,14 +60,14 @@ ON = [switch(True), {"enable_thinking": True}, *({"reasoning_effort": e} for e i
 
 @pytest.mark.parametrize("fields", OFF + ON, ids=str)
 def test_a_model_that_cannot_think_takes_any_switch(tmp_path: Path, fields: dict[str, Any]) -> None:
-    served = served_with(tmp_path, TURNS)
-    assert prompt_of(served, fields) == prompt_of(served, {})
+    served_model = served_with(tmp_path, TURNS)
+    assert prompt_of(served_model, fields) == prompt_of(served_model, {})
 
 
 @pytest.mark.parametrize("fields", ON, ids=str)
 def test_a_model_that_always_thinks_may_be_asked_to(tmp_path: Path, fields: dict[str, Any]) -> None:
-    served = served_with(tmp_path, TURNS + ALWAYS)
-    assert prompt_of(served, fields) == prompt_of(served, {})
+    served_model = served_with(tmp_path, TURNS + ALWAYS)
+    assert prompt_of(served_model, fields) == prompt_of(served_model, {})
 
 
 @pytest.mark.parametrize(
@@ -78,27 +78,27 @@ def test_a_model_that_always_thinks_may_be_asked_to(tmp_path: Path, fields: dict
 def test_a_model_that_always_thinks_cannot_be_kept_from_it(
     tmp_path: Path, fields: dict[str, Any], parameter: str
 ) -> None:
-    served = served_with(tmp_path, TURNS + ALWAYS)
+    served_model = served_with(tmp_path, TURNS + ALWAYS)
     with pytest.raises(RequestError, match=f"^{parameter}: .* always thinks") as refused:
-        prompt_of(served, fields)
+        prompt_of(served_model, fields)
     assert refused.value.parameter == parameter
 
 
 @pytest.mark.parametrize("fields", OFF, ids=str)
 def test_a_template_with_a_switch_gets_it(tmp_path: Path, fields: dict[str, Any]) -> None:
-    served = served_with(tmp_path, TURNS + SWITCHED)
-    assert prompt_of(served, fields) != prompt_of(served, {})
-    assert prompt_of(served, {"reasoning_effort": "high"}) == prompt_of(served, {})
+    served_model = served_with(tmp_path, TURNS + SWITCHED)
+    assert prompt_of(served_model, fields) != prompt_of(served_model, {})
+    assert prompt_of(served_model, {"reasoning_effort": "high"}) == prompt_of(served_model, {})
 
 
 def test_the_most_explicit_switch_counts(tmp_path: Path) -> None:
-    served = served_with(tmp_path, TURNS + SWITCHED)
-    off = prompt_of(served, switch(False))
-    assert prompt_of(served, switch(False) | {"enable_thinking": True}) == off
-    assert prompt_of(served, {"enable_thinking": False, "reasoning_effort": "high"}) == off
+    served_model = served_with(tmp_path, TURNS + SWITCHED)
+    off = prompt_of(served_model, switch(False))
+    assert prompt_of(served_model, switch(False) | {"enable_thinking": True}) == off
+    assert prompt_of(served_model, {"enable_thinking": False, "reasoning_effort": "high"}) == off
 
 
 def test_other_variables_that_a_template_does_not_use_are_refused(tmp_path: Path) -> None:
-    served = served_with(tmp_path, TURNS)
+    served_model = served_with(tmp_path, TURNS)
     with pytest.raises(RequestError, match="does not use 'mood'"):
-        prompt_of(served, {"chat_template_kwargs": {"mood": 1}})
+        prompt_of(served_model, {"chat_template_kwargs": {"mood": 1}})

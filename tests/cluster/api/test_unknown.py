@@ -48,11 +48,13 @@ def ignored(
     fields: dict[str, Any], model: type[RequestModel] = ChatRequest, *, refuse: bool = False
 ) -> list[str]:
     """The names that are ignored in a request with these fields."""
-    unknown = UnknownFields(refuse=refuse)
-    request = read_request(model, json.dumps(LEAST[model] | fields).encode(), unknown=unknown)
+    unknown_fields = UnknownFields(refuse=refuse)
+    request = read_request(
+        model, json.dumps(LEAST[model] | fields).encode(), unknown_fields=unknown_fields
+    )
     if not fields.keys() & {"tools", "stream_options", "response_format"}:
         assert request == read_request(model, json.dumps(LEAST[model]).encode())
-    return list(unknown.names)
+    return list(unknown_fields.names)
 
 
 @pytest.mark.parametrize("model", LEAST, ids=lambda model: model.__name__)
@@ -228,10 +230,10 @@ def test_a_thread_is_refused_with_the_code_after_which_clients_send_everything()
 def test_another_name_of_a_field_is_refused_alone_and_ignored_beside_it() -> None:
     with pytest.raises(RequestError, match="'max_new_tokens'; did you mean 'max_tokens'"):
         ignored({"max_new_tokens": 5})
-    unknown = UnknownFields()
+    unknown_fields = UnknownFields()
     body = json.dumps(CHAT | {"max_new_tokens": 5, "max_tokens": 5}).encode()
-    assert read_request(ChatRequest, body, unknown=unknown).max_tokens == 5
-    assert list(unknown.names) == ["max_new_tokens"]
+    assert read_request(ChatRequest, body, unknown_fields=unknown_fields).max_tokens == 5
+    assert list(unknown_fields.names) == ["max_new_tokens"]
     for model in LEAST:
         for name, meant in FIELD_SYNONYMS.items():
             is_honored = name in model.field_names() or name in model.refused_fields()
@@ -284,7 +286,7 @@ def test_every_unknown_field_is_refused_by_name_where_that_is_wished() -> None:
     assert ignored({"user": "me", "store": False}, refuse=True) == []
     # What clients send back is no choice of theirs.
     body = {"messages": [USER | {"mood": "good"}]}
-    read_request(ChatRequest, json.dumps(body).encode(), unknown=UnknownFields(refuse=True))
+    read_request(ChatRequest, json.dumps(body).encode(), unknown_fields=UnknownFields(refuse=True))
 
 
 def test_the_number_of_unknown_fields_is_bounded() -> None:
