@@ -80,7 +80,7 @@ class RankProcess:
         assert self.worker is not None and self.worker._loaded_model is not None
         model = self.worker._loaded_model.model
         memory = {"weights": self.worker.progress.loaded_bytes}
-        if model.head.tied and model.head.weight is not model.embedding.weight:
+        if model.head.is_tied and model.head.weight is not model.embedding.weight:
             # Held twice: as rows for lookup, and packed for the product.
             memory["weights"] += sum(piece.nbytes for piece in model.embedding.slices())
         if self.worker._runner is not None:
@@ -99,7 +99,7 @@ class RankProcess:
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)
         # Forms may share their kernels.
-        for products in {*kernels.quantized.values(), kernels.mixed}:
+        for products in {*kernels.quantized.values(), kernels.mixed_precision}:
             if products is not None:
                 self._clock(products, "linear", "linear")
         for name in (name for name in dir(SamplingKernels) if not name.startswith("_")):

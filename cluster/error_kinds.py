@@ -1,11 +1,11 @@
 """What an error means: may another attempt succeed, is the caller wrong, or is there a bug?
 
-    LOST_CALL   a message may not have arrived: make the call again
-    NO_ROOM     no memory, disk space, process or thread is free at the moment: try later
-    LOST_PEER   a process, a node or an object is gone: start it again
-    CALLER      trying again changes nothing
-    ENDED       the engine has stopped
-    BUG         a fault of our own code, which would happen again
+    LOST_CALL     a message may not have arrived: make the call again
+    NO_ROOM       no memory, disk space, process or thread is free at the moment: try later
+    LOST_PEER     a process, a node or an object is gone: start it again
+    CALLER_FAULT  trying again changes nothing
+    ENGINE_ENDED  the engine has stopped
+    BUG           a fault of our own code, which would happen again
 
 `kind_of` decides whether an error ends the engine. Errors of Ray and of the operating system that
 the table does not name count as a lost peer, so an unforeseen fault costs an attempt, not the
@@ -27,8 +27,8 @@ class ErrorKind(Enum):
     LOST_CALL = "a call was lost"
     NO_ROOM = "there is no room at the moment"
     LOST_PEER = "a peer is lost"
-    CALLER = "the caller is wrong"
-    ENDED = "the engine has ended"
+    CALLER_FAULT = "the caller is wrong"
+    ENGINE_ENDED = "the engine has ended"
     BUG = "a bug"
 
     @property
@@ -63,12 +63,12 @@ KIND_BY_CLASS = {
     "ray.exceptions.OufOfBandObjectRefSerializationException": ErrorKind.BUG,
     "ray.exceptions.CrossLanguageError": ErrorKind.BUG,
     "ray.exceptions.RayError": ErrorKind.LOST_PEER,  # all others: dead actors, processes, nodes
-    "scheduler.errors.ClientError": ErrorKind.CALLER,
+    "scheduler.errors.ClientError": ErrorKind.CALLER_FAULT,
     "scheduler.errors.UnreadableError": ErrorKind.LOST_PEER,  # as of a file server that is silent
     "scheduler.errors.OverloadedError": ErrorKind.NO_ROOM,
     "scheduler.errors.WorkerError": ErrorKind.LOST_PEER,
     "scheduler.errors.StepTimeoutError": ErrorKind.LOST_PEER,
-    "scheduler.errors.EngineDeadError": ErrorKind.ENDED,
+    "scheduler.errors.EngineDeadError": ErrorKind.ENGINE_ENDED,
     "cluster.ray_errors.NoAnswerError": ErrorKind.LOST_PEER,
     "cluster.ray_errors.LostCallError": ErrorKind.LOST_CALL,
     "cluster.ray_errors.DriverDiedError": ErrorKind.LOST_PEER,

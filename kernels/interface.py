@@ -121,7 +121,7 @@ class GroupedKernels(Protocol):
         """
 
 
-class MixedKernels(Protocol):
+class MixedPrecisionKernels(Protocol):
     """Products of float32 with bfloat16 weights, in float32."""
 
     # The number of a weight's rows is a multiple of this; the last ones may be padding.
@@ -265,7 +265,7 @@ class Kernels(Protocol):
     capabilities: Capabilities
     sampling: SamplingKernels
     quantized: Mapping[str, GroupedKernels]  # by quantization, those of the capabilities
-    mixed: MixedKernels | None  # None: "bfloat16" is not among the weight dtypes
+    mixed_precision: MixedPrecisionKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
     recorder: type[Recorder] | None  # None: no recordings; a GPU has graphs
 

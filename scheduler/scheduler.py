@@ -173,7 +173,7 @@ class Scheduler:
         block_size = self.limits.block_size
         step_id = self._last_step_id + 1
         slots, num_new_tokens = step.slots, step.num_new_tokens
-        samples, sampling_sequences = step.sampling_flags, step.sampling_sequences
+        sampling_flags, sampling_sequences = step.sampling_flags, step.sampling_sequences
         running, budget, index = self.running, step.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
@@ -204,12 +204,12 @@ class Scheduler:
             num_new_tokens.append(num_new)
             seq.num_computed = num_computed
             if num_computed == num_total:
-                samples.append(1)
+                sampling_flags.append(1)
                 sampling_sequences.append(seq)
                 seq.num_pending += 1
                 seq.num_total = num_total + 1
             else:
-                samples.append(0)
+                sampling_flags.append(0)
             if num_new > 1 or num_computed % block_size == 0:
                 block_manager.publish(seq, min(num_computed, len(seq.token_ids)), step_id)
         step.budget = budget

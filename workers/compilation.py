@@ -72,8 +72,8 @@ def _warmup_calls(
     has_experts: bool = False,
 ) -> list[Callable[[], object]]:
     calls = kernels.warmup_calls(torch_dtype(dtype))
-    if weight_dtype != dtype and kernels.mixed is not None:
-        calls[1:1] = kernels.mixed.warmup_calls()
+    if weight_dtype != dtype and kernels.mixed_precision is not None:
+        calls[1:1] = kernels.mixed_precision.warmup_calls()
     if quantization is not None:
         calls[1:1] = kernels.quantized[quantization.name].warmup_calls(torch_dtype(dtype))
     if has_experts:

@@ -145,7 +145,7 @@ class Device:
     has_graphs = False
 
     def __init__(self, torch_device: torch.device) -> None:
-        self.torch = torch_device
+        self.torch_device = torch_device
 
     def upload(self, *arrays: Array) -> list[Tensor]:
         """The arrays on the device, in one copy."""
@@ -167,7 +167,7 @@ class Device:
 
     def seconds_between(self, first: Event, last: Event) -> float:
         """Seconds of device time between two events that have passed. GPU only."""
-        raise NotImplementedError(f"{self.torch} has no events")
+        raise NotImplementedError(f"{self.torch_device} has no events")
 
     def wait(self, event: Event | None, limit_s: float, description: str) -> None:
         """Return when the event has completed. Raises `StepTimeoutError` after `limit_s`."""
@@ -175,7 +175,7 @@ class Device:
         while event is not None and not event.query():
             if time.monotonic() > deadline_s:
                 raise StepTimeoutError(
-                    f"{description} did not finish on {self.torch} within {limit_s:g} s"
+                    f"{description} did not finish on {self.torch_device} within {limit_s:g} s"
                 )
             time.sleep(_CHECK_PERIOD_S)
 
@@ -186,17 +186,17 @@ class Device:
         Intermediate tensors share memory with `pool_graph`: the two graphs never run at the same
         time.
         """
-        raise NotImplementedError(f"{self.torch} has no graphs")
+        raise NotImplementedError(f"{self.torch_device} has no graphs")
 
     def memory(self) -> DeviceMemory:
         """Memory use, after everything launched has run and unused memory has been given back. GPU
         only.
         """
-        raise NotImplementedError(f"the memory of {self.torch} is not measured")
+        raise NotImplementedError(f"the memory of {self.torch_device} is not measured")
 
     def peak_during(self, run: Callable[[], None]) -> int:
         """Peak bytes of tensors while `run` runs, beyond those alive before. GPU only."""
-        raise NotImplementedError(f"the memory of {self.torch} is not measured")
+        raise NotImplementedError(f"the memory of {self.torch_device} is not measured")
 
 
 class CudaDevice(Device):
@@ -210,14 +210,16 @@ class CudaDevice(Device):
         self._capture_stream = torch.cuda.Stream(torch_device)
 
     def upload(self, *arrays: Array) -> list[Tensor]:
-        buffer = torch.empty(sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch)
+        buffer = torch.empty(
+            sum(map(aligned_bytes, arrays)), dtype=torch.uint8, device=self.torch_device
+        )
         uploads = BufferedUploads(buffer, self._copy)
         tensors = [uploads.put(array) for array in arrays]
         uploads.send()
         return tensors
 
     def step_uploads(self, num_bytes: int) -> StepUploads:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch)
+        buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
         return BufferedUploads(buffer, self._copy)
 
     def _copy(self, target: Tensor, fill: Callable[[ByteArray], None]) -> None:
@@ -237,12 +239,12 @@ class CudaDevice(Device):
         return float(first.elapsed_time(last)) / 1e3
 
     def capture(self, run: Callable[[], object], pool_graph: Any = None) -> Graph:
-        self._capture_stream.wait_stream(torch.cuda.current_stream(self.torch))
+        self._capture_stream.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(self._capture_stream):
             # compiles kernels, creates handles and connects ranks, none of which may happen during
             # a capture
             run()
-        torch.cuda.synchronize(self.torch)
+        torch.cuda.synchronize(self.torch_device)
         graph = torch.cuda.CUDAGraph()
         # Only this thread must not synchronize: NCCL's watchdog queries its events all the time.
         pool = pool_graph.pool() if pool_graph is not None else None
@@ -254,18 +256,20 @@ class CudaDevice(Device):
 
     def memory(self) -> DeviceMemory:
         gc.collect()
-        torch.cuda.synchronize(self.torch)
+        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.torch)
-        return DeviceMemory(total=total, free=free, reserved=torch.cuda.memory_reserved(self.torch))
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        return DeviceMemory(
+            total=total, free=free, reserved=torch.cuda.memory_reserved(self.torch_device)
+        )
 
     def peak_during(self, run: Callable[[], None]) -> int:
-        torch.cuda.synchronize(self.torch)
-        torch.cuda.reset_peak_memory_stats(self.torch)
-        bytes_before = torch.cuda.memory_allocated(self.torch)
+        torch.cuda.synchronize(self.torch_device)
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        bytes_before = torch.cuda.memory_allocated(self.torch_device)
         run()
-        torch.cuda.synchronize(self.torch)
-        return torch.cuda.max_memory_allocated(self.torch) - bytes_before
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.max_memory_allocated(self.torch_device) - bytes_before
 
 
 def open_device(kind: str, index: int = 0) -> Device:

@@ -48,10 +48,10 @@ def load_model(
     dtype = torch_dtype(config.dtype)
     weight_dtype = torch_dtype(config.weight_dtype)
     if (reason := reason_to_unpack(config)) is not None and group.rank == 0:
-        how = ""
+        rounding_note = ""
         if config.quantization is not None:
-            how = f" and rounded to other codes ({config.quantization.name})"
-        logger.warning("matrices are unpacked%s, because %s", how, reason)
+            rounding_note = f" and rounded to other codes ({config.quantization.name})"
+        logger.warning("matrices are unpacked%s, because %s", rounding_note, reason)
     quantization = quantization_of_files(
         model_dir,
         config.model,

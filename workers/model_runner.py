@@ -111,17 +111,19 @@ class ModelRunner:
         self.device = device
         kernels, num_kv_heads = model.kernels, model.num_kv_heads
         self.cache = KVCache(
-            config, kernels, num_blocks, num_kv_heads, device.torch, inherited_cache
+            config, kernels, num_blocks, num_kv_heads, device.torch_device, inherited_cache
         )
-        rows = config.max_num_seqs
-        columns = config.max_model_len + config.max_blocks_per_sequence
+        max_seqs = config.max_num_seqs
+        int32s_per_seq = config.max_model_len + config.max_blocks_per_sequence
         with guard_allocation(
-            f"a batch of {rows} sequences", 4 * rows * columns, "max_num_seqs or max_model_len"
+            f"a batch of {max_seqs} sequences",
+            4 * max_seqs * int32s_per_seq,
+            "max_num_seqs or max_model_len",
         ):
             self.batch_state = BatchState(config, num_blocks, device, kernels, num_kv_heads)
             self.sampler = _make_sampler(config, model)
             self.uploads = device.step_uploads(
-                _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * rows + 4096
+                _BYTES_PER_TOKEN * config.max_num_batched_tokens + _BYTES_PER_ROW * max_seqs + 4096
             )
             self.next_tokens = NextTokens(
                 config, model, self.sampler, self.batch_state, device, self.uploads
@@ -136,7 +138,10 @@ class ModelRunner:
     def _capture(self, config: ResolvedConfig) -> None:
         model = self.model
         self._hidden_SE = torch.zeros(
-            max_rows(config), config.model.hidden_size, dtype=model.dtype, device=self.device.torch
+            max_rows(config),
+            config.model.hidden_size,
+            dtype=model.dtype,
+            device=self.device.torch_device,
         )
         parts = (
             config,

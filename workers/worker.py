@@ -119,13 +119,13 @@ class Worker:
         kernels = self._kernels or find_kernels(self.config)
         if num_threads is not None:
             kernels.set_num_threads(num_threads)
-        group = self._group or self._new_group(device.torch)
+        group = self._group or self._new_group(device.torch_device)
         with self._phase("rendezvous"):
             group.join(address, engine_config.start_timeout_s)
         with self._phase("compile"):
             compile_first_step(kernels, group, self.config)
             if self.config.device == "cuda":
-                _launch_test_kernel(kernels, device.torch)
+                _launch_test_kernel(kernels, device.torch_device)
         group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
             loaded_model = self._loaded_model or load_model(
@@ -162,7 +162,7 @@ class Worker:
             ledger=ledger,
             checkpoint_hash=loaded_model.checkpoint_hash,
             weights_hash=loaded_model.weights_hash,
-            compute_platform=compute_platform_of(device.torch),
+            compute_platform=compute_platform_of(device.torch_device),
         )
 
     def set_num_threads(self, num_threads: int) -> None:

@@ -94,7 +94,7 @@ class Driver:
             self._rank_maker,
             busy_since_s=lambda: self._started_step_loop().busy_since_s,
             has_work=lambda: self._started_step_loop().engine.has_work,
-            on_group=lambda group, cache_survives: self._started_step_loop().post(
+            on_group_ready=lambda group, cache_survives: self._started_step_loop().post(
                 RanksReplaced(executor=group, cache_survives=cache_survives)
             ),
             on_lost=lambda epoch, _: self._started_step_loop().post(RanksLost()),

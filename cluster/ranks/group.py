@@ -195,8 +195,8 @@ class RankGroup:
     def all_ranks_answer(self, limit_s: float) -> bool:
         """Whether all ranks answer in time."""
         refs = [handle.actor.identify.remote() for handle in self.ranks]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
-        return len(ready) == len(refs) and not failures(refs, limit_s=0.0)
+        ready_refs, _ = ray.wait(refs, num_returns=len(refs), timeout=limit_s)
+        return len(ready_refs) == len(refs) and not failures(refs, limit_s=0.0)
 
     def has_cache_of(self, other: RankGroup) -> bool:
         """Whether the KV caches of these ranks are those of another group's, and outlive it."""
@@ -235,7 +235,7 @@ class RankGroup:
             memories = self._get_all(allocation_refs, "allocate the KV cache", remaining_s)
         except StepTimeoutError:
             raise WorkerError(
-                f"the ranks did not start within {limit_s:g} s: {self._phases()}"
+                f"the ranks did not start within {limit_s:g} s: {self._describe_phases()}"
             ) from None
         for handle, memory in zip(self.ranks, memories, strict=True):
             handle.memory = memory
@@ -352,14 +352,18 @@ class RankGroup:
                 " cannot go on; start a new engine"
             )
 
-    def _phases(self) -> str:
+    def _describe_phases(self) -> str:
         """What each rank is doing at the moment."""
         refs = [handle.actor.progress.remote() for handle in self.ranks]
-        ready, _ = ray.wait(refs, num_returns=len(refs), timeout=STEP_GRACE_S)
+        ready_refs, _ = ray.wait(refs, num_returns=len(refs), timeout=STEP_GRACE_S)
         phases = []
         for rank, ref in enumerate(refs):
-            phase = f"the process of rank {rank} does not answer"
-            phases.append(f"rank {rank} is at {ray.get(ref).describe()}" if ref in ready else phase)
+            no_answer_text = f"the process of rank {rank} does not answer"
+            phases.append(
+                f"rank {rank} is at {ray.get(ref).describe()}"
+                if ref in ready_refs
+                else no_answer_text
+            )
         return ", ".join(phases)
 
     def _get_all(
@@ -377,9 +381,9 @@ class RankGroup:
             values: list[Any] = ray.get(list(refs), timeout=timeout_s)
             return values
         except GetTimeoutError:
-            ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
+            ready_refs, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
             num_ranks = self._rank_maker.num_ranks
-            late_ranks = {i % num_ranks for i, ref in enumerate(refs) if ref not in ready}
+            late_ranks = {i % num_ranks for i, ref in enumerate(refs) if ref not in ready_refs}
             if not late_ranks:  # the last value has just come
                 return self._get_all(refs, action, limit_s)
             raise StepTimeoutError(

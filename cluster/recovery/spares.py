@@ -49,8 +49,8 @@ class Spares:
                 logger.warning("spares are made later: %s", reason)
                 self.delay(RETRY_AFTER_S)
         if warming_refs := list(self._warming_spares):
-            ready, _ = ray.wait(warming_refs, num_returns=len(warming_refs), timeout=0)
-            for ref in ready:
+            ready_refs, _ = ray.wait(warming_refs, num_returns=len(warming_refs), timeout=0)
+            for ref in ready_refs:
                 try:
                     self._warming_spares[ref].process = ray.get(ref)
                     del self._warming_spares[ref]

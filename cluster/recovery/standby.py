@@ -61,14 +61,14 @@ class Standby:
             self._log(error)
             self._drop_group()
 
-    def ready(self) -> list[RankHandle]:
+    def ready_ranks(self) -> list[RankHandle]:
         """The processes of the group that stands by; on GPUs, warm spares. On a CPU spares that do
         not form a group yet are left out, though `take` gives them. Any thread.
         """
-        group, start = self._group, self._start_future
-        if group is None or start is None:
+        group, start_future = self._group, self._start_future
+        if group is None or start_future is None:
             return [] if self._forms_groups else self._spares.warm_spares()
-        has_started = start.done() and start.exception() is None
+        has_started = start_future.done() and start_future.exception() is None
         return list(group.ranks) if has_started else []
 
     def take(self) -> tuple[RankGroup | None, list[RankHandle | None]]:

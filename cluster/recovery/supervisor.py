@@ -43,14 +43,14 @@ class Supervisor:
         *,
         busy_since_s: Callable[[], float | None],
         has_work: Callable[[], bool],
-        on_group: Callable[[RankGroup, bool], None],
+        on_group_ready: Callable[[RankGroup, bool], None],
         on_lost: Callable[[int, str], None],
         on_dead: Callable[[EaglerayError], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_lost` gets the epoch that has ended and the reason, `on_group` the next group and
-        whether its KV cache is that of the last one, `on_dead` the reason why there will be none.
-        All run on the supervisor's thread. `busy_since_s`: see `Watch.find_fault`.
+        """`on_lost` gets the epoch that has ended and the reason, `on_group_ready` the next group
+        and whether its KV cache is that of the last one, `on_dead` the reason why there will be
+        none. All run on the supervisor's thread. `busy_since_s`: see `Watch.find_fault`.
         """
         self._clock = clock
         self._rank_maker = rank_maker
@@ -58,7 +58,7 @@ class Supervisor:
         self.recovery = Recovery(clock, Timeouts.from_options(self._engine_config).give_up_after_s)
         self._busy_since_s = busy_since_s
         self._has_work = has_work
-        self._on_group = on_group
+        self._on_group_ready = on_group_ready
         self._on_lost = on_lost
         self._on_dead = on_dead
         self._group: RankGroup | None = None
@@ -133,7 +133,9 @@ class Supervisor:
         """The processes of the present epoch and the spares, as far as known. Any thread."""
         ranks = self._group.ranks if self._group is not None else []
         processes = {f"rank {i}": handle.process for i, handle in enumerate(ranks)}
-        processes |= {f"spare {i}": spare.process for i, spare in enumerate(self._standby.ready())}
+        processes |= {
+            f"spare {i}": spare.process for i, spare in enumerate(self._standby.ready_ranks())
+        }
         return {name: process for name, process in processes.items() if process is not None}
 
     def stop(self) -> None:
@@ -276,7 +278,7 @@ class Supervisor:
             error = assembly.exception()
             if error is None:
                 self._serve(group)
-            elif kind_of(error) is ErrorKind.CALLER:  # such as a checkpoint that has changed
+            elif kind_of(error) is ErrorKind.CALLER_FAULT:  # such as a checkpoint that has changed
                 self._lose(str(error))
                 self._die(str(error))
             else:
@@ -298,7 +300,7 @@ class Supervisor:
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
         self._is_serving = True
-        self._on_group(group, self._cache_survives)
+        self._on_group_ready(group, self._cache_survives)
 
     def _die(self, reason: str) -> None:
         self.recovery.give_up()

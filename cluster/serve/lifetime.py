@@ -92,7 +92,7 @@ class RunningApplication:
         try:
             self._check_can_start()
         except Exception as error:
-            if kind_of(error) is ErrorKind.CALLER:
+            if kind_of(error) is ErrorKind.CALLER_FAULT:
                 raise EngineError(f"{CANNOT_START_MESSAGE}: {error}") from error
             # Such as a disk that does not answer; Ray Serve will find out.
             logger.warning("the checkpoint could not be looked at: %s", error)

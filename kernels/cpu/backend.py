@@ -12,13 +12,13 @@ from kernels.cpu.experts import CpuExperts
 from kernels.cpu.grouped import CpuGrouped
 from kernels.cpu.int8 import CpuInt8
 from kernels.cpu.kv_layout import head_major_shapes
-from kernels.cpu.mixed import CpuMixed
+from kernels.cpu.mixed import CpuMixedPrecision
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
     Kernels,
-    MixedKernels,
+    MixedPrecisionKernels,
     Recorder,
     SamplingKernels,
 )
@@ -38,7 +38,7 @@ class CpuKernels:
         name: CpuInt8() if name == "int8" else CpuGrouped(name)
         for name in CPU_CAPABILITIES.quantizations
     }
-    mixed: MixedKernels | None = CpuMixed()
+    mixed_precision: MixedPrecisionKernels | None = CpuMixedPrecision()
     experts: ExpertKernels = CpuExperts()
     kv_cache_shapes = staticmethod(head_major_shapes)
     pack_weight = staticmethod(linear.pack_weight)

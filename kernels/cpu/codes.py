@@ -169,8 +169,8 @@ def _step_wideners(builder: Any, word: Any, element: Any) -> list[Callable[[Any]
         return [partial(_e4m3_floats, builder, shift) for shift in E4M3_SHIFTS]
     if element == types.uint16:
         return [partial(_look_up_pairs, builder, shift) for shift in INT4_SHIFTS[::2]]
-    widened = _look_up_floats if has_wide_registers() else _compute_floats
-    return [partial(widened, builder, shift) for shift in INT4_SHIFTS]
+    widen_lanes = _look_up_floats if has_wide_registers() else _compute_floats
+    return [partial(widen_lanes, builder, shift) for shift in INT4_SHIFTS]
 
 
 def _look_up_pairs(builder: Any, shift: int, words: Any) -> Any:

@@ -27,8 +27,8 @@ PANEL_FEATURES = LANES
 _NO_BIAS = torch.empty(0)
 
 
-class CpuMixed:
-    """`MixedKernels` in numba."""
+class CpuMixedPrecision:
+    """`MixedPrecisionKernels` in numba."""
 
     panel_features = PANEL_FEATURES
 

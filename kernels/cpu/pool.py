@@ -135,11 +135,11 @@ def _run_tasks(thread: int) -> int:
     """Run tasks of the open loop until none is left, those of the thread's own part first; how many
     it has run.
     """
-    loop = _line_address(_LOOP_LINE)
-    function = load_acquire(loop + _FUNCTION_OFFSET)
-    argument = load_acquire(loop + _ARGUMENT_OFFSET)
-    num_tasks = load_acquire(loop + _NUM_TASKS_OFFSET)
-    num_parts = load_acquire(loop + _NUM_PARTS_OFFSET)
+    loop_address = _line_address(_LOOP_LINE)
+    function = load_acquire(loop_address + _FUNCTION_OFFSET)
+    argument = load_acquire(loop_address + _ARGUMENT_OFFSET)
+    num_tasks = load_acquire(loop_address + _NUM_TASKS_OFFSET)
+    num_parts = load_acquire(loop_address + _NUM_PARTS_OFFSET)
     num_tasks_run, began_ns, next_to_wake = 0, np.int64(0), thread + 1
     for distance in range(num_parts):
         part = (thread + distance) % num_parts
@@ -163,13 +163,16 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
     not rest. Returns the helper that may be woken next.
     """
     while helper < num_parts:
-        line = _thread_line_address(helper, _SLEEP_LINE)
-        if load_acquire(line + _IS_ASLEEP_OFFSET) and load_acquire(line + _REST_END_OFFSET) <= now:
+        line_address = _thread_line_address(helper, _SLEEP_LINE)
+        if (
+            load_acquire(line_address + _IS_ASLEEP_OFFSET)
+            and load_acquire(line_address + _REST_END_OFFSET) <= now
+        ):
             if now - began_ns < _WAKE_AFTER_NS:
                 return helper
-            if compare_and_swap(line + _IS_ASLEEP_OFFSET, 1, 0):
-                store_release(line + _WOKEN_AT_OFFSET, now)
-                put_byte(load_acquire(line + _WRITE_FD_OFFSET))
+            if compare_and_swap(line_address + _IS_ASLEEP_OFFSET, 1, 0):
+                store_release(line_address + _WOKEN_AT_OFFSET, now)
+                put_byte(load_acquire(line_address + _WRITE_FD_OFFSET))
                 fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_WOKEN_OFFSET, 1)
                 return helper + 1
         helper += 1
@@ -182,22 +185,22 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
 @exact_jit
 def _await_helpers() -> None:
     """Return when no helper is inside the loop, which is closed."""
-    state = _line_address(_STATE_LINE)
+    state_address = _line_address(_STATE_LINE)
     pipe = load_acquire(_thread_line_address(0, _SLEEP_LINE) + _READ_FD_OFFSET)
     deadline_ns = now_ns() + _CALLER_WATCH_NS
-    while load_acquire(state) & _INSIDE_MASK and now_ns() < deadline_ns:
+    while load_acquire(state_address) & _INSIDE_MASK and now_ns() < deadline_ns:
         for _ in range(_PAUSES_PER_LOOK):
             pause()
-    state_word = load_acquire(state)
+    state_word = load_acquire(state_address)
     while state_word & _INSIDE_MASK and not compare_and_swap(
-        state, state_word, state_word | _AWAITING_FLAG
+        state_address, state_word, state_word | _AWAITING_FLAG
     ):
-        state_word = load_acquire(state)
+        state_word = load_acquire(state_address)
     if state_word & _INSIDE_MASK:
         # A byte may be left over from an earlier loop, and signals end a wait.
-        while load_acquire(state) & _INSIDE_MASK:
+        while load_acquire(state_address) & _INSIDE_MASK:
             take_byte(pipe)
-        fetch_and_add(state, -_AWAITING_FLAG)
+        fetch_and_add(state_address, -_AWAITING_FLAG)
 
 
 @exact_jit
@@ -206,18 +209,18 @@ def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
     if num_parts <= 1 or not compare_and_swap(_line_address(_LOOP_LOCK_LINE), 0, 1):
         call_tasks(function, argument, 0, num_tasks)
         return
-    loop, state = _line_address(_LOOP_LINE), _line_address(_STATE_LINE)
-    store_release(loop + _FUNCTION_OFFSET, function)
-    store_release(loop + _ARGUMENT_OFFSET, argument)
-    store_release(loop + _NUM_TASKS_OFFSET, num_tasks)
-    store_release(loop + _NUM_PARTS_OFFSET, num_parts)
+    loop_address, state_address = _line_address(_LOOP_LINE), _line_address(_STATE_LINE)
+    store_release(loop_address + _FUNCTION_OFFSET, function)
+    store_release(loop_address + _ARGUMENT_OFFSET, argument)
+    store_release(loop_address + _NUM_TASKS_OFFSET, num_tasks)
+    store_release(loop_address + _NUM_PARTS_OFFSET, num_parts)
     for part in range(num_parts):
         store_release(
             _thread_line_address(part, _NEXT_TASK_LINE), _first_task(part, num_tasks, num_parts)
         )
-    fetch_and_add(state, _LOOP_NUMBER_UNIT + _OPEN_FLAG)
+    fetch_and_add(state_address, _LOOP_NUMBER_UNIT + _OPEN_FLAG)
     _run_tasks(0)
-    if fetch_and_add(state, -_OPEN_FLAG) & _INSIDE_MASK:
+    if fetch_and_add(state_address, -_OPEN_FLAG) & _INSIDE_MASK:
         _await_helpers()
     store_release(_line_address(_LOOP_LOCK_LINE), 0)
 
@@ -283,10 +286,10 @@ def _run_helper(helper: int) -> None:
 @exact_jit
 def _watch(helper: int) -> None:
     """Help with one loop after the other, until none has come for a while or the core is lost."""
-    state, last_loop_number = _line_address(_STATE_LINE), np.int64(0)
+    state_address, last_loop_number = _line_address(_STATE_LINE), np.int64(0)
     last_look_ns = last_work_ns = now_ns()
     while True:
-        state_word = load_acquire(state)
+        state_word = load_acquire(state_address)
         number = state_word // _LOOP_NUMBER_UNIT
         if state_word & _OPEN_FLAG and number != last_loop_number:
             last_loop_number = number
@@ -305,20 +308,20 @@ def _watch(helper: int) -> None:
 @exact_jit
 def _help_with_loop(helper: int, number: int) -> bool:
     """Help with a loop if it is still open; whether there was a task left."""
-    state, state_word = _line_address(_STATE_LINE), np.int64(0)
+    state_address, state_word = _line_address(_STATE_LINE), np.int64(0)
     while True:
-        state_word = load_acquire(state)
+        state_word = load_acquire(state_address)
         if not state_word & _OPEN_FLAG or state_word // _LOOP_NUMBER_UNIT != number:
             return False
-        if compare_and_swap(state, state_word, state_word + 1):
+        if compare_and_swap(state_address, state_word, state_word + 1):
             break
     num_tasks_run = 0
     if helper < load_acquire(_line_address(_LOOP_LINE) + _NUM_PARTS_OFFSET):
         num_tasks_run = _run_tasks(helper)
     if num_tasks_run:
         fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_ENTERED_OFFSET, 1)
-    before = fetch_and_add(state, -1)
-    if before & _AWAITING_FLAG and before & _INSIDE_MASK == 1:
+    state_before = fetch_and_add(state_address, -1)
+    if state_before & _AWAITING_FLAG and state_before & _INSIDE_MASK == 1:
         put_byte(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
     return num_tasks_run > 0
 
@@ -326,12 +329,12 @@ def _help_with_loop(helper: int, number: int) -> bool:
 @exact_jit
 def _sleep(helper: int, rest_end_ns: int) -> int:
     """Sleep until a loop wakes the helper, not before `rest_end_ns`; when it did."""
-    line = _thread_line_address(helper, _SLEEP_LINE)
-    store_release(line + _REST_END_OFFSET, rest_end_ns)
-    store_release(line + _IS_ASLEEP_OFFSET, 1)
-    while load_acquire(line + _IS_ASLEEP_OFFSET):
-        take_byte(load_acquire(line + _READ_FD_OFFSET))
-    return load_acquire(line + _WOKEN_AT_OFFSET)  # type: ignore[no-any-return]
+    line_address = _thread_line_address(helper, _SLEEP_LINE)
+    store_release(line_address + _REST_END_OFFSET, rest_end_ns)
+    store_release(line_address + _IS_ASLEEP_OFFSET, 1)
+    while load_acquire(line_address + _IS_ASLEEP_OFFSET):
+        take_byte(load_acquire(line_address + _READ_FD_OFFSET))
+    return load_acquire(line_address + _WOKEN_AT_OFFSET)  # type: ignore[no-any-return]
 
 
 # -- from Python -----------------------------------------------------------------------------------

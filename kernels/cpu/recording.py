@@ -80,7 +80,7 @@ class Recording:
         weakref.finalize(lent_array, free_arrays.append, memory).atexit = False
         return torch.from_numpy(lent_array).view(dtype).view(shape)
 
-    def then(self, function: Callable[..., object], *tensors: Tensor) -> None:
+    def add_call(self, function: Callable[..., object], *tensors: Tensor) -> None:
         """Have the replay call the function with these tensors at this point."""
         self._end_part()
         self._parts.append(partial(function, *map(self._without_claim, tensors)))
@@ -125,7 +125,7 @@ def call(function: Callable[..., object], *tensors: Tensor) -> None:
     of each replay.
     """
     for recording in _current_recordings:
-        recording.then(function, *tensors)
+        recording.add_call(function, *tensors)
     function(*tensors)
 
 

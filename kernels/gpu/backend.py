@@ -17,7 +17,7 @@ from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
     Kernels,
-    MixedKernels,
+    MixedPrecisionKernels,
     SamplingKernels,
 )
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
@@ -32,7 +32,7 @@ class TritonKernels(ReferenceKernels):
     capabilities: Capabilities = TRITON_CAPABILITIES
     sampling: SamplingKernels = sampling
     quantized: Mapping[str, GroupedKernels] = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
-    mixed: MixedKernels | None = None
+    mixed_precision: MixedPrecisionKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)
     paged_attention = staticmethod(attention.paged_attention)

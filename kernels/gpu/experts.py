@@ -99,8 +99,8 @@ class TritonExperts(ReferenceExperts):
         assert x_TE.is_contiguous() and ids_TK.is_contiguous() and weights_TK.is_contiguous()
         (num_tokens, num_experts_per_token), num_pairs = ids_TK.shape, ids_TK.numel()
         num_experts, hidden_size, num_features = experts.down.shape
-        tiles = choose_tile_config(num_pairs / num_experts, x_TE.itemsize)
-        order_P, tiles_M3 = _sort_pairs_by_expert(ids_TK, num_experts, tiles.rows)
+        tile_config = choose_tile_config(num_pairs / num_experts, x_TE.itemsize)
+        order_P, tiles_M3 = _sort_pairs_by_expert(ids_TK, num_experts, tile_config.rows)
         hidden_PF = x_TE.new_empty(num_pairs, num_features)
         product_PE = x_TE.new_empty(num_pairs, hidden_size)
         out_TE = torch.empty_like(x_TE)
@@ -108,17 +108,17 @@ class TritonExperts(ReferenceExperts):
             (x_TE, experts.gate_up, hidden_PF),
             (hidden_PF, experts.down, product_PE),
         ):
-            _multiply_tile[(len(tiles_M3) * triton.cdiv(out.shape[1], tiles.features),)](
+            _multiply_tile[(len(tiles_M3) * triton.cdiv(out.shape[1], tile_config.features),)](
                 *(x, weight, order_P, tiles_M3, out),
                 K=num_experts_per_token,
                 SIZE_IN=x.shape[1],
                 SIZE_OUT=out.shape[1],
                 GATED=out is hidden_PF,
-                ROWS=tiles.rows,
-                FEATURES=tiles.features,
-                STEP=tiles.step,
-                num_warps=tiles.num_warps,
-                num_stages=tiles.num_stages,
+                ROWS=tile_config.rows,
+                FEATURES=tile_config.features,
+                STEP=tile_config.step,
+                num_warps=tile_config.num_warps,
+                num_stages=tile_config.num_stages,
             )
         features = min(_FEATURES_PER_PROGRAM, triton.next_power_of_2(hidden_size))
         _combine_products[(num_tokens * triton.cdiv(hidden_size, features),)](

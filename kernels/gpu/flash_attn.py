@@ -173,18 +173,18 @@ def _capability() -> tuple[int, int]:
 
 
 def _load_library(name: str) -> FlashAttn | None:
-    reason: Exception
+    load_error: Exception
     try:
         module = importlib.import_module(name)
         return _flash_attn_2(module) if name == "flash_attn" else _flash_attn_3(module)
     except ModuleNotFoundError as error:
         if error.name == name:
             return None
-        reason = error
+        load_error = error
     except Exception as error:  # an extension built for another torch or CUDA may raise anything
-        reason = error
+        load_error = error
     logger.warning(
-        "%s is installed but cannot be used: %s: %s", name, type(reason).__name__, reason
+        "%s is installed but cannot be used: %s: %s", name, type(load_error).__name__, load_error
     )
     return None
 

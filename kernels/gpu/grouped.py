@@ -167,15 +167,15 @@ def _multiply_in_registers(
     x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, out_TY: Tensor
 ) -> None:
     (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
-    tiles = choose_tile_config(num_rows, x_TX.itemsize)
-    num_panels = triton.cdiv(size_out, tiles.features)
+    tile_config = choose_tile_config(num_rows, x_TX.itemsize)
+    num_panels = triton.cdiv(size_out, tile_config.features)
     num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
     group_size = _group_size(weight, size_in)
     sums_PTY = out_TY
     if num_parts > 1:
         sums_PTY = out_TY.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
-    _multiply_codes[(triton.cdiv(num_rows, tiles.rows) * num_panels * num_parts,)](
+    _multiply_codes[(triton.cdiv(num_rows, tile_config.rows) * num_panels * num_parts,)](
         *(x_TX, weight.words_YW, weight.scale_YG),
         bias_Y if num_parts == 1 else None,
         sums_PTY,
@@ -183,11 +183,11 @@ def _multiply_in_registers(
         max(1, group_size // _BLOCK_INPUTS),
         GROUPS_PER_BLOCK=max(1, _BLOCK_INPUTS // group_size),
         HAS_WHOLE_BLOCKS=size_in % _BLOCK_INPUTS == 0,
-        ROWS=tiles.rows,
-        FEATURES=tiles.features,
+        ROWS=tile_config.rows,
+        FEATURES=tile_config.features,
         WIDENING=choose_widening(x_TX.device, x_TX.dtype),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_warps=tile_config.num_warps,
+        num_stages=tile_config.num_stages,
     )
     if num_parts > 1:
         _add_parts[(num_rows * triton.cdiv(size_out, _FEATURES_PER_PROGRAM),)](

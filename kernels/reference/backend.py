@@ -14,7 +14,7 @@ from kernels.interface import (
     ExpertKernels,
     GroupedKernels,
     Kernels,
-    MixedKernels,
+    MixedPrecisionKernels,
     Recorder,
     SamplingKernels,
     Shape,
@@ -56,7 +56,7 @@ class ReferenceKernels:
         "int4": ReferenceGrouped(),
         "fp8": ReferenceGrouped(),
     }
-    mixed: MixedKernels | None = None
+    mixed_precision: MixedPrecisionKernels | None = None
     experts: ExpertKernels = ReferenceExperts()
     recorder: type[Recorder] | None = None
     kv_cache_shapes = staticmethod(token_major_shapes)

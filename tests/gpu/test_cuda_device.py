@@ -71,7 +71,10 @@ def test_time_between_events_is_that_of_the_device(device: CudaDevice) -> None:
 
 
 def test_graphs_read_what_stands_in_their_tensors_and_share_memory(device: CudaDevice) -> None:
-    inputs, output = torch.ones(MIB, device=device.torch), torch.zeros(MIB, device=device.torch)
+    inputs, output = (
+        torch.ones(MIB, device=device.torch_device),
+        torch.zeros(MIB, device=device.torch_device),
+    )
 
     def run(size: int) -> None:
         output[:size].copy_(inputs[:size] * 2 + 1)
@@ -90,7 +93,7 @@ def test_graphs_read_what_stands_in_their_tensors_and_share_memory(device: CudaD
 def test_peak_counts_what_was_alive_at_once(device: CudaDevice) -> None:
     def run() -> None:
         for _ in range(3):
-            torch.zeros(64 * MIB, dtype=torch.uint8, device=device.torch)
+            torch.zeros(64 * MIB, dtype=torch.uint8, device=device.torch_device)
 
     assert device.peak_during(run) == 64 * MIB
     memory = device.memory()

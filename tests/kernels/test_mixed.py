@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kernels.cpu import pool
-from kernels.cpu.mixed import PANEL_FEATURES, CpuMixed
+from kernels.cpu.mixed import PANEL_FEATURES, CpuMixedPrecision
 
-MIXED = CpuMixed()
+MIXED = CpuMixedPrecision()
 # Whole and broken panels; rows within a chunk, of several chunks, and of several spans.
 SHAPES = [(1, 8), (16, 1), (100, 96), (256, 256), (320, 1000), (77, 2500)]
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 16, 33, 300]

@@ -39,7 +39,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 def product_of(form: str, values: Tensor) -> Callable[[Tensor], Tensor]:
     """A product with a weight of these values that can be recorded."""
-    kernels: Any = CPU_KERNELS.mixed if form == "mixed" else CPU_KERNELS
+    kernels: Any = CPU_KERNELS.mixed_precision if form == "mixed" else CPU_KERNELS
     kernels = CPU_KERNELS.quantized.get(form, kernels)
     weight: Any
     if form == "int4":

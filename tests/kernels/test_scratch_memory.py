@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.cpu import pool
-from kernels.cpu.mixed import CpuMixed
+from kernels.cpu.mixed import CpuMixedPrecision
 from tests.kernels.test_grouped import CPU, KINDS, drawn
 from tests.kernels.test_mixed import make_weight
 
@@ -26,7 +26,7 @@ def products_differ(case: str, num_rows: int, repeats: int, dtype: torch.dtype) 
     torch.manual_seed(0)
     x = torch.randn(num_rows, SIZE_IN).to(dtype)
     if case == "mixed":
-        mixed = CpuMixed()
+        mixed = CpuMixedPrecision()
         panels = mixed.pack_weight(make_weight(SIZE_OUT, SIZE_IN))
         products = (mixed.linear(x, panels, SIZE_OUT, None) for _ in range(repeats + 1))
     else:

@@ -32,7 +32,7 @@ class RecordedKernels:
     def __init__(self, ran: list[int | str]) -> None:
         self.ran = ran
 
-        self.mixed = SimpleNamespace(warmup_calls=lambda: [partial(ran.append, "mixed")])
+        self.mixed_precision = SimpleNamespace(warmup_calls=lambda: [partial(ran.append, "mixed")])
 
     def warmup_calls(self, dtype: torch.dtype) -> list[Callable[[], object]]:
         return [partial(self.ran.append, i) for i in range(6)]

@@ -72,7 +72,7 @@ class DecodeGraphs:
         )
         self.sizes = graph_sizes(config.max_num_seqs)
         max_size = self.sizes[-1]
-        self._starts_S1 = torch.arange(max_size + 1, dtype=torch.int32, device=device.torch)
+        self._starts_S1 = torch.arange(max_size + 1, dtype=torch.int32, device=device.torch_device)
         # What a step sends, filled as if all rows were padding: the arrays, and tensors like them.
         self._row_arrays = [np.full(max_size, value, np.int32) for value in _PADDING_ROW]
         self._part_start_S1 = np.arange(max_size + 1, dtype=np.int32)

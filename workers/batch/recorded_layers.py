@@ -56,18 +56,18 @@ class RecordedLayers:
             return self._model.run_layers(
                 embedded_TE, step.positions_T, step.attn, self._cache.layers
             )
-        recorded = self._recording_by_rows.get(num_rows)
-        if recorded is None:
+        layer_recording = self._recording_by_rows.get(num_rows)
+        if layer_recording is None:
             return self._record(embedded_TE, step)
-        recorded.embedded_TE.copy_(embedded_TE)
-        recorded.positions_T.copy_(step.positions_T)
-        recorded.attn.seq_start_B1.copy_(step.attn.seq_start_B1)
-        recorded.attn.seq_lens_B.copy_(step.attn.seq_lens_B)
-        recorded.attn.kv_places_T.copy_(step.attn.kv_places_T)
+        layer_recording.embedded_TE.copy_(embedded_TE)
+        layer_recording.positions_T.copy_(step.positions_T)
+        layer_recording.attn.seq_start_B1.copy_(step.attn.seq_start_B1)
+        layer_recording.attn.seq_lens_B.copy_(step.attn.seq_lens_B)
+        layer_recording.attn.kv_places_T.copy_(step.attn.kv_places_T)
         table_BW = step.attn.block_table_BW
-        recorded.attn.block_table_BW[:, : table_BW.shape[1]] = table_BW
-        recorded.recording.replay()
-        return recorded.hidden_TE
+        layer_recording.attn.block_table_BW[:, : table_BW.shape[1]] = table_BW
+        layer_recording.recording.replay()
+        return layer_recording.hidden_TE
 
     def _record(self, embedded_TE: Tensor, step: StepInputs) -> Tensor:
         """The hidden states of a step, whose tensors become those of the recording."""
@@ -75,7 +75,7 @@ class RecordedLayers:
         table_BW = torch.zeros(num_rows, self._table_width, dtype=attn.block_table_BW.dtype)
         table_BW[:, : attn.block_table_BW.shape[1]] = attn.block_table_BW
         positions_T = step.positions_T.clone()
-        kept = AttentionMetadata(
+        static_attn = AttentionMetadata(
             query_start_B1=attn.query_start_B1.clone(),  # each row has one token
             seq_start_B1=attn.seq_start_B1.clone(),
             seq_lens_B=attn.seq_lens_B.clone(),
@@ -86,14 +86,16 @@ class RecordedLayers:
         )
         assert self._model.kernels.recorder is not None
         with self._model.kernels.recorder() as recording:
-            hidden_TE = self._model.run_layers(embedded_TE, positions_T, kept, self._cache.layers)
+            hidden_TE = self._model.run_layers(
+                embedded_TE, positions_T, static_attn, self._cache.layers
+            )
         if not recording.is_complete:
             self.max_rows = num_rows - 1
             return hidden_TE
         self._recording_by_rows[num_rows] = _LayerRecording(
             embedded_TE=embedded_TE,
             positions_T=positions_T,
-            attn=kept,
+            attn=static_attn,
             hidden_TE=hidden_TE,
             recording=recording,
         )

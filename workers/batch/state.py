@@ -136,13 +136,13 @@ class BatchState:
         self.max_tokens = config.max_model_len
         self.device = device
         self.tokens_SL = torch.zeros(
-            num_slots, self.max_tokens, dtype=torch.int32, device=device.torch
+            num_slots, self.max_tokens, dtype=torch.int32, device=device.torch_device
         )
         self.block_table_SW = torch.zeros(
-            num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch
+            num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch_device
         )
         self._num_arrived_parts_SK = torch.zeros(
-            num_slots, num_kv_heads, dtype=torch.int32, device=device.torch
+            num_slots, num_kv_heads, dtype=torch.int32, device=device.torch_device
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
         # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
@@ -253,7 +253,7 @@ class BatchState:
         if num_rows == 0:
             return 0
         return self._kernels.max_decode_parts(
-            num_rows, self._num_kv_heads, max_seq_len, self.device.torch
+            num_rows, self._num_kv_heads, max_seq_len, self.device.torch_device
         )
 
     def stage_decode(
@@ -304,13 +304,13 @@ class BatchState:
 
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
-        used, table = self.is_used_S, self.block_table_SW.cpu().numpy()
-        _demand(self._counts_NS[:, ~used] == 0, "a free slot holds nothing")
+        is_used_S, table = self.is_used_S, self.block_table_SW.cpu().numpy()
+        _demand(self._counts_NS[:, ~is_used_S] == 0, "a free slot holds nothing")
         _demand(
             self.num_computed_tokens_S <= self.num_tokens_S, "a row computes only tokens it has"
         )
         _demand(self.num_tokens_S <= self.max_tokens, "a row has at most max_model_len tokens")
-        _demand(self.num_prompt_tokens_S[used] >= 1, "a row in use has a prompt")
+        _demand(self.num_prompt_tokens_S[is_used_S] >= 1, "a row in use has a prompt")
         capacity_tokens_S = self.num_table_blocks_S * self.block_size
         _demand(
             self.num_computed_tokens_S <= capacity_tokens_S,

@@ -31,16 +31,16 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     tensor or an array of it, is in use. Raises `OSError`.
     """
     # Room for the mapping at an aligned address; the mapping takes its place, and ends with it.
-    room = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE, 0)
-    address = np.frombuffer(room, np.uint8).ctypes.data
+    reservation = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, mmap.MAP_PRIVATE, 0)
+    address = np.frombuffer(reservation, np.uint8).ctypes.data
     address += -address % HUGE_PAGE_BYTES
     libc = _libc()
-    mapped = libc.mmap(address, num_bytes, protection, flags | _MAP_FIXED, descriptor, 0)
-    if mapped != address:
+    mapped_address = libc.mmap(address, num_bytes, protection, flags | _MAP_FIXED, descriptor, 0)
+    if mapped_address != address:
         raise OSError(ctypes.get_errno(), "mmap")
     # By its address, because torch warns of memory that it may not write.
     pages: Any = (ctypes.c_uint8 * num_bytes).from_address(address)
-    pages.room = room
+    pages.reservation = reservation
     return pages
 
 

@@ -147,16 +147,18 @@ def physical_bytes() -> int:
 
 def available_bytes() -> int:
     """What the machine has, and the container that this process is in, if that has a limit."""
-    available = [1024 * _read_number("MemAvailable:", Path("/proc/meminfo"))]
-    for folder, limit, used, reclaimable in _CGROUP_FILES:
+    available_amounts = [1024 * _read_number("MemAvailable:", Path("/proc/meminfo"))]
+    for folder, limit_file, usage_file, reclaimable_fields in _CGROUP_FILES:
         with suppress(OSError, ValueError):  # there is no limit, which some systems call "max"
             limit_bytes, used_bytes = (
-                int((_CGROUP_DIR / folder / name).read_text()) for name in (limit, used)
+                int((_CGROUP_DIR / folder / name).read_text()) for name in (limit_file, usage_file)
             )
-            available.append(limit_bytes - used_bytes)
+            available_amounts.append(limit_bytes - used_bytes)
             statistics = _CGROUP_DIR / folder / "memory.stat"
-            available[-1] += sum(_read_number(name, statistics) for name in reclaimable)
-    return min(available)
+            available_amounts[-1] += sum(
+                _read_number(name, statistics) for name in reclaimable_fields
+            )
+    return min(available_amounts)
 
 
 def _read_number(name: str, path: Path) -> int:

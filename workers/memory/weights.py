@@ -194,7 +194,12 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
 
 def _process_local_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
-    return {"group": group, "kernels": kernels, "mixed": kernels.mixed, **kernels.quantized}
+    return {
+        "group": group,
+        "kernels": kernels,
+        "mixed_precision": kernels.mixed_precision,
+        **kernels.quantized,
+    }
 
 
 # -- a model without its tensors -------------------------------------------------------------------

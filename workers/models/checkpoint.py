@@ -69,19 +69,19 @@ def expected_tensors(
     of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
     Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
     """
-    hidden, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
+    hidden_size, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
     tensors: dict[str, tuple[int, ...]] = {
-        _EMBEDDING_NAME: (model.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
+        _EMBEDDING_NAME: (model.vocab_size, hidden_size),
+        "model.norm.weight": (hidden_size,),
     }
     if not model.tie_word_embeddings:
-        tensors[_HEAD_NAME] = (model.vocab_size, hidden)
+        tensors[_HEAD_NAME] = (model.vocab_size, hidden_size)
     matrices = {
-        "self_attn.q_proj": (q_size, hidden),
-        "self_attn.k_proj": (kv_size, hidden),
-        "self_attn.v_proj": (kv_size, hidden),
-        "self_attn.o_proj": (hidden, q_size),
+        "self_attn.q_proj": (q_size, hidden_size),
+        "self_attn.k_proj": (kv_size, hidden_size),
+        "self_attn.v_proj": (kv_size, hidden_size),
+        "self_attn.o_proj": (hidden_size, q_size),
     }
     for index in range(model.num_hidden_layers):
         layer = f"model.layers.{index}"
@@ -89,7 +89,7 @@ def expected_tensors(
         if model.has_experts(index):
             tensors |= _expert_tensors(model, f"{layer}.mlp", has_merged_experts, plain_names)
         else:
-            layer_matrices = matrices | _mlp_matrices("mlp", hidden, model.intermediate_size)
+            layer_matrices = matrices | _mlp_matrices("mlp", hidden_size, model.intermediate_size)
         for name, shape in layer_matrices.items():
             tensors |= _matrix_tensors(model, f"{layer}.{name}.weight", shape, plain_names)
             if model.attention_bias and name.startswith("self_attn"):
@@ -97,30 +97,34 @@ def expected_tensors(
         for name in ("q_norm", "k_norm"):
             tensors[f"{layer}.self_attn.{name}.weight"] = (model.head_dim,)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{layer}.{name}.weight"] = (hidden,)
+            tensors[f"{layer}.{name}.weight"] = (hidden_size,)
     return tensors
 
 
-def _mlp_matrices(name: str, hidden: int, features: int) -> dict[str, tuple[int, int]]:
+def _mlp_matrices(name: str, hidden_size: int, features: int) -> dict[str, tuple[int, int]]:
     """The matrices of an MLP."""
     gate, up, down = (f"{name}.{matrix}_proj" for matrix in ("gate", "up", "down"))
-    return {gate: (features, hidden), up: (features, hidden), down: (hidden, features)}
+    return {
+        gate: (features, hidden_size),
+        up: (features, hidden_size),
+        down: (hidden_size, features),
+    }
 
 
 def _expert_tensors(
     model: ModelConfig, mlp: str, is_merged: bool, plain_names: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """The router of a layer, which is never quantized, and its experts."""
-    experts_config, hidden = model.experts, model.hidden_size
+    experts_config, hidden_size = model.experts, model.hidden_size
     assert experts_config is not None
     num_experts, features = experts_config.num_experts, experts_config.intermediate_size
-    tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (num_experts, hidden)}
+    tensors: dict[str, tuple[int, ...]] = {f"{mlp}.gate.weight": (num_experts, hidden_size)}
     if is_merged:
-        tensors[f"{mlp}.experts.{_MERGED_GATE_UP_NAME}"] = (num_experts, 2 * features, hidden)
-        tensors[f"{mlp}.experts.{_MERGED_DOWN_NAME}"] = (num_experts, hidden, features)
+        tensors[f"{mlp}.experts.{_MERGED_GATE_UP_NAME}"] = (num_experts, 2 * features, hidden_size)
+        tensors[f"{mlp}.experts.{_MERGED_DOWN_NAME}"] = (num_experts, hidden_size, features)
         return tensors
     for expert in range(num_experts):
-        for name, shape in _mlp_matrices(f"{mlp}.experts.{expert}", hidden, features).items():
+        for name, shape in _mlp_matrices(f"{mlp}.experts.{expert}", hidden_size, features).items():
             tensors |= _matrix_tensors(model, f"{name}.weight", shape, plain_names)
     return tensors
 
@@ -159,7 +163,7 @@ def is_quantized(model: ModelConfig, name: str, tensors: Collection[str]) -> boo
     )
 
 
-def _plain_matrices(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> set[str]:
+def _plain_matrices(model: ModelConfig, stored_tensors: Mapping[str, StoredTensor]) -> set[str]:
     """Matrices that a quantized checkpoint stores as they are. The files decide, since every format
     has rules of its own about which it leaves out.
     """
@@ -167,10 +171,10 @@ def _plain_matrices(model: ModelConfig, stored: Mapping[str, StoredTensor]) -> s
         return set()
     return {
         name
-        for name, tensor in stored.items()
+        for name, tensor in stored_tensors.items()
         if name.endswith("_proj.weight")
         and tensor.dtype in _FLOAT_ITEM_BYTES
-        and not is_quantized(model, name, stored)
+        and not is_quantized(model, name, stored_tensors)
     }
 
 
@@ -192,27 +196,32 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
 
     Of tied embeddings either one may be stored, or both if they are equal.
     """
-    stored = read_headers(model_dir)
-    codes_names = {name for name in stored if name.endswith(_CODES_SUFFIXES)}
+    stored_tensors = read_headers(model_dir)
+    codes_names = {name for name in stored_tensors if name.endswith(_CODES_SUFFIXES)}
     if codes_names and model.stored_format is None:
         raise ConfigError(
             f"{model_dir} holds {_listing(codes_names)}: its files are quantized, but its"
             " config.json has no quantization_config, which says how. Use a checkpoint whose"
             " config.json has one"
         )
-    is_merged = any(name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored)
+    is_merged = any(
+        name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored_tensors
+    )
     expected_shapes = expected_tensors(
-        model, has_merged_experts=is_merged, plain_names=_plain_matrices(model, stored)
+        model, has_merged_experts=is_merged, plain_names=_plain_matrices(model, stored_tensors)
     )
     ignored_suffixes = (
         model.stored_format.ignored_suffixes if model.stored_format is not None else ()
     )
     ignored_ends = _COMPUTED_SUFFIX, *(f".{suffix}" for suffix in ignored_suffixes)
-    ignored_names = {name for name in stored if name.endswith(ignored_ends)}
-    if model.tie_word_embeddings and _HEAD_NAME in stored:
+    ignored_names = {name for name in stored_tensors if name.endswith(ignored_ends)}
+    if model.tie_word_embeddings and _HEAD_NAME in stored_tensors:
         ignored_names.add(_HEAD_NAME)
-        _check_tied(stored[_HEAD_NAME], stored.setdefault(_EMBEDDING_NAME, stored[_HEAD_NAME]))
-    if missing_names := expected_shapes.keys() - stored.keys():
+        _check_tied(
+            stored_tensors[_HEAD_NAME],
+            stored_tensors.setdefault(_EMBEDDING_NAME, stored_tensors[_HEAD_NAME]),
+        )
+    if missing_names := expected_shapes.keys() - stored_tensors.keys():
         hint = ""
         if missing_names == {_HEAD_NAME}:
             hint = "; if it shares its embeddings, set tie_word_embeddings in config.json"
@@ -220,8 +229,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
             f"{model_dir} lacks {_listing(missing_names)}, which its config.json calls for:"
             f" {_DOWNLOAD_AGAIN}, or correct config.json{hint}"
         )
-    if unexpected_names := stored.keys() - expected_shapes.keys() - ignored_names:
-        files = sorted({stored[name].path.name for name in unexpected_names})
+    if unexpected_names := stored_tensors.keys() - expected_shapes.keys() - ignored_names:
+        files = sorted({stored_tensors[name].path.name for name in unexpected_names})
         raise ConfigError(
             f"{model_dir} ({_listing(files)}) holds {_listing(unexpected_names)}, which a Qwen3"
             " model of its config.json does not have: is this checkpoint of another architecture,"
@@ -229,20 +238,20 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
         )
     dtypes_of_codes = _dtypes_of_codes(model, expected_shapes)
     for name, shape in expected_shapes.items():
-        if stored[name].shape != shape:
+        tensor = stored_tensors[name]
+        if tensor.shape != shape:
             raise ConfigError(
-                f"{stored[name].path}: {name} has shape {list(stored[name].shape)}, but config.json"
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, but config.json"
                 f" calls for {list(shape)}; they do not belong together"
             )
-        dtype, code_dtype = stored[name].dtype, dtypes_of_codes.get(name)
+        dtype, code_dtype = tensor.dtype, dtypes_of_codes.get(name)
         if code_dtype != (None if dtype in _FLOAT_ITEM_BYTES else dtype):
             raise ConfigError(
-                f"{stored[name].path}: {name} is of dtype {dtype}, but according to config.json it"
-                " holds"
+                f"{tensor.path}: {name} is of dtype {dtype}, but according to config.json it holds"
                 f" {'real numbers' if code_dtype is None else f'codes of dtype {code_dtype}'}; they"
                 " do not belong together"
             )
-    return {name: stored[name] for name in expected_shapes}
+    return {name: stored_tensors[name] for name in expected_shapes}
 
 
 def quantization_of_files(
@@ -320,10 +329,10 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
     weight_map = _read_index(index_path) if has_index else {}
     paths = [model_dir / name for name in sorted(set(weight_map.values()))]
     paths = paths or _find_files(model_dir)
-    stored: dict[str, StoredTensor] = {}
+    stored_tensors: dict[str, StoredTensor] = {}
     for path in paths:
         for name, tensor in read_header(path).items():
-            earlier_tensor = stored.setdefault(name, tensor)
+            earlier_tensor = stored_tensors.setdefault(name, tensor)
             if earlier_tensor is tensor:
                 continue
             if weight_map.get(name) not in (path.name, earlier_tensor.path.name):
@@ -331,8 +340,8 @@ def read_headers(model_dir: Path) -> dict[str, StoredTensor]:
                     f"{name} is in both {earlier_tensor.path} and {path}: remove the stale files"
                 )
             if weight_map[name] == path.name:
-                stored[name] = tensor
-    return stored
+                stored_tensors[name] = tensor
+    return stored_tensors
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

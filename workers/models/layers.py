@@ -41,11 +41,11 @@ class _Matrix:
     """A weight [Y, X] and perhaps a bias."""
 
     def __init__(
-        self, size_out: int, size_in: int, bias: bool, weight_format: WeightFormat
+        self, size_out: int, size_in: int, has_bias: bool, weight_format: WeightFormat
     ) -> None:
         self.size_in = size_in
         self.weight = weight_format.matrix(size_out, size_in)
-        self.bias_Y = weight_format.vector(size_out) if bias else None
+        self.bias_Y = weight_format.vector(size_out) if has_bias else None
 
     def pack(self) -> None:
         """Call once, after every slice is filled: from then on only the product can read the
@@ -161,14 +161,14 @@ class RowParallelLinear(_Matrix):
     """
 
     def __init__(
-        self, name: str, size_in: int, size_out: int, bias: bool, weight_format: WeightFormat
+        self, name: str, size_in: int, size_out: int, has_bias: bool, weight_format: WeightFormat
     ) -> None:
         self.name = name
         self.group = weight_format.group
         self.kernels = weight_format.kernels
         self.full_size = size_in
         self.shard_size = size_in // self.group.size
-        super().__init__(size_out, self.shard_size, bias, weight_format)
+        super().__init__(size_out, self.shard_size, has_bias, weight_format)
 
     def __call__(self, x_TX: Tensor) -> Tensor:
         """[T, Y], the same on every rank."""
@@ -237,10 +237,14 @@ class ParallelLMHead(_VocabParallelMatrix):
     """
 
     def __init__(
-        self, name: str, embedding: VocabParallelEmbedding, tied: bool, weight_format: WeightFormat
+        self,
+        name: str,
+        embedding: VocabParallelEmbedding,
+        is_tied: bool,
+        weight_format: WeightFormat,
     ) -> None:
-        self.tied = tied
-        if tied:
+        self.is_tied = is_tied
+        if is_tied:
             self.first_id, self.shard_size = embedding.first_id, embedding.shard_size
             self.weight = embedding.weight
         else:
@@ -259,4 +263,4 @@ class ParallelLMHead(_VocabParallelMatrix):
         self.weight = self.weight.packed()
 
     def slices(self) -> Iterator[WeightSlice]:
-        return iter(()) if self.tied else super().slices()
+        return iter(()) if self.is_tied else super().slices()

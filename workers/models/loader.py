@@ -55,16 +55,18 @@ def load_weights(
     `progress` is called with the bytes filled so far, after each slice. `weights_hash` gets all
     values.
     """
-    stored = check_checkpoint(model_dir, model)
+    stored_tensors = check_checkpoint(model_dir, model)
     slices_by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        slices_by_file[stored[_stored_name(piece.name, model, stored)].path].append(piece)
+        slices_by_file[stored_tensors[_stored_name(piece.name, model, stored_tensors)].path].append(
+            piece
+        )
     loaded_bytes = 0
     with OpenFiles() as files:
         for path, pieces in sorted(slices_by_file.items()):
             try:
                 for piece in pieces:
-                    _fill(piece, _values(piece, files, model, stored), weights_hash)
+                    _fill(piece, _values(piece, files, model, stored_tensors), weights_hash)
                     loaded_bytes += piece.nbytes
                     if progress is not None:
                         progress(loaded_bytes)
@@ -112,28 +114,33 @@ class _MergedMatrix:
         return self._values[self._expert, rows, columns]  # type: ignore[no-any-return]
 
 
-def _stored_name(name: str, model: ModelConfig, stored: Mapping[str, StoredTensor]) -> str:
+def _stored_name(name: str, model: ModelConfig, stored_tensors: Mapping[str, StoredTensor]) -> str:
     """The tensor that holds the values, or the codes, of what a layer calls `name`."""
-    if model.stored_format is not None and is_quantized(model, name, stored):
+    if model.stored_format is not None and is_quantized(model, name, stored_tensors):
         return tensor_name(name, model.stored_format.codes_suffix)
     location = merged_place(name)
-    return name if name in stored or location is None else location[0]
+    return name if name in stored_tensors or location is None else location[0]
 
 
 def _values(
-    piece: WeightSlice, files: OpenFiles, model: ModelConfig, stored: dict[str, StoredTensor]
+    piece: WeightSlice,
+    files: OpenFiles,
+    model: ModelConfig,
+    stored_tensors: dict[str, StoredTensor],
 ) -> Any:
     """The whole tensor, to be indexed like a slice of safetensors."""
-    if model.stored_format is not None and is_quantized(model, piece.name, stored):
+    if model.stored_format is not None and is_quantized(model, piece.name, stored_tensors):
         rows, columns = piece.shape
-        return StoredMatrix(model.stored_format, piece.name, (rows, columns), stored, files)
-    name = _stored_name(piece.name, model, stored)
-    values = files.open_file(stored[name].path).get_slice(stored[name].name)
+        return StoredMatrix(model.stored_format, piece.name, (rows, columns), stored_tensors, files)
+    name = _stored_name(piece.name, model, stored_tensors)
+    values = files.open_file(stored_tensors[name].path).get_slice(stored_tensors[name].name)
     if name != piece.name and (location := merged_place(piece.name)) is not None:
-        _, expert, follows = location
-        return _MergedMatrix(values, expert, piece.shape[0], piece.shape[0] if follows else 0)
-    assert stored[name].shape == piece.shape, (
-        f"{name}: layer declares {piece.shape}, checkpoint check {stored[name].shape}"
+        _, expert, is_second_half = location
+        return _MergedMatrix(
+            values, expert, piece.shape[0], piece.shape[0] if is_second_half else 0
+        )
+    assert stored_tensors[name].shape == piece.shape, (
+        f"{name}: layer declares {piece.shape}, checkpoint check {stored_tensors[name].shape}"
     )
     return values
 

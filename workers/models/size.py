@@ -21,20 +21,22 @@ class ParameterCounts:
 
 def count_parameters(model: ModelConfig, num_ranks: int = 1) -> ParameterCounts:
     """Those of one of `num_ranks` ranks; by default, of the whole model."""
-    hidden, dim = model.hidden_size, model.head_dim
+    hidden_size, dim = model.hidden_size, model.head_dim
     q = model.num_attention_heads * dim // num_ranks
     kv = max(1, model.num_key_value_heads // num_ranks) * dim
-    bias = q + 2 * kv + hidden if model.attention_bias else 0
-    attention = hidden * (q + 2 * kv) + q * hidden + bias + 2 * hidden + 2 * dim
+    bias = q + 2 * kv + hidden_size if model.attention_bias else 0
+    attention = hidden_size * (q + 2 * kv) + q * hidden_size + bias + 2 * hidden_size + 2 * dim
     num_expert_layers = sum(map(model.has_experts, range(model.num_hidden_layers)))
     num_dense_layers = model.num_hidden_layers - num_expert_layers
-    vocabulary = hidden * -(-model.vocab_size // num_ranks) * (2 - model.tie_word_embeddings)
-    non_expert_parameters = model.num_hidden_layers * attention + hidden + vocabulary
-    non_expert_parameters += num_dense_layers * 3 * hidden * (model.intermediate_size // num_ranks)
+    vocabulary = hidden_size * -(-model.vocab_size // num_ranks) * (2 - model.tie_word_embeddings)
+    non_expert_parameters = model.num_hidden_layers * attention + hidden_size + vocabulary
+    non_expert_parameters += (
+        num_dense_layers * 3 * hidden_size * (model.intermediate_size // num_ranks)
+    )
     expert_parameters = active_expert_parameters = 0
     if (experts_config := model.experts) is not None:
-        non_expert_parameters += num_expert_layers * hidden * experts_config.num_experts
-        parameters_per_expert = 3 * hidden * (experts_config.intermediate_size // num_ranks)
+        non_expert_parameters += num_expert_layers * hidden_size * experts_config.num_experts
+        parameters_per_expert = 3 * hidden_size * (experts_config.intermediate_size // num_ranks)
         expert_parameters = num_expert_layers * experts_config.num_experts * parameters_per_expert
         active_expert_parameters = (
             num_expert_layers * experts_config.num_experts_per_token * parameters_per_expert

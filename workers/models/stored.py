@@ -50,15 +50,15 @@ class StoredMatrix:
         stored_format: StoredFormat,
         name: str,
         shape: tuple[int, int],
-        stored: dict[str, StoredTensor],
+        stored_tensors: dict[str, StoredTensor],
         files: OpenFiles,
     ) -> None:
         """Raises `ConfigError` when scales are not finite or the index of groups is damaged;
         reading does when codes are not numbers.
         """
         self._format, self._name, self._shape = stored_format, name, shape
-        self._stored, self._files = stored, files
-        codes = stored[tensor_name(name, stored_format.codes_suffix)]
+        self._stored_tensors, self._files = stored_tensors, files
+        codes = stored_tensors[tensor_name(name, stored_format.codes_suffix)]
         self._codes = files.open_file(codes.path).get_slice(codes.name)
         scale = self._read(stored_format.scales_suffix).to(torch.float32)
         if not bool(scale.isfinite().all()):
@@ -151,12 +151,12 @@ class StoredMatrix:
         return tensor.T if self._format.is_transposed else tensor
 
     def _read(self, suffix: str) -> Tensor:
-        tensor = self._stored[tensor_name(self._name, suffix)]
+        tensor = self._stored_tensors[tensor_name(self._name, suffix)]
         return self._files.open_file(tensor.path).get_tensor(tensor.name)  # type: ignore[no-any-return]
 
     def _error(self, suffix: str, fault: str) -> ConfigError:
         name = tensor_name(self._name, suffix)
-        return ConfigError(f"{self._stored[name].path}: {name} {fault}. {_DOWNLOAD_AGAIN}")
+        return ConfigError(f"{self._stored_tensors[name].path}: {name} {fault}. {_DOWNLOAD_AGAIN}")
 
 
 def unpack(words: Tensor, order: tuple[int, ...], bits: int, dim: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from configs.formats.stored import BFLOAT16, FLOAT16
 from configs.quantization import FP8, INT4, INT8, Quantization
-from kernels.interface import GroupedCodes, GroupedKernels, Kernels, MixedKernels
+from kernels.interface import GroupedCodes, GroupedKernels, Kernels, MixedPrecisionKernels
 from kernels.reference.grouped import CODES_PER_WORD, dequantize
 from workers.parallel.group import TensorParallelGroup
 
@@ -120,13 +120,13 @@ class PlainWeight:
         return self.kernels.linear(x_TX, self.values_YX, bias_Y)
 
 
-class MixedWeight:
+class MixedPrecisionWeight:
     """`Weight` of bfloat16 values, for products in float32. Packed in its own memory, so a tied
     embedding is held once.
     """
 
     def __init__(
-        self, kernels: MixedKernels, num_rows: int, size_in: int, device: torch.device
+        self, kernels: MixedPrecisionKernels, num_rows: int, size_in: int, device: torch.device
     ) -> None:
         self.num_rows = num_rows
         self._kernels = kernels
@@ -216,7 +216,7 @@ class GroupedWeight:
 class WeightFormat:
     """How the matrices of a model are held. group: the ranks that they are cut over. dtype: that of
     activations and vectors. weight_dtype: that of matrices that are not quantized: `dtype`, or
-    bfloat16 where the kernels are `mixed`.
+    bfloat16 where the kernels are `mixed_precision`.
     """
 
     kernels: Kernels
@@ -235,9 +235,9 @@ class WeightFormat:
         if quantization is not None and is_vocabulary and not quantization.includes_vocabulary:
             quantization = None
         if quantization is None and self.weight_dtype is not self.dtype:
-            mixed = self.kernels.mixed
-            assert mixed is not None, "the configuration was checked against the kernels"
-            return MixedWeight(mixed, num_rows, size_in, self.group.device)
+            mixed_precision = self.kernels.mixed_precision
+            assert mixed_precision is not None, "the configuration was checked against the kernels"
+            return MixedPrecisionWeight(mixed_precision, num_rows, size_in, self.group.device)
         if quantization is None:
             values_YX = torch.empty(num_rows, size_in, dtype=self.dtype, device=self.group.device)
             return PlainWeight(kernels=self.kernels, values_YX=values_YX)

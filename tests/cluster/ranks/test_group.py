@@ -147,7 +147,7 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
             first.open_rendezvous.remote(True), places[0], 0, []
         )  # its peer does not arrive
         wait_until(
-            lambda: group._phases() == "rank 0 is at rendezvous, rank 1 is at start",
+            lambda: group._describe_phases() == "rank 0 is at rendezvous, rank 1 is at start",
             "the rendezvous",
             30.0,
         )

@@ -55,7 +55,7 @@ class FailedStepsAreForgotten(Supervisor):
 
     def note_failed_step(self, epoch: int, why: str) -> None:
         assert self._group is not None
-        self._on_group(self._group, False)
+        self._on_group_ready(self._group, False)
 
 
 class FailedAssemblyServes(Supervisor):

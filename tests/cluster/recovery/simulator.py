@@ -241,7 +241,7 @@ class Driver:
             maker,
             busy_since_s=lambda: self.loop.busy_since_s,
             has_work=lambda: self.loop.engine.has_work,
-            on_group=lambda group, cache_survives: self.loop.post(
+            on_group_ready=lambda group, cache_survives: self.loop.post(
                 RanksReplaced(executor=group, cache_survives=cache_survives)
             ),
             on_lost=lambda epoch, _: self.loop.post(RanksLost()),

@@ -99,9 +99,9 @@ def delays_of(standby: Standby) -> list[float]:
 
 def test_warm_spares_become_a_group_that_is_taken_once(standby: Standby) -> None:
     prepare(standby)
-    assert len(standby.ready()) == 1
+    assert len(standby.ready_ranks()) == 1
     group, spares = standby.take()
-    assert group is not None and spares == [] and standby.ready() == []
+    assert group is not None and spares == [] and standby.ready_ranks() == []
     assert standby.take() == (None, [])
 
 

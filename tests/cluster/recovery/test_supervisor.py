@@ -121,7 +121,7 @@ def serving(world: World) -> Supervisor:
         maker,
         busy_since_s=lambda: None,
         has_work=lambda: False,
-        on_group=lambda group, cache_survives: None,
+        on_group_ready=lambda group, cache_survives: None,
         on_lost=lambda epoch, why: world.lost.append(epoch),
         on_dead=world.dead.append,
         clock=lambda: world.now_s,

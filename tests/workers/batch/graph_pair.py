@@ -43,7 +43,7 @@ class MakeRunner:
             "max_num_batched_tokens": max(64, max_num_seqs),
         } | options
         config = config_of(self._checkpoint, attention_backend="reference", **options)
-        group = TensorParallelGroup(0, 1, device.torch)
+        group = TensorParallelGroup(0, 1, device.torch_device)
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
         length, quantization = config.max_model_len, config.quantization
         model = Qwen3(config.model, group, kernels, torch.float32, length, quantization)
