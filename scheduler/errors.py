@@ -22,10 +22,8 @@ from __future__ import annotations
 
 # What a `WorkerError` says where ranks contradict each other: by these words it is known that their
 # memory cannot be trusted (`cluster/ranks/causes.py`).
-DIFFERENT_TOKENS_PHRASE, OTHER_OPERATION_PHRASE = (
-    "sampled different tokens",
-    "runs another operation",
-)
+DIFFERENT_TOKENS_PHRASE = "sampled different tokens"
+OTHER_OPERATION_PHRASE = "runs another operation"
 
 
 class EaglerayError(Exception):

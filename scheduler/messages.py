@@ -123,8 +123,8 @@ class PromptLogprobs:
     logits: of the token at place `first_position` of the prompt and of those that follow it.
 
     `first_position` is at least 1, since nothing comes before the first token. `token_ranks`: see
-    `TokenLogprobs.rank`; `top_token_ids` and `top_logprobs` hold `num_top_logprobs` tokens
-    per place, best first.
+    `TokenLogprobs.rank`; `top_token_ids` and `top_logprobs` hold `num_top_logprobs` tokens per
+    place, best first.
     """
 
     first_position: int

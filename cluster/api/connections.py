@@ -148,11 +148,8 @@ class BoundedProtocol(HttpToolsProtocol):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, timeout_ms)
         if len(self.connections) > self.max_connections:
             if not self.connections_without_request:
-                max_connections = self.max_connections
-                reason = (
-                    f"at most {max_connections} connections are possible, and all have requests"
-                )
-                self._refuse(OverloadedError(f"{reason}; try again later"))
+                reason = f"at most {self.max_connections} connections are possible"
+                self._refuse(OverloadedError(f"{reason}, and all have requests; try again later"))
                 return
             oldest_connection = next(iter(self.connections_without_request))
             del self.connections_without_request[oldest_connection]

@@ -98,10 +98,8 @@ class SharedPortOwner:
             except OSError as error:
                 logger.debug("a process has left the port: %s", error)
             finally:
-                self._open_output_counts[place], self._connection_counts[place] = (
-                    0,
-                    VACANT_PLACE_COUNT,
-                )
+                self._open_output_counts[place] = 0
+                self._connection_counts[place] = VACANT_PLACE_COUNT
                 self._free_places.append(place)
 
     def _send_sockets(self, process_socket: socket.socket, place: int) -> None:

@@ -218,10 +218,8 @@ def _add_scaled_sums(
     """Add a group's products with (number - zero) * scale to the totals."""
     for t in range(num_rows):
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        row_start_index, sum_of_inputs = (
-            np.uint64(first_sum + t * PANEL_FEATURES),
-            sums_TG[t, group],
-        )
+        row_start_index = np.uint64(first_sum + t * PANEL_FEATURES)
+        sum_of_inputs = sums_TG[t, group]
         for p in range(np.uint64(PANEL_FEATURES)):
             product = sums[row_start_index + p] - zeros_P[p] * sum_of_inputs
             totals[row_start_index + p] += product * scale_P[p]

@@ -240,9 +240,8 @@ def _qk_norm_rope_store(  # type: ignore[no-untyped-def]
     apart.
     """
     token = (tl.program_id(0) // tl.cdiv(H + 2 * K, TILE_HEADS)).to(tl.int64)
-    head = (
-        tl.program_id(0) % tl.cdiv(H + 2 * K, TILE_HEADS) * TILE_HEADS + tl.arange(0, TILE_HEADS)
-    )[:, None]
+    first_head = tl.program_id(0) % tl.cdiv(H + 2 * K, TILE_HEADS) * TILE_HEADS
+    head = (first_head + tl.arange(0, TILE_HEADS))[:, None]
     # Has the tile's shape: loads in one layout need no shared memory.
     d = tl.arange(0, PADDED_HALF_DIM)[None, :] + head * 0
     mask = d < D // 2

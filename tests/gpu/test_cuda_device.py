@@ -71,10 +71,8 @@ def test_time_between_events_is_that_of_the_device(device: CudaDevice) -> None:
 
 
 def test_graphs_read_what_stands_in_their_tensors_and_share_memory(device: CudaDevice) -> None:
-    inputs, output = (
-        torch.ones(MIB, device=device.torch_device),
-        torch.zeros(MIB, device=device.torch_device),
-    )
+    inputs = torch.ones(MIB, device=device.torch_device)
+    output = torch.zeros_like(inputs)
 
     def run(size: int) -> None:
         output[:size].copy_(inputs[:size] * 2 + 1)

@@ -58,9 +58,8 @@ def load_weights(
     stored_tensors = check_checkpoint(model_dir, model)
     slices_by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
     for piece in slices:
-        slices_by_file[stored_tensors[_stored_name(piece.name, model, stored_tensors)].path].append(
-            piece
-        )
+        name = _stored_name(piece.name, model, stored_tensors)
+        slices_by_file[stored_tensors[name].path].append(piece)
     loaded_bytes = 0
     with OpenFiles() as files:
         for path, pieces in sorted(slices_by_file.items()):
