@@ -1,5 +1,5 @@
 """The engine thread: carries out commands, runs steps, and delivers the news of each step. No other
-thread touches the scheduler.
+thread changes the scheduler; others read its counters, so they iterate over nothing in it.
 
 Commands come from the driver's event loop through an inbox; news leaves through a callback that
 must not block.
