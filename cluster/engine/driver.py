@@ -47,7 +47,9 @@ logger = logging.getLogger("eagleray.driver")
 
 
 class Driver:
-    """Run as a Ray actor; every method but `start` answers without waiting for a step."""
+    """Run as a Ray actor. `poll` waits for news, for as long as it is told, `wait_for_end` for the
+    end, `start` and `shutdown` for the ranks; every other method answers at once.
+    """
 
     rank_actor_class: type[RankActor] = RankActor
     make_supervisor: type[Supervisor] = Supervisor

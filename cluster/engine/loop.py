@@ -1,5 +1,6 @@
 """The engine thread: carries out commands, runs steps, and delivers the news of each step. No other
-thread touches the scheduler.
+thread changes the scheduler. Others read its counters and records without a lock, so these are
+numbers, are replaced instead of changed, or are copied in one operation.
 
 Commands come from the driver's event loop through an inbox; news leaves through a callback that
 must not block.
