@@ -167,7 +167,8 @@ class EngineConfig:
     wait_for_nodes_s: int = option(
         0,
         help="How long to wait for nodes that the cluster does not have yet, such as those of an"
-        " autoscaler.",
+        " autoscaler; with 0, what its nodes cannot hold is refused at once. serve waits for room"
+        " without a limit; there, any value above 0 only turns that refusal off.",
         at_least=0,
         at_most=int(MAX_TIMEOUT_S),
     )

@@ -44,12 +44,12 @@ HTTP_BOUNDS: Mapping[str, Bound] = {
         4_096,
         "connections",
         "one API process; then the oldest one without a complete request is dropped, or 503",
-        "each may hold a head; four times as many as there may be outputs",
+        "each may hold a head; four times the outputs that one engine takes by default",
     ),
     "pipelined": Bound(
         16,
         "requests",
-        "one connection, beside the one that is answered",
+        "one connection, beside the one that is answered; with more it is closed",
         "each is kept until its turn; clients send none ahead",
     ),
     "head time": Bound(
@@ -67,13 +67,13 @@ HTTP_BOUNDS: Mapping[str, Bound] = {
     "body time": Bound(
         30,
         "seconds",
-        "by which a body of at most 256 KiB may be later than 8 KiB per second; beyond it, 408",
+        "how far a body of at most 256 KiB may fall behind 8 KiB per second; then 408",
         "a slow upload may take its time, one that stands still may not",
     ),
     "body pause": Bound(
         10,
         "seconds",
-        "the same for what is larger",
+        "the same for a larger body",
         "while it stands still, it takes the memory of others",
     ),
     "body": Bound(

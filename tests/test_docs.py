@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import fields, limits, options
+from tests.pages import fields, limits, metrics, options
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -96,6 +96,11 @@ def test_the_page_of_fields_shows_the_models_and_the_tables_of_the_api() -> None
 def test_the_page_of_limits_shows_the_table_of_bounds() -> None:
     """To write it: `python -m tests.pages.limits > docs/limits.md`."""
     assert (ROOT / "docs" / "limits.md").read_text(encoding="utf-8") == limits.page()
+
+
+def test_the_page_of_metrics_lists_what_is_counted() -> None:
+    """To write it: `python -m tests.pages.metrics > docs/metrics.md`."""
+    assert (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8") == metrics.page()
 
 
 def test_every_test_that_a_page_names_exists_once() -> None:

@@ -223,7 +223,7 @@ def _quantization(
     if quantization.name not in backend.quantizations:
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
-            f" backend {backend.name!r}; backends that can here:"
+            f" backend {backend.name!r}; backends that support it here:"
             f" {backends_with_quantization(quantization.name)}."
             f" {_advice(['one of them'], quantization, input_sizes, backend)}"
         )

@@ -1,8 +1,8 @@
 """One tensor-parallel rank, as a plain class that runs in any process.
 
 Owns the rank's group, model and cache. Never imports Ray or transformers, never decides what runs:
-plans come from the driver. `launch` and `result` may be called from different threads (one each):
-`launch` starts steps in order, `result` waits for one (`handover.py`). An error that a step raises
+plans come from the driver. One thread calls `launch`, which starts steps in order; any number may
+call `result`, which waits for one (`handover.py`). An error that a step raises
 is kept under the step's id and raised by `result`; later steps are not run. Life: `open_rendezvous`
 (rank 0), `start`, `allocate_cache`, then the steps of one epoch; every later epoch has new workers.
 One that stands by waits for `take_over` first.

@@ -84,8 +84,6 @@ class DriverHandle:
         # belongs to no other call.
         self._send_executor = ThreadPoolExecutor(1, "eagleray-finish")
         self._replace_lock = threading.Lock()
-        self._record_number: int | None = None  # under which the driver knows this frontend
-        self._must_send_again = False  # the driver lacks requests that were accepted
         self._started_s = time.monotonic()
         self._no_room_since_s: float | None = None  # for answers to polls
 
@@ -113,8 +111,8 @@ class DriverHandle:
         while True:
             actor = self.actor
             try:
-                self._submit_to(actor, requests, refs)
-                if self._accept(actor, requests):
+                record_number = self._submit_to(actor, requests, refs)
+                if self._accept(actor, requests, record_number):
                     return
             except (DriverDiedError, NoAnswerError) as error:
                 self.replace_driver(actor, error)
@@ -122,22 +120,24 @@ class DriverHandle:
             self.check_not_shut_down()
 
     def poll(self, actor: Any, acknowledged_reply_number: int) -> Deltas | None:
-        """What is new, after sending the driver what it lacks. None if the answer was lost: the
-        next one brings its content again. Raises `NoRoomError` if there was no room for answers for
-        `answer_limit_s`.
+        """What is new, once the driver has what was accepted. None if nothing can be said: the
+        answer was lost, and the next one brings its content again; another driver has taken over;
+        or this one does not know the frontend. Raises `NoRoomError` if there was no room for
+        answers for `answer_limit_s`.
         """
-        self.check_not_shut_down()
-        if actor is self.dead_actor:
-            raise DriverDiedError("the driver has died")
         with self._replace_lock:
-            if self._must_send_again and actor is self.actor:
-                self._send_again()
+            self.check_not_shut_down()
+            if actor is not self.actor:
+                return None
+            if actor is self.dead_actor:
+                raise DriverDiedError("the driver has died")
+            self._send_lost_requests()
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
             ref = start_call(
                 actor.poll, action, self._frontend_id, acknowledged_reply_number, POLL_WAIT_S
             )
-            deltas: Deltas = pickle.loads(result_of(ref, action, limit_s))
+            deltas: Deltas | None = pickle.loads(result_of(ref, action, limit_s))
         except LostCallError:
             time.sleep(LOST_CALL_PAUSE_S)
             return None
@@ -150,6 +150,10 @@ class DriverHandle:
             time.sleep(LOST_CALL_PAUSE_S)
             return None
         self._no_room_since_s = None
+        if deltas is None:
+            with self._change_condition:
+                if actor is self.actor:
+                    self._outstanding_requests.note_lost()
         return deltas
 
     def ask(self, method: str, action: str, *arguments: Any) -> Any:
@@ -174,34 +178,27 @@ class DriverHandle:
         if request_ids:
             self._run_on_sender(self._send_finish, self.actor, request_ids, reason, *submit_refs)
 
-    def _accept(self, actor: Any, requests: list[Request]) -> bool:
+    def _accept(self, actor: Any, requests: list[Request], record_number: int) -> bool:
         """Note that this driver has the requests. False if it has been replaced since."""
         with self._change_condition:
             if actor is self.actor:
-                self._outstanding_requests.accept(requests)
+                self._outstanding_requests.accept(requests, record_number)
             return actor is self.actor
 
-    def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> None:
+    def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> int:
+        """Returns the number under which the driver knows this frontend."""
         arguments, limit_s = (self._frontend_id, requests), self._answer_limit_s
-        record_number = self._answer(
+        record_number: int = self._answer(
             actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs
         )
-        with self._change_condition:
-            if actor is self.actor and record_number != self._record_number:
-                # It does not have what it accepted before: it is new, or has forgotten this
-                # frontend, which was silent for long.
-                self._record_number = record_number
-                self._must_send_again |= self._outstanding_requests.has_accepted_requests
+        return record_number
 
-    def _send_again(self) -> None:
-        """Send the driver every accepted request, with the tokens received so far. It ignores those
-        that it has.
-        """
+    def _send_lost_requests(self) -> None:
+        """Send the driver the accepted requests that it does not have. It takes nothing twice."""
         with self._change_condition:
-            requests = self._outstanding_requests.accepted_requests()
+            requests = self._outstanding_requests.lost_requests()
         if requests:
-            self._submit_to(self.actor, requests, None)
-        self._must_send_again = False
+            self._accept(self.actor, requests, self._submit_to(self.actor, requests, None))
         request_ids = (request.request_id for request in requests)
         ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
         self.finish(ended_ids, "abort")
@@ -293,10 +290,10 @@ class DriverHandle:
                 with self._change_condition:
                     self.check_not_shut_down()
                     self.actor = successor
-                    self._must_send_again = True
+                    self._outstanding_requests.note_lost()
                 try:
                     self.watch_end()
-                    self._send_again()
+                    self._send_lost_requests()
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
 

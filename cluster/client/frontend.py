@@ -152,31 +152,24 @@ class Frontend:
         """Wait until there is a reason to poll. False after `close`."""
         driver_handle = self.driver_handle
         with self._change_condition:
-            while not (self._should_poll(driver_handle.actor) or driver_handle.is_closed):
+            while not (
+                self._outstanding_requests.has_accepted_requests
+                or driver_handle.actor is driver_handle.dead_actor
+                or driver_handle.is_closed
+            ):
                 self._change_condition.wait()
             return not driver_handle.is_closed
 
-    def _should_poll(self, actor: Any) -> bool:
-        """Whether this driver has accepted a request, or has died and is to be replaced."""
-        with self._change_condition:
-            return (
-                self._outstanding_requests.has_accepted_requests
-                or actor is self.driver_handle.dead_actor
-            )
-
     def poll(self) -> None:
         """Ask the driver once, and pass on what is new. Only the polling thread calls it."""
-        # What has been accepted has been sent to this driver.
         actor = self.driver_handle.current_actor()
-        if not self._should_poll(actor):
-            return  # the one before was just replaced, while a request was on its way
         polled_driver, acknowledged_reply_number = self._last_reply
         try:
             deltas = self.driver_handle.poll(
                 actor, acknowledged_reply_number if polled_driver is actor else 0
             )
             if deltas is None or actor is not self.driver_handle.actor:
-                return  # lost, or its requests were sent to the next driver
+                return  # there is nothing to deliver, or the next driver has the requests
             self._last_reply = (actor, deltas.reply_number)
             self.driver_handle.has_been_healthy |= bool(deltas.request_ids)
             self._deliver(deltas)

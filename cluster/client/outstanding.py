@@ -1,4 +1,9 @@
-"""The requests that a frontend waits for, and which of them the driver has."""
+"""The requests that a frontend waits for, and which of them the driver has.
+
+A driver knows each frontend under a number, with which it answers what the frontend submits. It
+forgets a frontend that is silent for long, with its requests; should that submit again, it gets a
+larger number.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,23 @@ from dataclasses import dataclass
 from cluster.client.outputs import Generation, OutputFollower
 from scheduler.messages import Request
 
+_LOST = -1  # less than any number of a driver
+
 
 @dataclass(slots=True)
 class OutstandingRequest:
-    """One request that has not ended. is_accepted: the driver has it."""
+    """One request that has not ended. record_number: under which the driver knew this frontend when
+    it accepted the request; None until then.
+    """
 
     generation: Generation
     output: OutputFollower
-    is_accepted: bool = False
+    record_number: int | None = None
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether a driver has accepted it."""
+        return self.record_number is not None
 
 
 class OutstandingRequests(dict[str, OutstandingRequest]):
@@ -27,6 +41,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def __init__(self, change_condition: threading.Condition) -> None:
         super().__init__()
         self._change_condition = change_condition
+        self._last_record_number = 0  # at the present driver
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Wait for the outputs of these generations that have not ended."""
@@ -34,21 +49,39 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
             for output in generation.unfinished_outputs:
                 self[output.request.request_id] = OutstandingRequest(generation, output)
 
-    def accept(self, requests: Iterable[Request]) -> None:
-        """The driver has these requests; those that have ended meanwhile are ignored."""
+    def accept(self, requests: Iterable[Request], record_number: int) -> None:
+        """The driver has these requests, of the frontend that it knows under this number; those
+        that have ended meanwhile are ignored.
+        """
+        self._last_record_number = max(self._last_record_number, record_number)
         for request in requests:
             if request.request_id in self:
-                self[request.request_id].is_accepted = True
+                self[request.request_id].record_number = record_number
         self._change_condition.notify_all()
+
+    def note_lost(self) -> None:
+        """The driver has none of those that were accepted: it is new, or has forgotten them."""
+        self._last_record_number = 0
+        for outstanding in self.values():
+            if outstanding.is_accepted:
+                outstanding.record_number = _LOST
 
     @property
     def has_accepted_requests(self) -> bool:
-        """Whether the driver has any of them."""
+        """Whether any of them has been accepted."""
         return any(outstanding.is_accepted for outstanding in self.values())
 
-    def accepted_requests(self) -> list[Request]:
-        """What the driver has, with the tokens received so far."""
-        return [o.output.continued_request() for o in self.values() if o.is_accepted]
+    def lost_requests(self) -> list[Request]:
+        """Those that were accepted, but which the driver does not have, with the tokens received so
+        far. A driver that knows the frontend under another number has forgotten what it accepted
+        under an earlier one.
+        """
+        return [
+            outstanding.output.continued_request()
+            for outstanding in self.values()
+            if outstanding.record_number is not None
+            and outstanding.record_number < self._last_record_number
+        ]
 
     def forget(self, generations: Iterable[Generation]) -> None:
         """Wait for none of their outputs any more."""

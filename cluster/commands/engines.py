@@ -11,22 +11,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ray import serve
-from ray.serve.schema import ApplicationStatusOverview
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 from rich.console import Console
 from rich.table import Table
 
 from cluster.resources.session import SESSION, find_address
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineStatus
-from cluster.serve.lifetime import RunningApplication
+from cluster.serve.lifetime import (
+    RunningApplication,
+    reported_reason,
+    shortage_of_application,
+)
 from scheduler.errors import ConfigError
 
 ANSWER_TIMEOUT_S = 5.0
 
 
 def run_status(address: str | None) -> None:
-    """Print one line per replica. Raises `ConfigError` without a cluster."""
+    """Print one line per replica, then what applications wait for, or what Serve says of them.
+    Raises `ConfigError` without a cluster.
+    """
     with _cluster_connection(address):
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
+        remarks = []
         for name, application in sorted(_applications().items()):
             engines = _engine_statuses(name)
             for engine in engines:
@@ -36,7 +43,15 @@ def run_status(address: str | None) -> None:
                 table.add_row(name, application.status, *map(str, cells))
             if not engines:
                 table.add_row(name, application.status)
-        Console(width=max(120, Console().width)).print(table)
+            remark = shortage_of_application(name)
+            if not remark and application.status != ApplicationStatus.RUNNING:
+                remark = reported_reason(application, default="")
+            if remark:
+                remarks.append(f"{name}: {remark}")
+        console = Console(width=max(120, Console().width))
+        console.print(table)
+        for remark in remarks:
+            console.print(remark, markup=False, highlight=False, soft_wrap=True)
 
 
 def run_down(name: str, address: str | None) -> None:

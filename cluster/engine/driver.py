@@ -47,7 +47,9 @@ logger = logging.getLogger("eagleray.driver")
 
 
 class Driver:
-    """Run as a Ray actor; every method but `start` answers without waiting for a step."""
+    """Run as a Ray actor. `poll` waits for news, for as long as it is told, `wait_for_end` for the
+    end, `start` and `shutdown` for the ranks; every other method answers at once.
+    """
 
     rank_actor_class: type[RankActor] = RankActor
     make_supervisor: type[Supervisor] = Supervisor
@@ -150,16 +152,16 @@ class Driver:
     async def submit(self, frontend_id: str, requests: list[Request]) -> int:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
         `EngineDeadError`. A frontend without an answer may send again: none is queued twice.
-        Returns `Frontends.record_number`.
+        Returns the number under which the frontend is known (`Frontends`).
         """
         limits, step_loop = self._limits_and_step_loop()
-        new_requests = self._frontends.record_requests(frontend_id, requests, limits)
+        record_number, new_requests = self._frontends.record_requests(frontend_id, requests, limits)
         if new_requests:
-            step_loop.post(Submit(frontend_id=frontend_id, requests=new_requests))
-        return self._frontends.record_number(frontend_id)
+            step_loop.post(Submit(record_number=record_number, requests=new_requests))
+        return record_number
 
     async def finish(
-        self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: None
+        self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: int
     ) -> None:
         """End requests that their frontend no longer needs: `reason` is "abort", or "stop" where a
         stop string matched. `submit_refs`: of `submit` calls, for which Ray makes this call wait.
@@ -169,7 +171,7 @@ class Driver:
             self._step_loop.post(Finish(request_ids=request_ids, reason=reason))
 
     async def poll(self, frontend_id: str, acknowledged_reply_number: int, wait_s: float) -> bytes:
-        """The `Deltas` of `Frontends.collect`, pickled because Ray passes bytes on unchanged."""
+        """The answer of `Frontends.collect`, pickled because Ray passes bytes on unchanged."""
         deltas = await self._frontends.collect(frontend_id, acknowledged_reply_number, wait_s)
         return pickle.dumps(deltas, protocol=5)
 
@@ -210,11 +212,11 @@ class Driver:
         return self._limits, self._step_loop
 
     async def _drop_silent_frontends(self) -> None:
-        """Abort the requests of frontends that have stopped polling."""
+        """Forget frontends that have stopped calling, and abort their requests."""
         limit_s = self._config.engine.frontend_timeout_s
         while True:
             await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_PERIOD_S, limit_s / 4)))
-            for frontend_id, request_ids in self._frontends.fail_silent_frontends().items():
+            for frontend_id, request_ids in self._frontends.forget_silent_frontends().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                 self._started_step_loop().post(Finish(request_ids=request_ids, reason="abort"))
 

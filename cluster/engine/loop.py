@@ -1,5 +1,6 @@
 """The engine thread: carries out commands, runs steps, and delivers the news of each step. No other
-thread touches the scheduler.
+thread changes the scheduler. Others read its counters and records without a lock, so these are
+numbers, are replaced instead of changed, or are copied in one operation.
 
 Commands come from the driver's event loop through an inbox; news leaves through a callback that
 must not block.
@@ -35,14 +36,14 @@ MAX_HOLD_BACK_S = 2.0
 logger = logging.getLogger("eagleray.driver")
 
 Logprobs = list[TokenLogprobs | None]
-NewsByFrontend = dict[str, dict[str, News]]  # frontend id, then request id
+NewsByFrontend = dict[int, dict[str, News]]  # record number, then request id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
     """Queue requests of one frontend."""
 
-    frontend_id: str
+    record_number: int
     requests: list[Request]
 
 
@@ -77,7 +78,7 @@ class _OpenRequest:
     news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent`.
     """
 
-    frontend_id: str
+    record_number: int
     news_interval: int
     num_sent: int
     unsent_logprobs: Logprobs = field(default_factory=list)
@@ -227,7 +228,7 @@ class StepLoop:
         request = self._open_requests.pop(seq.request_id)
         news = _news_of(seq, seq.num_output_tokens, [])
         news.error = error
-        self._deliver({request.frontend_id: {seq.request_id: news}})
+        self._deliver({request.record_number: {seq.request_id: news}})
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is a command or a step to run. False when the loop should stop."""
@@ -258,21 +259,21 @@ class StepLoop:
             return
         for request in command.requests:
             try:
-                self._add(request, command.frontend_id)
+                self._add(request, command.record_number)
             except RequestError as error:  # the driver has checked it, so only this one fails
                 refusal = News(first_index=0, finish_reason="error", error=error)
-                self._deliver({command.frontend_id: {request.request_id: refusal}})
+                self._deliver({command.record_number: {request.request_id: refusal}})
 
-    def _add(self, request: Request, frontend_id: str) -> None:
+    def _add(self, request: Request, record_number: int) -> None:
         seq = self.engine.add(request)
         if seq.finish_reason is not None:  # it was sent again with all its tokens
             end_news = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
-            self._deliver({frontend_id: {request.request_id: end_news}})
+            self._deliver({record_number: {request.request_id: end_news}})
             return
         if not self._open_requests:
             self._all_sent_at_s = time.monotonic()
         self._open_requests[request.request_id] = _OpenRequest(
-            frontend_id, request.news_interval, seq.num_output_tokens
+            record_number, request.news_interval, seq.num_output_tokens
         )
 
     def _news(self, step_output: StepOutput) -> NewsByFrontend:
@@ -296,9 +297,9 @@ class StepLoop:
                 if request.unsent_logprobs:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
                 request.num_sent = num_tokens
-                frontend_news = news.get(request.frontend_id)
+                frontend_news = news.get(request.record_number)
                 if frontend_news is None:
-                    frontend_news = news[request.frontend_id] = {}
+                    frontend_news = news[request.record_number] = {}
                 frontend_news[request_id] = request_news
         self._add_scored_prompts(step_output.prompt_logprobs, news)
         for seq in step_output.finished_sequences:
@@ -309,7 +310,7 @@ class StepLoop:
         """Add log probabilities of prompts. They may be large, so they are never held back."""
         for seq, prompt_logprobs in scores:
             request = self._open_requests[seq.request_id]
-            frontend_news = news.setdefault(request.frontend_id, {})
+            frontend_news = news.setdefault(request.record_number, {})
             if seq.request_id not in frontend_news:
                 frontend_news[seq.request_id] = _news_of(seq, request.num_sent, [])
             frontend_news[seq.request_id].prompt_logprobs = prompt_logprobs

@@ -38,6 +38,7 @@ from workers.faults import FAULTS_VARIABLE
 PLACEMENT_TIMEOUT_S = 30.0
 CHECK_PERIOD_S = 0.25
 LOG_PERIOD_S = 10.0
+NO_ROOM_YET = "there is no room yet for"
 
 logger = logging.getLogger("eagleray")
 
@@ -89,6 +90,22 @@ class Place:
     host: str
     local_rank: int
     ranks_on_node: int
+
+
+def shortage_of_groups(name_prefix: str) -> str:
+    """What the cluster lacks for engines whose placement groups wait for room; "" if none waits.
+    Names of these groups, which have one bundle per rank, begin with `name_prefix`.
+    """
+    waiting_groups = [
+        table
+        for table in placement_group_table().values()
+        if table["name"].startswith(name_prefix) and table["state"] in ("PENDING", "RESCHEDULING")
+    ]
+    if not waiting_groups:
+        return ""
+    bundles = list(waiting_groups[0]["bundles"].values())
+    device = "cuda" if "GPU" in bundles[0] else "cpu"
+    return shortage_message(len(bundles), device, NO_ROOM_YET, len(waiting_groups))
 
 
 class Placement:
@@ -257,7 +274,7 @@ class Placement:
                     return False
                 if pause_s == CHECK_PERIOD_S:
                     self.missing_resources = shortage_message(
-                        self.num_bundles, self.device, "there is no room yet for"
+                        self.num_bundles, self.device, NO_ROOM_YET
                     )
                 if now_s - logged_s > LOG_PERIOD_S:
                     logged_s = now_s

@@ -56,10 +56,13 @@ def rank_capacities(device: str) -> list[int]:
 
 def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> None:
     """Raise `ConfigError` when the cluster lacks the resources, whoever uses them now."""
-    if sum(rank_capacities(device)) < tensor_parallel_size * num_groups:
+    capacities = rank_capacities(device)
+    if placement_strategy(tensor_parallel_size, device) == "STRICT_PACK":
+        max_groups = sum(capacity // tensor_parallel_size for capacity in capacities)
+    else:
+        max_groups = sum(capacities) // tensor_parallel_size
+    if max_groups < num_groups:
         problem = "the Ray cluster does not have the resources for"
-        if num_groups > 1:
-            problem += f" {num_groups} replicas with"
         raise ConfigError(shortage_message(tensor_parallel_size, device, problem, num_groups))
 
 
@@ -72,7 +75,9 @@ def placement_strategy(tensor_parallel_size: int, device: str) -> str:
 def shortage_message(
     tensor_parallel_size: int, device: str, problem: str, num_groups: int = 1
 ) -> str:
-    """A message that begins with `problem`: what is needed, what each node has, and what to do."""
+    """A message that begins with `problem`: what is needed, what each node has, and what to do.
+    `num_groups`: engines, each with so many ranks.
+    """
     bundle = bundle_of(device)
     needed_resources = {
         name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()
@@ -87,6 +92,10 @@ def shortage_message(
         )
         rows.append(f"{node['NodeManagerAddress']}: {resources_text}")
     needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed_resources.items())
+    if num_groups > 1:
+        problem += f" {num_groups} replicas with"
+        if placement_strategy(tensor_parallel_size, device) == "STRICT_PACK":
+            needed_text += ", each replica on one node"
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
         f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from ray.serve.schema import (
 from ray.util import list_named_actors
 
 from cluster.error_kinds import ErrorKind, kind_of
+from cluster.resources.placement import LOG_PERIOD_S, shortage_of_groups
 from cluster.timeouts import CONTROLLER_TIMEOUT_S, REPLICA_END_TIMEOUT_S, WATCH_PERIOD_S
 from scheduler.errors import EngineError
 
@@ -50,6 +52,27 @@ class RunningApplication:
         self._check_can_start = check_can_start
         self._check_ray = check_ray
         self._reported_loss = ""  # the reason that was logged for replicas that are lost now
+
+    @contextmanager
+    def logged_waits(self) -> Iterator[None]:
+        """While the block starts the application, log now and then what the cluster lacks for its
+        engines: Ray Serve waits for room without a limit and without a word.
+        """
+        end_event = threading.Event()
+        began_s = time.monotonic()
+
+        def log_waits() -> None:
+            while not end_event.wait(LOG_PERIOD_S):
+                if shortage := shortage_of_application(self._name):
+                    logger.warning("waiting for %.0f s: %s", time.monotonic() - began_s, shortage)
+
+        thread = threading.Thread(target=log_waits, name="eagleray-waits", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            end_event.set()
+            thread.join(CONTROLLER_TIMEOUT_S)
 
     def watch(self, stop_event: threading.Event) -> None:
         """Return when `stop_event` is set. Logs when replicas are lost and when they are back.
@@ -132,7 +155,7 @@ class RunningApplication:
         try:
             _controller().delete_apps.remote([self._name])  # or it would replace them
             for actor in list_named_actors(all_namespaces=True):
-                if actor["name"].startswith(f"SERVE_REPLICA::{self._name}#"):
+                if actor["name"].startswith(_replica_prefix(self._name)):
                     ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
             return self._wait_until_ended(REPLICA_END_TIMEOUT_S)
         except Exception as error:  # Serve has not started, or is gone
@@ -182,13 +205,25 @@ def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 
-def reported_reason(overview: ApplicationStatusOverview) -> str:
+def shortage_of_application(name: str) -> str:
+    """What the cluster lacks for engines of an application that wait for room; "" if none waits."""
+    return shortage_of_groups(_replica_prefix(name))
+
+
+def _replica_prefix(name: str) -> str:
+    """How Serve names the actors and placement groups of an application's replicas."""
+    return f"SERVE_REPLICA::{name}#"
+
+
+def reported_reason(
+    overview: ApplicationStatusOverview, default: str = "no reason is known"
+) -> str:
     """Serve's message about the deployment that failed, in one line."""
     messages = [deployment.message for deployment in overview.deployments.values()]
     # The last line of a remote traceback names the error.
     error_lines = [line for message in messages for line in message.splitlines() if "Error" in line]
     lines = [line for message in [overview.message, *messages] for line in message.splitlines()]
-    return (error_lines[-1:] or lines[:1] or ["no reason is known"])[0].strip()
+    return (error_lines[-1:] or lines[:1] or [default])[0].strip()
 
 
 def _controller() -> Any:

@@ -121,7 +121,8 @@ def _serve(
     if listens_itself and num_api_replicas > 1:
         port_owner = SharedPortOwner(job.host, job.port, num_api_replicas)
     try:
-        handle = _start(job, port_owner, listens_itself=listens_itself)
+        with application.logged_waits():
+            handle = _start(job, port_owner, listens_itself=listens_itself)
         _wait_until_listening(job)
         signal_handler.is_serving = True
         seconds, path = time.perf_counter() - began_s, job.route_prefix.rstrip("/")

@@ -64,8 +64,9 @@ def gpu_budget(
 
 
 class KVCache:
-    """One contiguous zeroed tensor [2, layers, elements]; `layers` are (keys, values) views of it.
-    `memory`: where it lies, if that outlives this process.
+    """One contiguous tensor [2, layers, elements]; `layers` are (keys, values) views of it. It is
+    zero at first, unless its memory is inherited. `memory`: where it lies, if that outlives this
+    process.
     """
 
     def __init__(

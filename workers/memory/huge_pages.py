@@ -1,5 +1,5 @@
 """Memory files in huge pages, of which a processor remembers where more of the memory lies: a
-decode step, which reads all weights, takes 8 to 25% longer in small pages.
+decode step, which reads all weights, takes 6 to 29% longer in small pages than in huge ones.
 
 Systems seldom give huge pages to memory files by themselves, but the kernel makes them of a file's
 small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.5 to 3 s per GiB, and whoever

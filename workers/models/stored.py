@@ -42,7 +42,8 @@ class OpenFiles(ExitStack):
 
 class StoredMatrix:
     """The matrix `name` (it ends in "weight"), indexed as a slice of safetensors is: `[rows,
-    columns]` gives these values in float32. `codes` is the slice of its codes.
+    columns]` gives these values in float32, `codes` the codes of a part, with zero points and
+    scales.
     """
 
     def __init__(

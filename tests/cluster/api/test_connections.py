@@ -71,6 +71,18 @@ def test_a_connection_that_sends_nothing_is_closed(server: Server) -> None:
         assert SHORT_S / 2 < time.monotonic() - began_s < 10 * SHORT_S
 
 
+@pytest.mark.parametrize(("num_requests", "num_answers"), [(17, 17), (18, 0)])
+def test_a_connection_with_too_many_requests_in_line_is_closed_without_an_answer(
+    server: Server, num_requests: int, num_answers: int
+) -> None:
+    last = b"Connection: close\r\n" if num_answers else b""
+    requests = [HEAD] * (num_requests - 1) + [HEAD + last]
+    length = b"Content-Length: %d\r\n\r\n" % len(BODY)
+    with connect(server) as connection:
+        connection.sendall(b"".join(head + length + BODY for head in requests))
+        assert answer_of(connection).count(b"HTTP/1.1 200 OK") == num_answers
+
+
 @pytest.mark.parametrize("drip", [b"X-A: b\r\n", b"x"])
 def test_a_head_that_comes_too_slowly_is_given_up(server: Server, drip: bytes) -> None:
     with connect(server) as connection:

@@ -150,29 +150,21 @@ def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arriva
     assert generations[0].completions[0].text == "Hello world"
 
 
-def test_the_next_driver_is_not_polled_before_it_has_a_request(
+def test_a_driver_that_does_not_know_the_frontend_gets_what_it_has_accepted_and_nothing_fails(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:
-    """It would take the frontend for one that was silent, and what is on its way would fail."""
-    driver, go = owner.drivers[0], threading.Event()
-    driver.poll_failure = EngineError("this frontend did not poll")
-
-    def submit_late(frontend_id: str, requests: list[Request]) -> None:
-        assert go.wait(WAIT_S)
-        driver.requests += requests
-
-    driver.submit = Remote(submit_late)
-    generation = builder.build([1, 2, 3], None, lambda _: None)
-    submitted = threading.Thread(target=frontend.submit, args=([generation],), daemon=True)
-    submitted.start()
-    wait_until(lambda: bool(frontend._outstanding_requests))
-    frontend.poll()  # as after the driver before was replaced
-    driver.poll_failure = None
-    go.set()
-    submitted.join(WAIT_S)
-    driver.put(generation.request_ids[0], 0, *ids("Hello"), finish_reason="length")
-    generation.done_future.result(timeout=WAIT_S)
-    assert generation.completions[0].finish_reason == "length"
+    [driver], chunks = owner.drivers, list[Chunk]()
+    generation = ask(frontend, builder, chunks)
+    driver.put(generation.request_ids[0], 0, *ids("Hello"))
+    wait_until(lambda: bool(chunks))
+    driver.record_number += 1  # this process was silent for long
+    driver.knows_frontend = False
+    wait_until(lambda: len(driver.requests) == 2)
+    assert driver.requests[1].request_id == generation.request_ids[0]
+    assert tokens_of(driver.requests[1]) == [*ids("Hello")]
+    driver.put(generation.request_ids[0], 1, *ids(" wor"), finish_reason="length")
+    assert generation.done_future.result(WAIT_S) is None and len(owner.drivers) == 1
+    assert generation.completions[0].text == "Hello wor"
 
 
 def test_a_request_that_comes_while_the_driver_is_replaced_goes_to_the_next(
@@ -245,11 +237,11 @@ def test_a_request_that_was_accepted_just_before_the_death_is_sent_again(
 ) -> None:
     accept = frontend.driver_handle._accept
 
-    def accept_late(driver: Any, requests: list[Request]) -> bool:
+    def accept_late(driver: Any, requests: list[Request], record_number: int) -> bool:
         if len(owner.drivers) == 1:
             owner.drivers[0].die()
             wait_until(lambda: frontend.driver_handle.actor is not driver)
-        return accept(driver, requests)
+        return accept(driver, requests, record_number)
 
     monkeypatch.setattr(frontend.driver_handle, "_accept", accept_late)
     generation = ask(frontend, builder, [])
@@ -510,7 +502,6 @@ def test_requests_that_another_thread_could_not_send_to_the_next_driver_are_sent
     wait_until(lambda: bool(second.requests))
     second.put(generation.request_ids[0], 0, *ids("a"), finish_reason="length")
     assert generation.done_future.result(WAIT_S) is None
-    wait_until(lambda: not handle._must_send_again)
     assert [r.request_id for r in second.requests] == generation.request_ids
 
 
@@ -523,12 +514,12 @@ def test_requests_that_the_driver_has_forgotten_are_sent_again_with_their_tokens
     wait_until(lambda: bool(chunks))
     driver.record_number += 1  # this process was silent for long
     second = ask(frontend, builder, [])
-    wait_until(lambda: len(driver.requests) == 4)
-    sent_again = driver.requests[2:]
-    assert [r.request_id for r in sent_again] == [*first.request_ids, *second.request_ids]
-    assert tokens_of(sent_again[0]) == [*ids("Hello")] and len(owner.drivers) == 1
-    ask(frontend, builder, [])
-    wait_until(lambda: len(driver.requests) == 5)  # once is enough
+    wait_until(lambda: len(driver.requests) == 3)
+    assert [r.request_id for r in driver.requests[1:]] == [*second.request_ids, *first.request_ids]
+    assert tokens_of(driver.requests[2]) == [*ids("Hello")] and len(owner.drivers) == 1
+    driver.put(second.request_ids[0], 0, *ids("Hello"), finish_reason="length")
+    assert second.done_future.result(WAIT_S) is None
+    assert len(driver.requests) == 3  # once is enough
 
 
 def test_answers_for_which_there_is_no_room_now_are_asked_for_later(

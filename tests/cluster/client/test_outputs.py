@@ -315,7 +315,8 @@ class FakeDriver:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.requests: list[Request] = []
-        self.record_number = 1
+        self.record_number = 0
+        self.knows_frontend = True
         self.refusal: Exception | None = None
         self.poll_failure: BaseException | None = None
         self.lost_polls = 0
@@ -348,6 +349,7 @@ class FakeDriver:
         if self.refusal is not None:
             raise self.refusal
         self.requests += requests
+        self.knows_frontend = True
         return self.record_number
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
@@ -355,6 +357,8 @@ class FakeDriver:
             self.changed.wait_for(lambda: self.mailbox.has_news, timeout=0.02)
             if self.poll_failure is not None:
                 raise self.poll_failure
+            if not self.knows_frontend:
+                return pickle.dumps(None)
             while self.lost_polls and self.mailbox.has_news:
                 self.lost_polls -= 1
                 self.mailbox.collect(acknowledged)
@@ -585,7 +589,7 @@ from scheduler.params import SamplingParams
 
 class SilentDriver:
     def submit(self, *_):
-        pass
+        return 0
 
     def poll(self, *_):
         time.sleep(60)

@@ -22,13 +22,14 @@ from cluster.client.news import News
 from cluster.engine import driver as driver_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
+from cluster.engine.loop import Finish
+from cluster.engine.mailbox import Mailbox
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
 from cluster.scheduler_limits import limits_of
 from scheduler.errors import (
     EaglerayError,
     EngineDeadError,
-    EngineError,
     EngineLostError,
     RequestError,
 )
@@ -181,30 +182,20 @@ def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhe
     assert type(errors["a"]) is EngineLostError and "the checkpoint is gone" in str(errors["a"])
 
 
-def test_a_frontend_that_was_silent_hears_that_its_requests_were_aborted(driver: Driver) -> None:
-    async def main() -> dict[str, EaglerayError]:
+def test_a_frontend_that_stops_polling_is_forgotten_and_its_requests_end(driver: Driver) -> None:
+    async def main() -> tuple[bytes, float]:
         await driver.start()
         await driver.submit("frontend", [request("a")])
-        await asyncio.sleep(1.6)  # silent for longer than 1 s, back before it is forgotten
-        errors = await errors_of(driver, 1)
+        await asyncio.sleep(2.6)  # silent for longer than 1 s, with a second between checks
+        unknown = await driver.poll("frontend", 0, LIMIT_S)
+        assert driver._step_loop is not None
+        for command in list(driver._step_loop._inbox):
+            assert command == Finish(request_ids=["a"], reason="abort")
         await driver.shutdown()
-        return errors
+        return unknown, len(driver._frontends._record_numbers)
 
-    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    # The engine lives.
-    assert type(errors["a"]) is EngineError and "did not poll for 1 s, so" in str(errors["a"])
-
-
-def test_a_frontend_that_comes_back_after_it_was_forgotten_is_told_so(driver: Driver) -> None:
-    async def main() -> None:
-        await driver.start()
-        await driver.submit("frontend", [request("a")])
-        await asyncio.sleep(4.5)
-        with pytest.raises(EngineError, match="did not poll for 2 s, so its requests were aborted"):
-            await driver.poll("frontend", 1, 0.01)
-        await driver.shutdown()
-
-    asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    unknown, num_known = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert pickle.loads(unknown) is None and num_known == 0
 
 
 def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_all_again(
@@ -213,12 +204,11 @@ def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_al
     group: Any = CountingGroup()
     driver._supervisor.group = group  # type: ignore[union-attr]
 
-    async def main() -> tuple[list[int], set[str]]:
+    async def main() -> tuple[list[int], dict[str, str]]:
         await driver.start()
         numbers = [await driver.submit("frontend", [replace(request("old"), news_interval=0)])]
         numbers.append(await driver.submit("frontend", []))
-        await driver.finish(["old"], "abort", "frontend")
-        del driver._frontends._frontends["frontend"]  # as after a long silence
+        forget(driver, numbers[0])
         numbers.append(await driver.submit("frontend", [request("new")]))
         numbers.append(await driver.submit("frontend", [request("old"), request("new")]))
         finished: dict[str, str] = {}
@@ -226,25 +216,49 @@ def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_al
             deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
             finished |= deltas.finish_reasons
         await driver.shutdown()
-        return numbers, set(finished)
+        return numbers, finished
 
     numbers, finished = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
-    assert finished == {"old", "new"}
+    assert numbers[0] == numbers[1] < numbers[2] == numbers[3]
+    assert finished == {"old": "length", "new": "length"}
 
 
-def test_late_news_of_a_request_that_has_failed_harms_no_other(driver: Driver) -> None:
+def test_late_news_reaches_no_request_that_was_sent_again_after_it_was_forgotten(
+    driver: Driver,
+) -> None:
     frontends, limits = driver._frontends, limits_of(driver._config, 64)
-    frontends.record_requests("silent", [request("queued")], limits)
-    frontends.record_requests("other", [request("b")], limits)
-    frontends._frontends["silent"].fail(["queued"], EngineError("it did not poll"))
-    late, news = News(first_index=7, token_ids=[1]), News(first_index=0, finish_reason="length")
-    frontends.deliver({"silent": {"queued": late}, "other": {"b": news}})
-    [failed, finished] = [
-        asyncio.run(frontends.collect(name, 0, LIMIT_S)) for name in ("silent", "other")
-    ]
-    assert set(failed.errors) == {"queued"} and len(failed.token_ids) == 0
-    assert finished.finish_reasons == {"b": "length"}
+    old_number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    assert forget(driver, old_number) == {"frontend": ["a"]}
+    new_number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    frontends.deliver({old_number: {"a": News(first_index=7, token_ids=[1])}})
+    frontends.deliver({new_number: {"a": News(first_index=2, token_ids=[5, 6])}})
+    deltas = asyncio.run(frontends.collect("frontend", 0, LIMIT_S))
+    assert deltas is not None and deltas.token_ids.tolist() == [5, 6]
+
+
+def test_late_news_of_a_request_that_its_frontend_has_ended_is_dropped(driver: Driver) -> None:
+    frontends, limits = driver._frontends, limits_of(driver._config, 64)
+    number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    frontends.remove("frontend", ["a"])
+    frontends.deliver({number: {"a": News(first_index=7, token_ids=[1])}})
+    assert not frontends._frontends[number].mailbox.has_news
+
+
+def mailbox_of(driver: Driver, frontend_id: str) -> Mailbox:
+    frontend = driver._frontends._frontend(frontend_id)
+    assert frontend is not None
+    return frontend.mailbox
+
+
+def forget(driver: Driver, record_number: int) -> dict[str, list[str]]:
+    """Forget a frontend as after a long silence, and end its requests."""
+    frontends = driver._frontends
+    frontends._frontends[record_number].last_call_s -= 10
+    forgotten = frontends.forget_silent_frontends()
+    for request_ids in forgotten.values():
+        if driver._step_loop is not None:
+            driver._step_loop.post(Finish(request_ids=request_ids, reason="abort"))
+    return forgotten
 
 
 @pytest.mark.parametrize("names", [["a"], ["b", "b"]])
@@ -278,7 +292,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         both = [request("a"), replace(request("b"), news_interval=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
-        while sum(map(len, driver._frontends._frontends["frontend"].mailbox._unsent_news)) < 2:
+        while sum(map(len, mailbox_of(driver, "frontend")._unsent_news)) < 2:
             await asyncio.sleep(0.01)
         await driver.submit("frontend", both)  # after they have ended, but before that is known
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -297,7 +311,7 @@ def test_what_a_frontend_has_ended_is_not_mixed_with_what_it_sends_again(driver:
     async def main() -> Deltas:
         await driver.start()
         await driver.submit("frontend", [request("a")])
-        while not driver._frontends._frontends["frontend"].mailbox.has_news:
+        while not mailbox_of(driver, "frontend").has_news:
             await asyncio.sleep(0.01)
         await driver.finish(["a"], "stop", "frontend")
         tokens = array("i", [1, 2, 3, 7])
@@ -331,7 +345,7 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     now_s = time.monotonic()
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)
-        assert list(frontends.fail_silent_frontends()) == dropped
+        assert list(frontends.forget_silent_frontends()) == dropped
 
 
 def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver: Driver) -> None:
@@ -385,8 +399,8 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     heard: list[dict[str, Any]] = []
     deliver = driver._deliver_soon
 
-    def overhear(news: dict[str, Any]) -> None:
-        heard.append(news["frontend"])
+    def overhear(news: dict[int, Any]) -> None:
+        heard.extend(news.values())
         deliver(news)
 
     monkeypatch.setattr(driver, "_deliver_soon", overhear)

@@ -4,6 +4,7 @@ inherits.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,9 +163,9 @@ class NewReplacesSent(Mailbox):
 class DeliversOnlyTheLast(Frontends):
     """News that has not been fetched yet is overwritten."""
 
-    def deliver(self, news: dict[str, dict[str, News]]) -> None:
-        for frontend_id, frontend_news in news.items():
-            frontend = self._frontends.get(frontend_id)
+    def deliver(self, news: dict[int, dict[str, News]]) -> None:
+        for record_number, frontend_news in news.items():
+            frontend = self._frontends.get(record_number)
             if frontend is not None:
                 for request_id in frontend_news:
                     frontend.mailbox._unsent_news.pop(request_id, None)
@@ -176,9 +177,17 @@ class SendsTwice(Frontends):
 
     def record_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
-    ) -> list[Request]:
-        super().record_requests(frontend_id, requests, limits)
-        return requests
+    ) -> tuple[int, list[Request]]:
+        record_number, _ = super().record_requests(frontend_id, requests, limits)
+        return record_number, requests
+
+
+class GivesNumbersAgain(Frontends):
+    """A frontend that comes back after it was forgotten does not learn it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._new_numbers = itertools.repeat(0)
 
 
 class AcceptedByTheDead(Frontend):
@@ -186,12 +195,12 @@ class AcceptedByTheDead(Frontend):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        accepted = self._outstanding_requests.accepted_requests
+        lost = self._outstanding_requests.lost_requests
 
         def with_tokens() -> list[Request]:
-            return [r for r in accepted() if len(r.token_ids) > r.num_prompt_tokens]
+            return [r for r in lost() if len(r.token_ids) > r.num_prompt_tokens]
 
-        setattr(self._outstanding_requests, "accepted_requests", with_tokens)  # noqa: B010
+        setattr(self._outstanding_requests, "lost_requests", with_tokens)  # noqa: B010
 
 
 class LostPollsFail(Frontend):

@@ -9,7 +9,8 @@ import pytest
 
 from cluster.resources import placement as placement_module
 from cluster.resources import room
-from cluster.resources.placement import Placement
+from cluster.resources.placement import Placement, shortage_of_groups
+from cluster.resources.room import check_room
 from scheduler.errors import ConfigError, WorkerError
 
 
@@ -45,7 +46,12 @@ class MadeUpRay:
     def make(self, bundles: list[Any], strategy: str, name: str) -> str:
         key = f"{len(self.groups):02x}"
         self.strategies.append(strategy)
-        self.groups[key] = {"name": name, "state": "PENDING", "bundles_to_node_id": {}}
+        self.groups[key] = {
+            "name": name,
+            "state": "PENDING",
+            "bundles": dict(enumerate(bundles)),
+            "bundles_to_node_id": {},
+        }
         free = [node for node, cpus in self.cpus.items() for _ in range(int(cpus))]
         if len(free) >= len(bundles):
             self.place(key, *free[: len(bundles)])
@@ -120,6 +126,30 @@ def test_a_wait_for_nodes_ends(ray: MadeUpRay) -> None:
     with pytest.raises(WorkerError, match=r"no room on other nodes for .* needed 2 CPU"):
         placement.restore(0.1, lambda: True)
     assert all(group["state"] == "REMOVED" for group in ray.groups.values())
+
+
+def test_what_engines_of_an_application_wait_for_is_said(ray: MadeUpRay) -> None:
+    for name, num_bundles in [("chat#0", 2), ("chat#1", 9), ("chat#2", 9), ("chatter#0", 9)]:
+        ray.make([{"CPU": 1.0}] * num_bundles, "PACK", name)
+    assert shortage_of_groups("chat#").startswith(
+        "there is no room yet for 2 replicas with tensor_parallel_size 9: needed 18 CPU; nodes have"
+        " [host-a: 2 CPU (0 free); host-b: 2 CPU (0 free)]"
+    )
+    for key in ("01", "02"):
+        ray.place(key, *"ab")
+    assert shortage_of_groups("chat#") == ""
+
+
+def test_engines_that_fit_one_node_each_are_counted_by_node(ray: MadeUpRay) -> None:
+    ray.cpus = {"a": 8.0, "b": 8.0}
+    check_room(5, "cpu", num_groups=2)
+    with pytest.raises(
+        ConfigError, match=r"3 replicas with .* 5: needed 15 CPU, each replica on one node; nodes"
+    ):
+        check_room(5, "cpu", num_groups=3)
+    check_room(9, "cpu")  # more than a node holds: over both
+    with pytest.raises(ConfigError, match=r"2 replicas with .* 9: needed 18 CPU; nodes"):
+        check_room(9, "cpu", num_groups=2)
 
 
 def test_a_driver_that_was_given_up_does_not_touch_the_groups_of_its_successor(

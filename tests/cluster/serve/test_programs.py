@@ -136,6 +136,7 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
 ) -> None:
     """The commands that change the cluster run as programs, those that do not in this process."""
     import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
 
     url, _ = served
     address = ray.get_runtime_context().gcs_address
@@ -164,6 +165,11 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
     assert answer.status_code == 200, answer.text
     assert httpx.get(f"{url}/other/v1/models").json()["data"][0]["id"] == small_model.path.name
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    more = placement_group([{"CPU": 1.0}] * 1000, name="SERVE_REPLICA::other#engine#more")
+    waiting = launch_here("status").stdout.splitlines()[-1]
+    remove_placement_group(more)
+    assert waiting.startswith("other: there is no room yet for tensor_parallel_size 1000: needed")
+    assert "there is no room" not in launch_here("status").stdout
     launch_here("down", "another").check_refused("running: eagleray, other")
     assert launch("down", "other").returncode == 0
     assert "other" not in launch_here("status").stdout
