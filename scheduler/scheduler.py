@@ -259,7 +259,8 @@ class Scheduler:
         # Cached to the end: the last token runs as a query only.
         seq.num_computed = min(num_cached_tokens, num_tokens - 1)
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = seq.num_computed
+            # Of a request that comes back with its output, that may be found, too.
+            seq.num_cached_tokens = min(seq.num_computed, seq.num_prompt_tokens)
             self.stats.add_admission(
                 num_tokens, seq.num_computed, max(0.0, self._clock() - seq.arrival_s)
             )

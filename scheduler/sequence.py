@@ -53,7 +53,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_total: int = field(init=False)
-    num_cached_tokens: int | None = None  # from the first admission
+    num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot

@@ -8,6 +8,7 @@ requests that it had are sent to the next one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 import threading
 import time
@@ -30,6 +31,8 @@ from cluster.ray_errors import (
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
 from scheduler.errors import EaglerayError, EngineDeadError, OverloadedError
 from scheduler.messages import Deltas, Request
+
+logger = logging.getLogger("eagleray")
 
 LOST_CALL_PAUSE_S = 0.2
 # A driver that answers after this time has served, although there was no news from it.
@@ -252,7 +255,7 @@ class DriverHandle:
         self._watch_end(self.actor)
 
     def current_actor(self) -> Any:
-        """The present driver; waits while it is being replaced."""
+        """The present driver; waits while it is being replaced, and while it is sent requests."""
         with self._replace_lock:
             return self.actor
 
@@ -280,8 +283,7 @@ class DriverHandle:
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
-        accepted request again. Raises `EngineDeadError` if there is no new driver. If they cannot
-        be sent, raises why, and the next poll tries again.
+        accepted request again. Raises `EngineDeadError` if there is no new driver.
         """
         with self._replace_lock:
             while self.actor is actor:
@@ -290,12 +292,15 @@ class DriverHandle:
                 with self._change_condition:
                     self.check_not_shut_down()
                     self.actor = successor
-                    self._outstanding_requests.note_lost()
+                    self._outstanding_requests.note_new_driver()
                 try:
                     self.watch_end()
                     self._send_lost_requests()
                 except (DriverDiedError, NoAnswerError) as failure:
                     actor, error = successor, failure
+                except EaglerayError as failure:
+                    # The polling thread tries again, and tells whoever waits for them.
+                    logger.warning("requests were not sent to the next driver: %s", failure)
 
     def _successor(self, actor: Any, error: EaglerayError) -> Any:
         """The owner's next driver. Raises `EngineDeadError` if there is none, and keeps it."""

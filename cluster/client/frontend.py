@@ -179,7 +179,11 @@ class Frontend:
         except (DriverDiedError, NoAnswerError) as error:
             self._replace_or_fail(actor, error)
         except EaglerayError as error:
-            if actor is self.driver_handle.actor:  # otherwise the next one has what is outstanding
+            if actor is not self.driver_handle.actor:
+                pass  # the next one has what is outstanding
+            elif isinstance(error, EngineLostError) and self._on_dead is not None:
+                self._on_dead(self._outstanding_requests.take(only_accepted=True), error)
+            else:
                 self._fail_all(error)
         except Exception as error:  # a bug here must not leave callers waiting
             logger.exception("the polling thread failed")

@@ -1,8 +1,8 @@
 """The requests that a frontend waits for, and which of them the driver has.
 
 A driver knows each frontend under a number, with which it answers what the frontend submits. It
-forgets a frontend that is silent for long, with its requests; should that submit again, it gets a
-larger number.
+forgets a frontend that is silent for long, with its requests; if that submits again, it gets a
+larger number, and what was accepted under a smaller one is lost.
 """
 
 from __future__ import annotations
@@ -14,23 +14,17 @@ from dataclasses import dataclass
 from cluster.client.outputs import Generation, OutputFollower
 from scheduler.messages import Request
 
-_LOST = -1  # less than any number of a driver
-
 
 @dataclass(slots=True)
 class OutstandingRequest:
-    """One request that has not ended. record_number: under which the driver knew this frontend when
-    it accepted the request; None until then.
+    """One request that has not ended. is_accepted: a driver has accepted it. is_lost: the present
+    driver does not have it, although it, or the one before, had accepted it.
     """
 
     generation: Generation
     output: OutputFollower
-    record_number: int | None = None
-
-    @property
-    def is_accepted(self) -> bool:
-        """Whether a driver has accepted it."""
-        return self.record_number is not None
+    is_accepted: bool = False
+    is_lost: bool = False
 
 
 class OutstandingRequests(dict[str, OutstandingRequest]):
@@ -41,7 +35,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def __init__(self, change_condition: threading.Condition) -> None:
         super().__init__()
         self._change_condition = change_condition
-        self._last_record_number = 0  # at the present driver
+        self._record_number = -1  # the largest from the present driver
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Wait for the outputs of these generations that have not ended."""
@@ -50,21 +44,27 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
                 self[output.request.request_id] = OutstandingRequest(generation, output)
 
     def accept(self, requests: Iterable[Request], record_number: int) -> None:
-        """The driver has these requests, of the frontend that it knows under this number; those
-        that have ended meanwhile are ignored.
+        """The driver has accepted these requests, of the frontend that it knew under this number
+        then; those that have ended meanwhile are ignored.
         """
-        self._last_record_number = max(self._last_record_number, record_number)
+        if record_number > self._record_number:
+            self.note_lost()
+            self._record_number = record_number
         for request in requests:
             if request.request_id in self:
-                self[request.request_id].record_number = record_number
+                self[request.request_id].is_accepted = True
+                self[request.request_id].is_lost = record_number < self._record_number
         self._change_condition.notify_all()
 
     def note_lost(self) -> None:
-        """The driver has none of those that were accepted: it is new, or has forgotten them."""
-        self._last_record_number = 0
+        """The driver has forgotten this frontend."""
         for outstanding in self.values():
-            if outstanding.is_accepted:
-                outstanding.record_number = _LOST
+            outstanding.is_lost = outstanding.is_accepted
+
+    def note_new_driver(self) -> None:
+        """There is another driver, which has none of them."""
+        self.note_lost()
+        self._record_number = -1
 
     @property
     def has_accepted_requests(self) -> bool:
@@ -72,16 +72,8 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
         return any(outstanding.is_accepted for outstanding in self.values())
 
     def lost_requests(self) -> list[Request]:
-        """Those that were accepted, but which the driver does not have, with the tokens received so
-        far. A driver that knows the frontend under another number has forgotten what it accepted
-        under an earlier one.
-        """
-        return [
-            outstanding.output.continued_request()
-            for outstanding in self.values()
-            if outstanding.record_number is not None
-            and outstanding.record_number < self._last_record_number
-        ]
+        """Those to send again, with the tokens received so far."""
+        return [o.output.continued_request() for o in self.values() if o.is_lost]
 
     def forget(self, generations: Iterable[Generation]) -> None:
         """Wait for none of their outputs any more."""

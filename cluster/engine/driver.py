@@ -84,7 +84,7 @@ class Driver:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._silence_task: asyncio.Task[None] | None = None
         self._process: ProcessId | None = None
-        self._stop_reason: str | None = None  # why the engine has stopped for good
+        self._death: EngineDeadError | None = None  # why the engine has stopped for good
         self._stopped_event = asyncio.Event()
 
     async def start(self) -> StartReport:
@@ -147,7 +147,8 @@ class Driver:
         engine stops for good before that.
         """
         await self._stopped_event.wait()
-        raise EngineDeadError(self._stop_reason)
+        assert self._death is not None
+        raise self._death.with_traceback(None)
 
     async def submit(self, frontend_id: str, requests: list[Request]) -> int:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
@@ -207,8 +208,10 @@ class Driver:
         return self._step_loop
 
     def _limits_and_step_loop(self) -> tuple[SchedulerLimits, StepLoop]:
-        if self._stop_reason is not None or self._limits is None or self._step_loop is None:
-            raise EngineDeadError(self._stop_reason or "the engine has not been started")
+        if self._death is not None:
+            raise self._death.with_traceback(None)
+        if self._limits is None or self._step_loop is None:
+            raise EngineDeadError("the engine has not been started")
         return self._limits, self._step_loop
 
     async def _drop_silent_frontends(self) -> None:
@@ -222,7 +225,7 @@ class Driver:
 
     def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""
-        self._stop_reason = str(death)
+        self._death = self._death or death
         self._stopped_event.set()
         self._frontends.fail_all(death)
 

@@ -498,7 +498,9 @@ class Simulation:
             f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
         )
         if client.num_cached_tokens is None:
-            client.num_cached_tokens = min(num_cached, num_tokens - 1)
+            client.num_cached_tokens = min(
+                num_cached, num_tokens - 1, client.request.num_prompt_tokens
+            )
         told = client.sequence.num_cached_tokens
         assert told == client.num_cached_tokens, (
             f"{told} told, {client.num_cached_tokens} cached: {client.sequence}"
