@@ -187,7 +187,7 @@ class GivesNumbersAgain(Frontends):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._new_numbers = itertools.repeat(0)
+        self._new_numbers = itertools.count(step=0)
 
 
 class AcceptedByTheDead(Frontend):
