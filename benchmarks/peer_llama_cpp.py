@@ -6,27 +6,40 @@ The interpreter given has llama-cpp-python and gguf (`CMAKE_ARGS=-DGGML_NATIVE=O
 llama-cpp-python gguf`, minutes on two cores). Both engines read the same random weights; llama.cpp
 gets them as GGUF files in BF16, Q8_0 and Q4_0, Eagleray in bfloat16, int8 and int4. Engines take
 turns, started anew each time. Output tokens are timed from the first to the last, as a client of
-Eagleray sees them, through Ray. Prints a table in Markdown: medians, and what the memory would
-allow, reading as fast as the fastest probe of the runs.
+Eagleray sees them, through Ray; and in a plain process as llama.cpp's, which has the cores for
+itself, while Ray, the driver and the client use the same cores as the rank. Prints a table in
+Markdown: medians, and what the memory would allow, reading as fast as the fastest probe of the
+runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import alternate, median, model_or_random, write_result
+from benchmarks.rank_pool import PoolExecutor, WorkerPool
 from cluster import LLM, SamplingParams
 from cluster.commands.batch import BatchRequest
 from cluster.commands.timing import run_timed
+from cluster.resources.placement import HUGE_PAGES_VARIABLE
+from cluster.scheduler_limits import limits_of
+from configs.engine import EngineConfig
 from configs.model import ModelConfig
 from configs.quantization import computed_quantization
 from configs.shapes import SHAPES
+from scheduler.engine import Engine
+from scheduler.messages import Request, int32_array
+from scheduler.params import ResolvedSampling
+from scheduler.scheduler import Scheduler
+from workers.configuration import resolve_config
 from workers.models.size import count_parameters
 from workers.roofline import probe_cpu
 
@@ -71,7 +84,12 @@ def compare(args: argparse.Namespace, model: str, folder: Path, form: str) -> di
         ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         return json.loads(ran.stdout.splitlines()[-1])  # type: ignore[no-any-return]
 
-    values = alternate({"ours": lambda: ours(args, model, form), "llama.cpp": theirs}, args.rounds)
+    engines = {
+        "ours": lambda: ours(args, model, form),
+        "plain process": lambda: in_a_plain_process(args, model, form),
+        "llama.cpp": theirs,
+    }
+    values = alternate(engines, args.rounds)
     file.unlink()
     bytes_per_token = bytes_read(model, form)
     fastest = max(value["memory_bytes_per_s"] for value in values["ours"])
@@ -85,23 +103,65 @@ def compare(args: argparse.Namespace, model: str, folder: Path, form: str) -> di
     }
 
 
+def options_of(args: argparse.Namespace, form: str) -> dict[str, Any]:
+    """Options of an engine."""
+    return {
+        "tensor_parallel_size": 1,
+        "dtype": "bfloat16",
+        "quantization": None if form == "bfloat16" else form,
+        "max_num_seqs": 1,
+        "max_model_len": args.prompt + args.output + 8,
+        "enable_prefix_caching": False,
+        "spares": "off",
+    }
+
+
+def in_a_plain_process(args: argparse.Namespace, model: str, form: str) -> dict[str, float]:
+    """One sequence alone, by a rank without Ray; the engine that plans its steps is here."""
+    os.environ.setdefault(HUGE_PAGES_VARIABLE, "1")  # as in the actors of an engine
+    path = Path(model)
+    options = EngineConfig(model=model, **options_of(args, form))
+    config = resolve_config(options, ModelConfig.from_dir(path), path, "cpu")
+    pool = WorkerPool(1)
+    try:
+        executor = PoolExecutor(pool, config, os.cpu_count() or 1)
+        scheduler = Scheduler(limits_of(config, executor.num_kv_blocks))
+        engine = Engine(scheduler, executor, num_steps_ahead=0)
+        for _ in range(2):  # the first one warms up
+            began_s = time.perf_counter()
+            engine.add(
+                Request(
+                    request_id="alone",
+                    token_ids=int32_array(prompt_of(args, config.model.vocab_size)),
+                    num_prompt_tokens=args.prompt,
+                    sampling=ResolvedSampling(seed=0, max_tokens=args.output + 1, temperature=0.0),
+                )
+            )
+            ends_s = []
+            while engine.has_work:
+                output = engine.step()
+                if output is not None and output.token_ids:
+                    ends_s.append(time.perf_counter())
+    finally:
+        pool.close()
+    assert len(ends_s) == args.output + 1
+    return {
+        "prompt_tokens_per_s": round(args.prompt / (ends_s[0] - began_s), 1),
+        "output_tokens_per_s": round(args.output / (ends_s[-1] - ends_s[0]), 2),
+    }
+
+
+def prompt_of(args: argparse.Namespace, vocab_size: int) -> list[int]:
+    """The same token ids for each engine of ours."""
+    return [i * 7919 % vocab_size for i in range(args.prompt)]
+
+
 def ours(args: argparse.Namespace, model: str, form: str) -> dict[str, float]:
     """One sequence alone, after another that warms up."""
     params = SamplingParams(max_tokens=args.output + 1, ignore_eos=True, temperature=0.0)
-    quantization = None if form == "bfloat16" else form
     machine = probe_cpu("bfloat16")
-    with LLM(
-        model,
-        tensor_parallel_size=1,
-        device="cpu",
-        dtype="bfloat16",
-        quantization=quantization,
-        max_num_seqs=1,
-        max_model_len=args.prompt + args.output + 8,
-        enable_prefix_caching=False,
-        spares="off",
-    ) as llm:
-        ids = [i * 7919 % llm.report.limits.vocab_size for i in range(args.prompt)]
+    with LLM(model, device="cpu", **options_of(args, form)) as llm:
+        ids = prompt_of(args, llm.report.limits.vocab_size)
         request = BatchRequest(source="", prompt={"prompt_token_ids": ids}, params=params)
         for _ in range(2):
             [line] = run_timed(llm, [request], [0.0]).timelines
@@ -126,16 +186,19 @@ def bytes_read(model: str, form: str) -> float:
 def table(rows: list[dict[str, Any]]) -> str:
     """In Markdown, tokens per second."""
     lines = [
-        "| weights | ours | llama.cpp | ratio | the memory allows | prompt: ours | llama.cpp |",
-        "|---|---|---|---|---|---|---|",
+        "| weights | ours | ratio | in a plain process | ratio | llama.cpp | the memory allows"
+        " | prompt: ours | llama.cpp |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        mine, their = row["ours"], row["llama.cpp"]
-        ratio = mine["output_tokens_per_s"] / their["output_tokens_per_s"]
+        mine, plain, their = (row[name] for name in ("ours", "plain process", "llama.cpp"))
+        of_peer = their["output_tokens_per_s"]
         cells = (
             f"{row['form']}, {FORMS[row['form']]}",
-            *(mine["output_tokens_per_s"], their["output_tokens_per_s"], f"{ratio:.2f}"),
-            *(row["read_tokens_per_s"], mine["prompt_tokens_per_s"], their["prompt_tokens_per_s"]),
+            *(mine["output_tokens_per_s"], f"{mine['output_tokens_per_s'] / of_peer:.2f}"),
+            *(plain["output_tokens_per_s"], f"{plain['output_tokens_per_s'] / of_peer:.2f}"),
+            *(of_peer, row["read_tokens_per_s"]),
+            *(mine["prompt_tokens_per_s"], their["prompt_tokens_per_s"]),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
