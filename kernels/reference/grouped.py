@@ -35,11 +35,14 @@ def int4_device_shifts(device: torch.device) -> Tensor:
 
 def pack_codes(codes_YX: Tensor) -> Tensor:
     """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
-    codes_YW8 = codes_YX.to(torch.int32).unflatten(1, (-1, len(INT4_SHIFTS)))
-    words_YW = torch.zeros(codes_YW8.shape[:2], dtype=torch.int32)
-    for i, shift in enumerate(INT4_SHIFTS):
-        words_YW |= codes_YW8[:, :, i] << shift
-    return words_YW
+    codes_YW = codes_YX.to(torch.uint8).contiguous().view(torch.int64)  # a code per byte
+    halves_YW = []
+    for first_bit in (0, 8):  # every other code
+        spread_YW = codes_YW >> first_bit & 0x000F_000F_000F_000F
+        spread_YW |= spread_YW >> 12  # bits 16 and 48 to 4 and 36
+        spread_YW |= spread_YW >> 24  # and these two halves to bits 0 and 8
+        halves_YW.append(spread_YW & 0xFFFF)
+    return (halves_YW[0] | halves_YW[1] << 16).to(torch.int32)
 
 
 def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor, Tensor]:

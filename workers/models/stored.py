@@ -73,12 +73,12 @@ class StoredMatrix:
     def __getitem__(self, window: tuple[slice, slice]) -> Tensor:
         rows, columns = (range(size)[part] for size, part in zip(self._shape, window, strict=True))
         group_X = self._group_X[columns.start : columns.stop]
-        codes_YX = self._window([rows, columns])
+        values_YX = self._window([rows, columns]).to(torch.float32)
         if self._zeros_YG is not None:
-            codes_YX = codes_YX - self._zeros_YG[rows.start : rows.stop][:, group_X]
+            values_YX -= self._zeros_YG[rows.start : rows.stop][:, group_X]
         elif self._format.zero_offset:
-            codes_YX = codes_YX - self._format.zero_offset
-        return codes_YX.to(torch.float32).mul_(self._scale(rows, group_X))
+            values_YX -= self._format.zero_offset
+        return values_YX.mul_(self._scale(rows, group_X))
 
     def codes(self, rows: range, inputs: range, num_groups: int) -> tuple[Tensor, Tensor, Tensor]:
         """(codes, zero points, scales) of a part, where these inputs are so many groups of one
@@ -88,7 +88,7 @@ class StoredMatrix:
         groups = self._group_X[inputs.start : inputs.stop : step]
         zeros = torch.full((len(rows), num_groups), self._format.zero_offset, dtype=torch.uint8)
         if self._zeros_YG is not None:
-            zeros = self._zeros_YG[rows.start : rows.stop][:, groups].to(torch.uint8)
+            zeros = self._zeros_YG[rows.start : rows.stop][:, groups]
         codes = self._window([rows, inputs])
         codes = codes.view(torch.uint8) if self._format.is_fp8 else codes
         return codes, zeros, self._scale(rows, groups)
@@ -118,7 +118,7 @@ class StoredMatrix:
         return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
 
     def _read_zeros(self) -> Tensor | None:
-        """int32 [Y, G]"""
+        """uint8 [Y, G]"""
         stored_format = self._format
         if stored_format.zeros_suffix is None:
             return None
@@ -161,11 +161,16 @@ class StoredMatrix:
 
 
 def unpack(words: Tensor, order: tuple[int, ...], bits: int, dim: int) -> Tensor:
-    """The codes in int32 `words` [A, B], as int32: [A * codes per word, B] with `dim` 0, [A, B *
-    codes per word] with `dim` 1. order: see `StoredFormat`.
+    """The codes, of 4 or 8 bits, in int32 `words` [A, B], as uint8: [A * codes per word, B] with
+    `dim` 0, [A, B * codes per word] with `dim` 1. order: see `StoredFormat`.
     """
-    shifts = torch.tensor([bits * order.index(code) for code in range(len(order))])
-    shifts = shifts.to(torch.int32)
-    shifts = shifts.view(1, -1, 1) if dim == 0 else shifts
-    codes = (words.unsqueeze(dim + 1) >> shifts) & ((1 << bits) - 1)
+    in_order = words.clone(memory_format=torch.contiguous_format)
+    bytes_AB4 = in_order.view(torch.uint8).unflatten(1, (-1, 4))
+    shape = list(words.shape)
+    shape.insert(dim + 1, len(order))
+    codes = torch.empty(shape, dtype=torch.uint8)
+    for place, code in enumerate(order):
+        byte, shift = divmod(bits * place, 8)
+        shifted_AB = bytes_AB4[:, :, byte] >> shift if shift else bytes_AB4[:, :, byte]
+        torch.bitwise_and(shifted_AB, (1 << bits) - 1, out=codes.select(dim + 1, code))
     return codes.flatten(dim, dim + 1)
