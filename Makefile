@@ -57,6 +57,7 @@ soak: $(VENV)/.ready
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 30 --steps-ahead 0 --seed 1
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 30 --steps-ahead 2 --seed 2
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 25 --tp 1 --seed 3
+	$(BIN)/python -m tests.cluster.recovery.soak --faults 25 --experts --seed 4
 	$(BIN)/python -m tests.cluster.recovery.soak --faults 12 --kinds rank,driver --lose-calls 3
 	$(BIN)/python -m tests.cluster.recovery.false_alarm
 

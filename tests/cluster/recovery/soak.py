@@ -40,6 +40,7 @@ from scheduler.params import SamplingParams
 from tests.cluster.processes import command_of, num_memory_files
 from tests.cluster.recovery.load import Case, History, Load, cases, compare
 from tests.cluster.recovery.poison import POISON, PoisonedDriver
+from tests.default_model.experts import write_model_with_experts
 from workers import faults
 
 SAMPLE_S = 0.05
@@ -352,6 +353,7 @@ def main() -> None:
     parser.add_argument("--steps-ahead", type=int, default=1)
     parser.add_argument("--blocks", type=int, default=70, help="KV blocks; too few for all")
     parser.add_argument("--lose-calls", type=int, default=0, help="percent of Ray's actor calls")
+    parser.add_argument("--experts", action="store_true", help="the default model with experts")
     parser.add_argument("--kinds", default="", help="such as rank,driver; all by default")
     parser.add_argument("--slow-by", type=float, default=1.0, help="factor of all time limits")
     args = parser.parse_args()
@@ -366,7 +368,11 @@ def main() -> None:
     os.environ[faults.FAULTS_VARIABLE] = str(folder)
     of = cases(32, tokens=160, have_grammar=True)
     patch.object(start, "Driver", PoisonedDriver).start()
+    if args.experts:
+        (folder / "model").mkdir()
+        write_model_with_experts(folder / "model")
     with LLM(
+        str(folder / "model") if args.experts else None,
         tensor_parallel_size=args.tp,
         num_steps_ahead=args.steps_ahead,
         device=args.device,
@@ -416,7 +422,12 @@ def main() -> None:
         "faults": sum(soak.done.values()),
         "signals": soak.num_signals,
         "requests": rounds * len(of),
-        "options": {"tp": args.tp, "steps_ahead": args.steps_ahead, "lose_calls": args.lose_calls},
+        "options": {
+            "tp": args.tp,
+            "steps_ahead": args.steps_ahead,
+            "lose_calls": args.lose_calls,
+            "experts": args.experts,
+        },
         "slow_by": args.slow_by,
         "not_as_expected": len(wrong),
         "health_samples": soak.health.num_samples,
