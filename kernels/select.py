@@ -59,7 +59,7 @@ def choose_capabilities(
     return capabilities
 
 
-def backends_with_quantization(quantization: str) -> str:
+def quantization_backends_text(quantization: str) -> str:
     """Which backends can compute here with weights in this format, for a message."""
     return ", ".join(
         f"{backend_name!r} ({device_type})"

@@ -22,7 +22,7 @@ from configs.formats.stored import INT32
 from configs.model import ModelConfig, rope_max_length
 from configs.quantization import INT8, Quantization, computed_quantization, stored_quantization
 from kernels.interface import Capabilities, Kernels
-from kernels.select import backends_with_quantization, choose_capabilities, select_backend
+from kernels.select import choose_capabilities, quantization_backends_text, select_backend
 from scheduler.errors import ConfigError
 
 
@@ -224,7 +224,7 @@ def _quantization(
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible on device {device!r} with kernel"
             f" backend {backend.name!r}; backends that support it here:"
-            f" {backends_with_quantization(quantization.name)}."
+            f" {quantization_backends_text(quantization.name)}."
             f" {_advice(['one of them'], quantization, input_sizes, backend)}"
         )
     if not quantization.fits(input_sizes):

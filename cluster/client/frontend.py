@@ -88,10 +88,12 @@ class Frontend:
             self.driver_handle.submit(requests, refs)
         except BaseException as error:
             self._outstanding_requests.forget(generations)
-            has_refused = isinstance(error, EaglerayError) and not kind_of(error).is_transient
+            has_driver_refused = (
+                isinstance(error, EaglerayError) and not kind_of(error).is_transient
+            )
             must_abort_after_close = self.driver_handle.is_closed and self._on_dead is not None
             # The driver may have them, or receive them later.
-            if not has_refused or must_abort_after_close:
+            if not has_driver_refused or must_abort_after_close:
                 request_ids = [request.request_id for request in requests]
                 # Ray drops the second if a call was lost.
                 self.driver_handle.finish(request_ids, "abort")

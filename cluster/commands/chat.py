@@ -26,7 +26,7 @@ from cluster.client.prompts import Conversation, Message, ParsedPrompt
 from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.grammar.markers import answer_state_after
 from cluster.llm import LLM
-from cluster.resources.session import check_arguments
+from cluster.resources.session import check_arguments_are_utf8
 from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
@@ -188,7 +188,7 @@ def run_chat(config: EngineConfig, sampling_defaults: SamplingParams) -> None:
     """Start an engine, answer lines, stop. Raises `ConfigError` before anything runs for a model
     without a chat template, and `RequestError` at the end if lines of a pipe were refused.
     """
-    check_arguments(sys.argv)
+    check_arguments_are_utf8(sys.argv)
     setup = make_engine_setup(config, sampling_defaults)
     if not setup.has_chat_template:
         raise ConfigError(f"{config.model} has no chat template; use: launch.py generate --raw")

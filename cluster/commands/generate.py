@@ -20,7 +20,7 @@ from cluster.commands.batch import (
     tokenize_batch,
 )
 from cluster.llm import LLM
-from cluster.resources.session import check_arguments
+from cluster.resources.session import check_arguments_are_utf8
 from configs.engine import EngineConfig
 from scheduler.errors import ConfigError, RequestError
 from scheduler.params import SamplingParams
@@ -40,7 +40,7 @@ def run_generate(
     """Check the input, prompts or a file, start an engine, generate, write answers, stop. Raises
     `ClientError` before anything runs.
     """
-    check_arguments(sys.argv)
+    check_arguments_are_utf8(sys.argv)
     if bool(prompts) == (input is not None):
         raise RequestError("give either PROMPTs or --input FILE.jsonl")
     if raw and input is not None:

@@ -87,7 +87,7 @@ def _start(
     )
     undo_stack.callback(_undo_unless_ray_ended, session_lease, placement.remove)
     placement.reserve()
-    owner = DriverOwner(_resolve(setup, device, placement), placement, engine_id)
+    owner = DriverOwner(_resolve_config(setup, device, placement), placement, engine_id)
     frontend = Frontend(
         owner.driver,
         lambda: SESSION.holds(session_lease),
@@ -247,7 +247,7 @@ def start_driver(
     )
 
 
-def _resolve(setup: EngineSetup, device: str, placement: Placement) -> ResolvedConfig:
+def _resolve_config(setup: EngineSetup, device: str, placement: Placement) -> ResolvedConfig:
     """`resolve_config`, run on this machine, or on a node with GPUs if the ranks need them and this
     machine has none: what is installed there matters.
     """

@@ -180,15 +180,15 @@ def _missing_ids(
     if "enum" in schema or "const" in schema:
         return []
     types = schema.get("type")
-    missing_of_types: list[list[int]] = []
+    missing_ids_per_type: list[list[int]] = []
     for type_name in types if isinstance(types, list) else [types]:
         needed_parts = _REQUIRED_PARTS_BY_TYPE.get(type_name)
         needed_schemas = needed_parts(schema) if needed_parts is not None else []
-        missing = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
-        if not missing:
+        missing_ids = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
+        if not missing_ids:
             return []
-        missing_of_types.append(missing)
-    return [part for missing_ids in missing_of_types for part in missing_ids]
+        missing_ids_per_type.append(missing_ids)
+    return [part for missing_ids in missing_ids_per_type for part in missing_ids]
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:

@@ -133,7 +133,7 @@ def _deferred_sigint() -> Iterator[None]:
 
 def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
     """Start or join a Ray; returns its address, or "local"."""
-    check_arguments(sys.argv)
+    check_arguments_are_utf8(sys.argv)
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)
     init_context: AbstractContextManager[None] = nullcontext()
@@ -173,7 +173,7 @@ def find_address(address: str | None) -> str:
     return address or os.environ.get("RAY_ADDRESS") or local_cluster_address() or "local"
 
 
-def check_arguments(arguments: list[str]) -> None:
+def check_arguments_are_utf8(arguments: list[str]) -> None:
     """Raise `ConfigError` for arguments that are not UTF-8: Ray records them, and would fail."""
     for argument in arguments:
         try:

@@ -76,14 +76,14 @@ class StepRows:
         def pad(numbers: Int32Array, length: int, value: int = 0) -> Int32Array:
             return np.pad(numbers, (0, length - len(numbers)), constant_values=value)
 
-        def spread(numbers_B: Int32Array) -> Int32Array:
+        def pad_rows(numbers_B: Int32Array) -> Int32Array:
             front, others = numbers_B[:num_live_rows], numbers_B[num_live_rows:]
             return np.concatenate(
                 (pad(front, num_decode_rows), pad(others, num_rows - num_decode_rows))
             )
 
-        seq_lens_B = spread(self.seq_lens_B)
-        query_lens_B = spread(np.diff(self.query_start_B1))
+        seq_lens_B = pad_rows(self.seq_lens_B)
+        query_lens_B = pad_rows(np.diff(self.query_start_B1))
         query_lens_B[-1] = num_tokens - len(self.slots_T)
         return replace(
             self,
@@ -93,7 +93,7 @@ class StepRows:
             query_start_B1=_running_sum(query_lens_B),
             seq_start_B1=_running_sum(seq_lens_B),
             seq_lens_B=seq_lens_B,
-            slots_B=spread(self.slots_B),
+            slots_B=pad_rows(self.slots_B),
             logits_indices_R=pad(self.logits_indices_R, num_rows),
             num_decode_rows=num_decode_rows,
             max_query_len=num_tokens,

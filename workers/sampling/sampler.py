@@ -7,7 +7,8 @@ Logits are never gathered: ranks exchange maxima, integer weights, lists of the 
 histograms (see `kernels/reference/sampling.py`); the backend's kernels read the logits. On a GPU,
 nothing here makes the host wait for the device. All ranks call in the same order, from one thread.
 Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p,
-pick. Logprobs are of the raw logits.
+pick. Filters compare gaps: by how much a token's logit, divided by the temperature, is below the
+row's largest. Logprobs are of the raw logits.
 Legend: B sampling rows, R rows of one draw, L rows with logprobs, V columns of this rank's shard, X
 blocks of columns or histogram bins, S slots, M alternatives, N ranks.
 """
@@ -239,7 +240,9 @@ class Sampler:
         if filters.max_top_k > 0:
             has_filter_R = filters.top_k_R > 0
             bound_R = torch.where(has_filter_R, infinite_limit_R, empty_limit_R)
-            top_k_limit_R = self._limit(gap_rows, bound_R, filters.top_k_R, by_weight=False)
+            top_k_limit_R = self._find_gap_limit(
+                gap_rows, bound_R, filters.top_k_R, by_weight=False
+            )
             search_limit_R = torch.where(has_filter_R, top_k_limit_R, infinite_limit_R)
         if filters.uses_top_p:
             has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
@@ -250,13 +253,13 @@ class Sampler:
                 gap_rows, torch.where(has_filter_R, search_limit_R, empty_limit_R)
             )
             target_R = sampling.top_p_target(self._group.all_reduce(kept_weight_R), filters.top_p_R)
-            top_p_limit_R = self._limit(gap_rows, bound_R, target_R, by_weight=True)
+            top_p_limit_R = self._find_gap_limit(gap_rows, bound_R, target_R, by_weight=True)
             limit_R = torch.minimum(
                 limit_R, torch.where(has_filter_R, top_p_limit_R, infinite_limit_R)
             )
         return torch.minimum(limit_R, search_limit_R)
 
-    def _limit(
+    def _find_gap_limit(
         self, gap_rows: GapRows, search_limit_R: Tensor, target_R: Tensor, by_weight: bool
     ) -> Tensor:
         """The smallest gap within which there are `target_R` tokens, or that much weight, over all

@@ -18,7 +18,7 @@ from cluster.api.responses.schema import (
     Part,
     ReasoningItem,
 )
-from cluster.api.responses.tools import arguments_of, full_name
+from cluster.api.responses.tools import custom_tool_arguments, full_name
 from cluster.api.schema import RefusalPart, template_call
 from cluster.client.prompts import Message
 from scheduler.errors import RequestError
@@ -87,7 +87,9 @@ def _add(
             earlier_reasoning = turn.get("reasoning_content")
             turn["reasoning_content"] = "\n".join(filter(None, [earlier_reasoning, text]))
     else:
-        arguments = item.arguments if isinstance(item, CallItem) else arguments_of(item.input)
+        arguments = (
+            item.arguments if isinstance(item, CallItem) else custom_tool_arguments(item.input)
+        )
         name = full_name(item.name, item.namespace)
         call = template_call(item.call_id, name, arguments, arguments_as_text=arguments_as_text)
         turn.setdefault("tool_calls", []).append(call)

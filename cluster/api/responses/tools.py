@@ -110,7 +110,7 @@ def full_name(name: str, namespace: str | None) -> str:
     return name if namespace is None else f"{namespace}.{name}"
 
 
-def arguments_of(text: str) -> str:
+def custom_tool_arguments(text: str) -> str:
     """The arguments with which the model calls a custom tool."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
