@@ -59,7 +59,7 @@ class BlockUser(Protocol):
     num_published_blocks: int
 
     @property
-    def reads_prefixes(self) -> bool:
+    def reads_prefix_cache(self) -> bool:
         """Whether it may share blocks that hold its beginning."""
 
 
@@ -198,7 +198,7 @@ class BlockManager:
     def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
         """The published blocks that hold the beginning of a sequence, up to the first miss."""
         cached_blocks: list[Block] = []
-        if not self._caches_prefixes or not seq.reads_prefixes:
+        if not self._caches_prefixes or not seq.reads_prefix_cache:
             return cached_blocks
         parent_serial = ROOT_SERIAL
         for index in range(len(seq.token_ids) // self.block_size):

@@ -94,7 +94,7 @@ class Sequence:
         )
 
     @property
-    def reads_prefixes(self) -> bool:
+    def reads_prefix_cache(self) -> bool:
         """Whether it may begin with blocks of others, which leaves their tokens without logits."""
         return not self.needs_prompt_logprobs
 

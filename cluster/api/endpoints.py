@@ -86,10 +86,10 @@ class Job:
 
     def check(self, generations: list[Generation]) -> None:
         """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
-        num_tokens = _num_prompt_tokens(generations)
+        num_prompt_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
-            check_bound("repeated prompt", num_tokens, "prompts in each output", "n")
-        num_logprobs = num_tokens * self.logprobs_per_prompt_token + self.max_output_logprobs
+            check_bound("repeated prompt", num_prompt_tokens, "prompts in each output", "n")
+        num_logprobs = num_prompt_tokens * self.logprobs_per_prompt_token + self.max_output_logprobs
         check_bound("alternatives", num_logprobs, "prompts and outputs together", "logprobs")
 
     def num_answer_tokens(self, generations: list[Generation]) -> int:

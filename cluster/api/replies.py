@@ -214,7 +214,7 @@ class ChatWriter(OpenAIWriter):
         super().__init__(
             "chatcmpl", "chat.completion", model, generations, includes_token_ids=includes_token_ids
         )
-        self._tokenizer, self._state, self._has_tools = tokenizer, state, has_tools
+        self._tokenizer, self._first_state, self._has_tools = tokenizer, state, has_tools
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
         self._is_text_only = not includes_token_ids  # as long as no chunk has log probabilities
@@ -260,7 +260,7 @@ class ChatWriter(OpenAIWriter):
         def content(text: str) -> bytes:
             return self._events(self.CHUNK_OBJECT, [_delta(index, {"content": text})])
 
-        parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._first_state, looks_for_calls=self._has_tools)
         return _ChatChoice(parser, TextEventTemplate(reasoning), TextEventTemplate(content))
 
     def body(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class ChatWriter(OpenAIWriter):
         return {"prompt_token_ids": self._generations[0].prompt_token_ids}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = AnswerParser(self._state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._first_state, looks_for_calls=self._has_tools)
         parts = parser.push(completion.text)
         remaining_parts = parser.finish(is_cut_off=completion.is_cut_off)
         reasoning = parts.reasoning + remaining_parts.reasoning

@@ -87,7 +87,7 @@ class DriverHandle:
         # belongs to no other call.
         self._send_executor = ThreadPoolExecutor(1, "eagleray-finish")
         self._replace_lock = threading.Lock()
-        self._started_s = time.monotonic()
+        self._actor_since_s = time.monotonic()
         self._no_room_since_s: float | None = None  # for answers to polls
 
     def close(self) -> None:
@@ -279,7 +279,7 @@ class DriverHandle:
         except (DriverDiedError, NoAnswerError) as error:
             self.replace_driver(actor, error)
         else:
-            self.has_been_healthy |= time.monotonic() - self._started_s > MIN_HEALTHY_UPTIME_S
+            self.has_been_healthy |= time.monotonic() - self._actor_since_s > MIN_HEALTHY_UPTIME_S
 
     def replace_driver(self, actor: Any, error: EaglerayError) -> None:
         """Have the owner replace this driver, unless another thread has done so, and send every
@@ -310,7 +310,7 @@ class DriverHandle:
             self.death_error = death
             raise
         self.death_error, self.has_been_healthy = None, False
-        self._started_s = time.monotonic()
+        self._actor_since_s = time.monotonic()
         return successor
 
     def _watch_end(self, actor: Any) -> None:

@@ -98,12 +98,16 @@ class ChunkStream:
         waiter = self._waiter
         if waiter is None or waiter.done():
             return  # what was received is read later
-        if self._items and self._take_now is not None and self._try_take_now(self._take_now):
+        if (
+            self._items
+            and self._take_now is not None
+            and self._take_or_note_failure(self._take_now)
+        ):
             self._items = []
         if self._items or self._end_futures or self._failure is not None:
             waiter.set_result(None)
 
-    def _try_take_now(self, take_now: TakeNow) -> bool:
+    def _take_or_note_failure(self, take_now: TakeNow) -> bool:
         try:
             return take_now(self._items)
         except Exception as error:  # of this stream; the relay goes on with the others

@@ -43,11 +43,10 @@ def run_status(address: str | None) -> None:
                 table.add_row(name, application.status, *map(str, cells))
             if not engines:
                 table.add_row(name, application.status)
-            remark = shortage_of_application(name)
-            if not remark and application.status != ApplicationStatus.RUNNING:
-                remark = reported_reason(application, default="")
-            if remark:
-                remarks.append(f"{name}: {remark}")
+            reasons = [shortage_of_application(name)]
+            if application.status != ApplicationStatus.RUNNING:
+                reasons.append(reported_reason(application, default=""))
+            remarks += [f"{name}: {reason}" for reason in reasons if reason]
         console = Console(width=max(120, Console().width))
         console.print(table)
         for remark in remarks:

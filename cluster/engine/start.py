@@ -35,7 +35,7 @@ from workers.configuration import has_cuda, resolve_config
 from workers.models.local import recheck_checkpoint
 
 MAX_DEATHS_WITHOUT_NEWS = 5
-END_RETRY_PAUSE_S = 0.5
+ENDING_RETRY_PAUSE_S = 0.5
 
 logger = logging.getLogger("eagleray")
 
@@ -215,7 +215,7 @@ class DriverOwner:
                     report = recovery.report()
                     raise EngineDeadError(f"no driver could be started: {report}") from failure
                 logger.warning("the driver is not replaced yet: %s", reason.split("\n")[0])
-                time.sleep(END_RETRY_PAUSE_S)
+                time.sleep(ENDING_RETRY_PAUSE_S)
 
     def _end_processes(self) -> None:
         ray.kill(self.driver)

@@ -55,7 +55,7 @@ class Merger:
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._num_merged_keywords = self._num_compared_pairs = 0
+        self._num_keywords_to_merge = self._num_compared_pairs = 0
 
     def merged(self, parts: Sequence[Any], select_keywords: Any) -> Any:
         """One schema for all parts, which may be booleans. `select_keywords` says which keywords of
@@ -83,12 +83,12 @@ class Merger:
     def _count_keywords(self, parts: Sequence[Any]) -> None:
         """Raise `CannotMergeError` if there are too many parts, which may multiply."""
         for part in parts:
-            self._num_merged_keywords += 1
+            self._num_keywords_to_merge += 1
             if isinstance(part, Mapping):
-                self._num_merged_keywords += (
+                self._num_keywords_to_merge += (
                     len(part) + len(_properties(part)) + len(_required_names(part))
                 )
-        if self._num_merged_keywords > MAX_MERGED_KEYWORDS:
+        if self._num_keywords_to_merge > MAX_MERGED_KEYWORDS:
             raise CannotMergeError(
                 f"more than {MAX_MERGED_KEYWORDS} keywords would have to be merged"
             )

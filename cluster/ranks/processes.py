@@ -174,7 +174,7 @@ def run_on_node(
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*arguments)
     action, deadline_s = f"run {function.__name__} on node {node_id}", time.monotonic() + limit_s
-    while _is_alive(node_id):
+    while _is_node_alive(node_id):
         remote_function = ray.remote(function).options(
             num_cpus=0,
             max_retries=3,
@@ -183,7 +183,7 @@ def run_on_node(
         )
         ref = start_call(remote_function, action, *arguments)
         while not ray.wait([ref], timeout=NODE_CHECK_PERIOD_S)[0]:
-            if not _is_alive(node_id):
+            if not _is_node_alive(node_id):
                 return None
             if time.monotonic() > deadline_s:
                 raise NoAnswerError(f"could not {action}: no answer within {limit_s:g} s")
@@ -197,7 +197,7 @@ def run_on_node(
     return None
 
 
-def _is_alive(node_id: str) -> bool:
+def _is_node_alive(node_id: str) -> bool:
     return any(node["NodeID"] == node_id for node in living_nodes())
 
 

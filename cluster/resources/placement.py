@@ -105,7 +105,9 @@ def shortage_of_groups(name_prefix: str) -> str:
         return ""
     bundles = list(waiting_groups[0]["bundles"].values())
     device = "cuda" if "GPU" in bundles[0] else "cpu"
-    return shortage_message(len(bundles), device, NO_ROOM_YET, len(waiting_groups))
+    return shortage_message(
+        len(bundles), device, NO_ROOM_YET, len(waiting_groups), waiting_groups[0]["strategy"]
+    )
 
 
 class Placement:

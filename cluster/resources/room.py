@@ -73,10 +73,15 @@ def placement_strategy(tensor_parallel_size: int, device: str) -> str:
 
 
 def shortage_message(
-    tensor_parallel_size: int, device: str, problem: str, num_groups: int = 1
+    tensor_parallel_size: int,
+    device: str,
+    problem: str,
+    num_groups: int = 1,
+    strategy: str | None = None,
 ) -> str:
     """A message that begins with `problem`: what is needed, what each node has, and what to do.
-    `num_groups`: engines, each with so many ranks.
+    `num_groups`: engines, each with so many ranks. `strategy`: by which they are placed; None: that
+    of new ones.
     """
     bundle = bundle_of(device)
     needed_resources = {
@@ -94,8 +99,9 @@ def shortage_message(
     needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed_resources.items())
     if num_groups > 1:
         problem += f" {num_groups} replicas with"
-        if placement_strategy(tensor_parallel_size, device) == "STRICT_PACK":
-            needed_text += ", each replica on one node"
+    strategy = strategy or placement_strategy(tensor_parallel_size, device)
+    if strategy == "STRICT_PACK" and tensor_parallel_size > 1:
+        needed_text += ", each replica on one node" if num_groups > 1 else ", on one node"
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
         f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"

@@ -63,12 +63,17 @@ class RunningApplication:
 
         def log_waits() -> None:
             while not end_event.wait(LOG_PERIOD_S):
-                if shortage := shortage_of_application(self._name):
+                try:
+                    shortage = shortage_of_application(self._name)
+                except Exception as error:  # of Ray, which the start meets too, and tells
+                    logger.debug("what the cluster lacks is not known: %s", error)
+                    continue
+                if shortage:
                     logger.warning("waiting for %.0f s: %s", time.monotonic() - began_s, shortage)
 
         thread = threading.Thread(target=log_waits, name="eagleray-waits", daemon=True)
-        thread.start()
         try:
+            thread.start()
             yield
         finally:
             end_event.set()

@@ -67,8 +67,8 @@ def qk_norm_rope_store(
     q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
     weights = as_array(q_weight_D), as_array(k_weight_D), np.float32(eps)
     rotary = cos_sin_LD.numpy(), positions_T.numpy()
-    caches = as_array(k_view), as_array(v_view), kv_places_T.numpy()
-    _qk_norm_rope_store(as_array(qkv_TXD), *weights, *rotary, *caches, as_array(q_THD))
+    cache_arguments = as_array(k_view), as_array(v_view), kv_places_T.numpy()
+    _qk_norm_rope_store(as_array(qkv_TXD), *weights, *rotary, *cache_arguments, as_array(q_THD))
     return q_THD
 
 
@@ -213,8 +213,8 @@ def _qk_norm_rope_store(
 ) -> None:
     weights = (q_weight_D, k_weight_D, eps)
     rotary = (cos_sin_LD, positions_T)
-    caches = (k_NKDPW, v_NKPDW, kv_places_T)
-    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *caches, q_THD))
+    cache_arguments = (k_NKDPW, v_NKPDW, kv_places_T)
+    parallel_for(len(qkv_TXD), _store_token, (qkv_TXD, *weights, *rotary, *cache_arguments, q_THD))
 
 
 @fast_jit

@@ -55,9 +55,9 @@ class CpuGrouped:
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product, for scales of each kind."""
         kinds = (torch.float32,) if self._is_e4m3 else (torch.float16, torch.bfloat16)
-        return [partial(self._run_once, dtype, kind) for kind in kinds]
+        return [partial(self._run_dummy_product, dtype, kind) for kind in kinds]
 
-    def _run_once(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    def _run_dummy_product(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
         words, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8)
         weight = GroupedCodes(
             words_YW=words.view(torch.uint8) if self._is_e4m3 else words,

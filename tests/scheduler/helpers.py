@@ -26,7 +26,7 @@ class User:
     cache_salt: str = ""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
-    reads_prefixes: bool = True
+    reads_prefix_cache: bool = True
     num_published_blocks: int = 0
 
 

@@ -123,7 +123,7 @@ class _LooseManager(BlockManager):
     def _find_cached_blocks(self, seq: BlockUser) -> list[Block]:
         found: list[Block] = []
         parent_serial = ROOT_SERIAL
-        reads = self._caches_prefixes and seq.reads_prefixes
+        reads = self._caches_prefixes and seq.reads_prefix_cache
         for index in range(len(seq.token_ids) // self.block_size if reads else 0):
             block = self._prefix_index.get(self._block_hash(seq, index))
             if block is None or not self._matches(block, seq, index, parent_serial):
@@ -159,7 +159,7 @@ class HitAfterMiss(BlockManager):
         index = len(found) + 1
         if (
             self._caches_prefixes
-            and seq.reads_prefixes
+            and seq.reads_prefix_cache
             and index < len(seq.token_ids) // self.block_size
         ):
             block = self._prefix_index.get(self._block_hash(seq, index))
@@ -205,6 +205,6 @@ class ScoredPromptReadsPrefixes(BlockManager):
             block_table=seq.block_table,
             block_hashes=seq.block_hashes,
             num_published_blocks=seq.num_published_blocks,
-            reads_prefixes=True,
+            reads_prefix_cache=True,
         )
         return super()._find_cached_blocks(reader)

@@ -39,7 +39,7 @@ class MessageLogprobs:
         self._partial_token_indices: list[int] = []  # of tokens whose character is not complete
         self._entries: dict[int, dict[str, Any]] = {}  # by index, of tokens that may be needed
         self._num_tokens = 0
-        self._is_in_message = False
+        self._is_message_open = False
 
     def push(self, token_ids: Seq[int], logprobs: Seq[TokenLogprobs | None] | None) -> None:
         """Add tokens of the output."""
@@ -78,14 +78,14 @@ class MessageLogprobs:
     def _add_parts(self, parts: AnswerParts) -> None:
         text = parts.content
         if parts.reasoning or parts.calls:
-            self._is_in_message = False
+            self._is_message_open = False
         if not text:
             return
         while self._pending_characters and self._pending_characters[0][0] != text[0]:
             del self._pending_characters[0]  # line ends behind a marker
-        if not self._is_in_message:
+        if not self._is_message_open:
             self.messages.append([])
-            self._is_in_message = True
+            self._is_message_open = True
         indices = [
             index
             for _, token_indices in self._pending_characters[: len(text)]

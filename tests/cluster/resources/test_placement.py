@@ -49,6 +49,7 @@ class MadeUpRay:
         self.groups[key] = {
             "name": name,
             "state": "PENDING",
+            "strategy": strategy,
             "bundles": dict(enumerate(bundles)),
             "bundles_to_node_id": {},
         }
@@ -130,13 +131,14 @@ def test_a_wait_for_nodes_ends(ray: MadeUpRay) -> None:
 
 def test_what_engines_of_an_application_wait_for_is_said(ray: MadeUpRay) -> None:
     for name, num_bundles in [("chat#0", 2), ("chat#1", 9), ("chat#2", 9), ("chatter#0", 9)]:
-        ray.make([{"CPU": 1.0}] * num_bundles, "PACK", name)
+        ray.make([{"CPU": 1.0}] * num_bundles, "STRICT_PACK", name)
     assert shortage_of_groups("chat#").startswith(
-        "there is no room yet for 2 replicas with tensor_parallel_size 9: needed 18 CPU; nodes have"
-        " [host-a: 2 CPU (0 free); host-b: 2 CPU (0 free)]"
+        "there is no room yet for 2 replicas with tensor_parallel_size 9: needed 18 CPU,"
+        " each replica on one node; nodes have [host-a: 2 CPU (0 free); host-b: 2 CPU (0 free)]"
     )
-    for key in ("01", "02"):
-        ray.place(key, *"ab")
+    ray.place("02", *"ab")
+    assert "size 9: needed 9 CPU, on one node; nodes have" in shortage_of_groups("chat#")
+    ray.place("01", *"ab")
     assert shortage_of_groups("chat#") == ""
 
 

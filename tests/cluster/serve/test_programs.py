@@ -136,7 +136,11 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
 ) -> None:
     """The commands that change the cluster run as programs, those that do not in this process."""
     import ray
-    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
 
     url, _ = served
     address = ray.get_runtime_context().gcs_address
@@ -165,6 +169,10 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
     assert answer.status_code == 200, answer.text
     assert httpx.get(f"{url}/other/v1/models").json()["data"][0]["id"] == small_model.path.name
     assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "tiny"
+    names_of_placed = [
+        group["name"] for group in placement_group_table().values() if group["state"] == "CREATED"
+    ]
+    assert any(name.startswith("SERVE_REPLICA::other#engine#") for name in names_of_placed)
     more = placement_group([{"CPU": 1.0}] * 1000, name="SERVE_REPLICA::other#engine#more")
     waiting = launch_here("status").stdout.splitlines()[-1]
     remove_placement_group(more)
