@@ -50,7 +50,7 @@ class ApiProcess:
 
     async def listen(self, path: str) -> None:
         """Take connections from the port with this Unix socket."""
-        self._listener = HttpListener(self._api, ServeConfig(shared_port=path))
+        self._listener = HttpListener(self._api, ServeConfig(shared_port_path=path))
 
 
 def serve(args: argparse.Namespace) -> None:

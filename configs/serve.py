@@ -13,7 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
-_LAUNCH_FIELDS = ("listen_address", "shared_port", "bound_host")
+_LAUNCH_FIELDS = ("listen_address", "shared_port_path", "bound_host")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ class ServeConfig:
         at_most=MAX_TIMEOUT_S,
     )
 
-    # Host and port at which the API process itself listens, or where several of them join the port
-    # that they share; without either, requests come through Serve.
+    # Host and port at which the API process itself listens, or the socket through which several of
+    # them get the port that they share; without either, requests come through Serve.
     listen_address: tuple[str, int] | None = None
-    shared_port: str | None = None
+    shared_port_path: str | None = None
     # Host at which HTTP arrives, if it is known.
     bound_host: str | None = None
 
@@ -145,12 +145,14 @@ class ServeConfig:
         a port, otherwise in each.
         """
         max_open_outputs = self.max_open_requests * (self.max_replicas or self.replicas)
-        return max_open_outputs if self.shared_port else -(-max_open_outputs // self.api_replicas)
+        return (
+            max_open_outputs if self.shared_port_path else -(-max_open_outputs // self.api_replicas)
+        )
 
     @property
     def listens_itself(self) -> bool:
         """Whether the API takes connections itself, and not from Ray Serve's proxy."""
-        return self.listen_address is not None or self.shared_port is not None
+        return self.listen_address is not None or self.shared_port_path is not None
 
     @staticmethod
     def split_names(text: str | None) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ class Runner:
             def begins_output(prompt_index: int, chunk: Chunk) -> bool:
                 return not request_timer.has_begun(prompt_index * num_outputs + chunk.index)
 
-            def take_now(items: list[Item]) -> bool:
+            def try_send_now(items: list[Item]) -> bool:
                 """What streams bring most often, without a turn of this task. Not how outputs
                 begin: each may repeat a long prompt, and the scores of its tokens.
                 """
@@ -194,7 +194,7 @@ class Runner:
 
             exchange.keep_alive(self._limits.ping_interval_s)
             try:
-                while items := await chunks.next(take_now):
+                while items := await chunks.next(try_send_now):
                     note_tokens(items)
                     if data := await _events_in_turns(writer, items):
                         await exchange.send_events(data)

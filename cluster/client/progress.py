@@ -36,11 +36,11 @@ class ProgressBar:
             TextColumn(speed_format),
             console=Console(stderr=True),
         )
-        self._task = self._progress.add_task("requests", total=None, prefill=0.0, decode=0.0)
+        self._task_id = self._progress.add_task("requests", total=None, prefill=0.0, decode=0.0)
 
     def expect(self, num_outputs: int) -> None:
         """How many outputs there will be."""
-        self._progress.update(self._task, total=num_outputs)
+        self._progress.update(self._task_id, total=num_outputs)
 
     def sink(self) -> Sink:
         """Takes the chunks of one request."""
@@ -59,7 +59,7 @@ class ProgressBar:
             self._num_decoded_tokens += len(chunk.token_ids)
             seconds = time.perf_counter() - self._began_s
             self._progress.update(
-                self._task,
+                self._task_id,
                 advance=int(chunk.finish_reason is not None),
                 prefill=self._num_prefilled_tokens / seconds,
                 decode=self._num_decoded_tokens / seconds,

@@ -34,7 +34,7 @@ from scheduler.errors import ConfigError, EaglerayError, EngineDeadError, Engine
 from workers.configuration import has_cuda, resolve_config
 from workers.models.local import recheck_checkpoint
 
-MAX_DEATHS_WITHOUT_NEWS = 5
+MAX_EARLY_DRIVER_DEATHS = 5
 ENDING_RETRY_PAUSE_S = 0.5
 
 logger = logging.getLogger("eagleray")
@@ -123,7 +123,7 @@ class DriverOwner:
         self.placement = placement
         self._engine_id = engine_id
         self._first_report: StartReport | None = None
-        self._num_deaths_without_news = 0  # in a row
+        self._num_early_driver_deaths = 0  # in a row
         self._recovery: Recovery | None = None  # while the driver is replaced
         self._is_stopped = False
         self.driver = start_driver(config, placement, self._engine_id)
@@ -148,10 +148,10 @@ class DriverOwner:
         logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
         if self._first_report is None:
             raise error  # it has never served
-        self._num_deaths_without_news = 0 if has_been_healthy else self._num_deaths_without_news + 1
-        if self._num_deaths_without_news > MAX_DEATHS_WITHOUT_NEWS:
+        self._num_early_driver_deaths = 0 if has_been_healthy else self._num_early_driver_deaths + 1
+        if self._num_early_driver_deaths > MAX_EARLY_DRIVER_DEATHS:
             raise EngineDeadError(
-                f"{self._num_deaths_without_news} drivers died one after another before they had"
+                f"{self._num_early_driver_deaths} drivers died one after another before they had"
                 f" any news; the last one: {error}"
             )
         limit_s = self._timeouts.give_up_after_s

@@ -42,7 +42,7 @@ class Recovery:
     # Since the last result: the loss, then starts.
     failures: list[str] = field(default_factory=list)
     _first_fault_s: float = 0.0
-    _next_attempt_s: float = 0.0
+    _next_attempt_at_s: float = 0.0
     _serving_since_s: float = 0.0
 
     def note_fault(self, reason: str) -> bool:
@@ -64,7 +64,7 @@ class Recovery:
             self.state = RecoveryState.DEAD
             return
         delay_s = BACKOFF_DELAYS_S[min(len(self.failures), len(BACKOFF_DELAYS_S)) - 1]
-        self._next_attempt_s = now_s + delay_s
+        self._next_attempt_at_s = now_s + delay_s
         self.state = RecoveryState.BACKOFF if delay_s else RecoveryState.ASSEMBLING
 
     def give_up_if_too_late(self, reason: str) -> bool:
@@ -82,11 +82,11 @@ class Recovery:
         """Seconds until the next attempt is due."""
         if self.state is not RecoveryState.BACKOFF:
             return 0.0
-        return max(0.0, self._next_attempt_s - self.clock())
+        return max(0.0, self._next_attempt_at_s - self.clock())
 
     def retry(self) -> bool:
         """Begin the next attempt if it is due. Returns whether it began."""
-        if self.state is RecoveryState.BACKOFF and self.clock() >= self._next_attempt_s:
+        if self.state is RecoveryState.BACKOFF and self.clock() >= self._next_attempt_at_s:
             self.state = RecoveryState.ASSEMBLING
             return True
         return False

@@ -44,8 +44,8 @@ def application(config: ServeConfig) -> serve.Application:
     """The application of a configuration. Raises `ConfigError`, `RequestError`."""
     make_engine_setup(config.engine, SamplingParams.from_dict(config.sampling))
     timeouts = Timeouts.from_options(config.engine)
-    if raised_limits := timeouts.describe_raised_limits():
-        logger.info("to fit the options of the engine: %s", raised_limits)
+    if raised_limits_text := timeouts.describe_raised_limits():
+        logger.info("to fit the options of the engine: %s", raised_limits_text)
     num_ranks = config.engine.tensor_parallel_size
     if not ray.is_initialized():
         ray.init(address="auto")

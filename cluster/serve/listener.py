@@ -25,7 +25,9 @@ class HttpListener:
     def __init__(self, api: Api, config: ServeConfig) -> None:
         """Raises `ConfigError` or `EngineError` if it cannot listen there."""
         port_member = (
-            SharedPortMember(config.shared_port) if config.shared_port is not None else None
+            SharedPortMember(config.shared_port_path)
+            if config.shared_port_path is not None
+            else None
         )
         sockets = [] if config.listen_address is None else bound_sockets(*config.listen_address)
         self._server = uvicorn.Server(server_config(api, log_level="warning"))

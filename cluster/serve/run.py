@@ -182,7 +182,7 @@ def _start(job: ServeJob, port_owner: SharedPortOwner | None, *, listens_itself:
     config = dataclasses.replace(
         job.config,
         listen_address=(job.host, job.port) if listens_itself and port_owner is None else None,
-        shared_port=port_owner.path if port_owner is not None else None,
+        shared_port_path=port_owner.path if port_owner is not None else None,
         bound_host=job.host,
     )
     serve.start(

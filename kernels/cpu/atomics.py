@@ -122,16 +122,16 @@ thread_cpu_ns = _clock(time.CLOCK_THREAD_CPUTIME_ID)
 @intrinsic
 def take_byte(typing_context: Any, descriptor: Any) -> Any:
     """Wait for a byte in a pipe and take it. A signal may end the wait before."""
-    return types.void(types.int64), _transfer("read")
+    return types.void(types.int64), _byte_call("read")
 
 
 @intrinsic
 def put_byte(typing_context: Any, descriptor: Any) -> Any:
     """Put a byte into a pipe."""
-    return types.void(types.int64), _transfer("write")
+    return types.void(types.int64), _byte_call("write")
 
 
-def _transfer(name: str) -> Callable[..., Any]:
+def _byte_call(name: str) -> Callable[..., Any]:
     """A call of the system's `read` or `write`, as `name` says, with one byte."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

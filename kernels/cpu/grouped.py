@@ -40,7 +40,7 @@ from kernels.interface import GroupedCodes
 from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 _HAS_DOT_PRODUCTS = has_dot_products()
 _NO_BIAS = torch.empty(0)
 _NO_ZEROS = torch.empty(0, 0, 0, dtype=torch.uint8)
@@ -147,12 +147,12 @@ def _multiply_panel(
     num_rows, size_in = x_TX.shape
     num_groups = scale_NGP.shape[1]
     group_size, codes_per_word = size_in // num_groups, size_in // words_NWP.shape[1]
-    sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT, np.float32)
-    first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
+    sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT_BYTES, np.float32)
+    first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
     sums_address = sums.ctypes.data + 4 * first_sum
     totals = np.zeros_like(sums)
     scale_P, zeros_P = np.empty(PANEL_FEATURES, np.float32), np.zeros(PANEL_FEATURES, np.float32)
-    buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT, np.uint8)
+    buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT_BYTES, np.uint8)
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):
         x = x_TX.ctypes.data + group * group_size * x_TX.itemsize, x_TX.strides[0], x_TX[0, 0]
@@ -192,7 +192,7 @@ def _add_group_product(
     num_rows, num_word_rows, steps_per_row = sizes
     words_address, word = words
     x_address, x_stride, element = x
-    buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT
+    buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT_BYTES
     rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL_FEATURES * STEP_BYTES)
     widened = buffer_address, PANEL_FEATURES * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):

@@ -32,7 +32,7 @@ CACHED_ROWS = 256  # rows of x that stay in the second-level cache from panel to
 _CHUNK_BYTES = 8192  # of weights
 # Products of float32 added in one sum; longer rows add several such sums, which is more accurate.
 _STEPS_PER_SPAN = 1024
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 _BFLOAT16_BYTES = 2
 # Rows of a tile of 16 columns. Six times two registers of sums, two of weights and one of x fill a
 # register file of sixteen; where one register holds a panel, eight sums keep two multipliers busy.
@@ -61,8 +61,8 @@ def _panel_product(
         address, panel_bytes, element = weight
         num_rows, x_stride = len(x_TX), x_TX.shape[1] * x_TX.itemsize
         num_steps = x_stride // STEP_BYTES
-        sums = np.zeros(num_rows * width + _ALIGNMENT, sum_type)
-        first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT // 4)
+        sums = np.zeros(num_rows * width + _ALIGNMENT_BYTES, sum_type)
+        first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
         rows_of_sums = sums.ctypes.data + 4 * first_sum, 4 * width
         if widens:
             totals, widened = np.zeros_like(sums), np.empty(steps_per_chunk * width, np.float32)

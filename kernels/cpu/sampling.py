@@ -41,7 +41,7 @@ def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
     sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
     sampling_weights.block_weights(
-        _gap_arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
+        _as_gap_arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
     )
     return sums_RX, total_R
 
@@ -51,13 +51,13 @@ def pick_column(
 ) -> Tensor:
     column_R = torch.empty_like(target_weight_R)
     arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, target_weight_R, column_R))
-    sampling_weights.pick_column(_gap_arrays(gap_rows), *arrays)
+    sampling_weights.pick_column(_as_gap_arrays(gap_rows), *arrays)
     return column_R
 
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
-    sampling_limits.list_nearest(_gap_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
+    sampling_limits.list_nearest(_as_gap_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
     return list_RK
 
 
@@ -84,7 +84,7 @@ def gap_histogram(
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
     bounds, histogram = (limit_R.numpy(), prefix_R.numpy()), histogram_RSX.numpy()
     sampling_limits.gap_histogram(
-        _gap_arrays(gap_rows), *bounds, shift, num_bits, by_weight, histogram
+        _as_gap_arrays(gap_rows), *bounds, shift, num_bits, by_weight, histogram
     )
     return histogram_RSX.sum(dim=1)
 
@@ -116,7 +116,7 @@ def run_each_once(dtype: torch.dtype) -> None:
         mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 
-def _gap_arrays(gap_rows: GapRows) -> GapArrays:
+def _as_gap_arrays(gap_rows: GapRows) -> GapArrays:
     row_tensors = (gap_rows.block_max_BX, gap_rows.rows_R, gap_rows.max_R, gap_rows.temperature_R)
     logits_BV = as_array(gap_rows.logits_BV)
     return logits_BV, *(tensor.numpy() for tensor in row_tensors)  # type: ignore[return-value]

@@ -49,7 +49,7 @@ _LN2_HIGH = tl.constexpr(0.693359375)
 _LN2_LOW = tl.constexpr(-2.12194440e-4)
 _TOP_P_ONE = tl.constexpr(TOP_P_ONE)
 _INFINITY_BITS = tl.constexpr(INFINITY_BITS)
-_NO_TOKEN_ENTRY = tl.constexpr(INFINITY_BITS << 32)
+_EMPTY_ENTRY = tl.constexpr(INFINITY_BITS << 32)
 _GOLDEN_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMIX64)
 
 
@@ -639,7 +639,7 @@ def _limits_from_lists(  # type: ignore[no-untyped-def]
     entries_C = tl.arange(0, PADDED_ENTRIES)
     num_entries = num_ranks * max_top_k
     list_C = tl.load(
-        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_NO_TOKEN_ENTRY
+        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_EMPTY_ENTRY
     )
     gaps_C = _entry_gaps(list_C)
     limit = _gap_at_target(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
@@ -653,7 +653,7 @@ def _limits_from_lists(  # type: ignore[no-untyped-def]
         list_C = tl.load(
             list_NRK + rank_row * max_top_k + entries_C,
             mask=entries_C < max_top_k,
-            other=_NO_TOKEN_ENTRY,
+            other=_EMPTY_ENTRY,
         )
         tl.store(kept_weight_NR + rank_row, tl.sum(_entry_weights(list_C, limit), 0))
 

@@ -44,7 +44,7 @@ def test_a_fixed_number_of_replicas_is_not_scaled() -> None:
 def test_the_limit_of_open_outputs_is_divided_only_where_it_cannot_be_shared() -> None:
     config = ServeConfig(api_replicas=3, replicas=2, max_open_requests=100)
     assert config.max_open_outputs == 67
-    assert dataclasses.replace(config, shared_port="/tmp/port").max_open_outputs == 200
+    assert dataclasses.replace(config, shared_port_path="/tmp/port").max_open_outputs == 200
     assert ServeConfig(max_open_requests=100).max_open_outputs == 100
 
 

@@ -8,8 +8,8 @@ from scheduler.messages import EngineStats
 INTRODUCTION = f"""\
 # Metrics
 
-What `/metrics` answers in the format of Prometheus; Ray's own metrics have it too, without buckets, as gauges of
-each replica. This page is made from [what is counted](../cluster/api/metrics.py).
+What `/metrics` answers in the format of Prometheus; Ray's own metrics have it too, without buckets,
+as gauges of each replica. This page is made from [what is counted](../cluster/api/metrics.py).
 
 - A histogram has `_bucket`, `_sum` and `_count`, a summary the last two.
 - The numbers of all API processes and of all engines are added up. Not added up, but the largest:

@@ -85,12 +85,12 @@ def expected_tensors(
     }
     for index in range(model.num_hidden_layers):
         layer = f"model.layers.{index}"
-        layer_matrices = matrices
+        shape_by_matrix = matrices
         if model.has_experts(index):
             tensors |= _expert_tensors(model, f"{layer}.mlp", has_merged_experts, plain_names)
         else:
-            layer_matrices = matrices | _mlp_matrices("mlp", hidden_size, model.intermediate_size)
-        for name, shape in layer_matrices.items():
+            shape_by_matrix = matrices | _mlp_matrices("mlp", hidden_size, model.intermediate_size)
+        for name, shape in shape_by_matrix.items():
             tensors |= _matrix_tensors(model, f"{layer}.{name}.weight", shape, plain_names)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]

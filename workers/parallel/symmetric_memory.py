@@ -25,7 +25,7 @@ from workers.parallel import segment
 from workers.parallel.backend import TorchTransport
 
 MAX_TENSOR_BYTES = 2**20
-_ONE_SHOT_SIZES, _MULTIMEM_SIZES = (2, 4), (8,)
+_ONE_SHOT_RANK_COUNTS, _MULTIMEM_RANK_COUNTS = (2, 4), (8,)
 _DTYPES = (torch.bfloat16, torch.float32)
 # Addresses and sizes must be multiples of this; those of torch's allocations are.
 _ALIGNMENT_BYTES = 16
@@ -51,7 +51,7 @@ class SymmetricMemoryReducer:
             MAX_TENSOR_BYTES, dtype=torch.uint8, device=nccl.device
         )
         memory = library.rendezvous(self._symmetric_buffer, group)
-        if size in _MULTIMEM_SIZES and not memory.multicast_ptr:
+        if size in _MULTIMEM_RANK_COUNTS and not memory.multicast_ptr:
             raise RuntimeError("the GPUs have no switch that adds (multicast)")
 
     @classmethod
@@ -136,7 +136,7 @@ class SymmetricMemoryReducer:
             self._symmetric_buffer[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         )
         operations: Any = torch.ops.symm_mem
-        if self._size in _ONE_SHOT_SIZES:
+        if self._size in _ONE_SHOT_RANK_COUNTS:
             # One kernel: each thread copies elements to `shared_tensor`, waits for the other ranks,
             # and writes the sums of the same elements. It ends when all have read.
             operations.one_shot_all_reduce_copy_out(
@@ -150,7 +150,7 @@ class SymmetricMemoryReducer:
 def _refusal_reason(device: torch.device, peer_infos: list[str], size: int) -> str:
     """Why this rank cannot take part; empty if it can. `peer_infos`: host and GPU of each rank."""
     hosts, indexes = zip(*(peer_info.rsplit(" ", 1) for peer_info in peer_infos), strict=True)
-    if size not in _ONE_SHOT_SIZES + _MULTIMEM_SIZES:
+    if size not in _ONE_SHOT_RANK_COUNTS + _MULTIMEM_RANK_COUNTS:
         return f"{size} ranks are not 2, 4 or 8"
     if len(set(hosts)) > 1:
         return "the ranks are on several hosts"

@@ -20,7 +20,7 @@ async def _serve(path: str, max_open_outputs: int) -> None:
     engine = ScriptedEngine(lambda _: "word " * NUM_TOKENS, STEP_S)
     listener = HttpListener(
         make_api(engine, ApiLimits(max_open_outputs=max_open_outputs)),
-        ServeConfig(shared_port=path),
+        ServeConfig(shared_port_path=path),
     )
     print("it listens", flush=True)
     while True:
