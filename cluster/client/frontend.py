@@ -175,9 +175,9 @@ class Frontend:
             self._last_reply = (actor, deltas.reply_number)
             self.driver_handle.has_been_healthy |= bool(deltas.request_ids)
             self._deliver(deltas)
-            loss = _loss_in(deltas)
-            if loss is not None and self._on_dead is not None:
-                self._on_dead(self._outstanding_requests.take(only_accepted=True), loss)
+            lost_error = _lost_error_in(deltas)
+            if lost_error is not None and self._on_dead is not None:
+                self._on_dead(self._outstanding_requests.take(only_accepted=True), lost_error)
         except (DriverDiedError, NoAnswerError) as error:
             self._replace_or_fail(actor, error)
         except EaglerayError as error:
@@ -214,7 +214,7 @@ class Frontend:
         """Pass news on to the outputs."""
         stopped_request_ids: list[str] = []
         failed_request_ids: list[str] = []
-        may_move = self._on_dead is not None and _loss_in(deltas) is not None
+        may_move = self._on_dead is not None and _lost_error_in(deltas) is not None
         for request_id, news in unpack(deltas):
             if may_move and isinstance(news.error, EngineLostError):
                 news.error = news.finish_reason = None  # it goes on with the tokens it has
@@ -254,7 +254,7 @@ class Frontend:
             callback()
 
 
-def _loss_in(deltas: Deltas) -> EngineLostError | None:
+def _lost_error_in(deltas: Deltas) -> EngineLostError | None:
     """Why the engine of a driver that answers is lost, though its requests could run elsewhere."""
     losses = (error for error in deltas.errors.values() if isinstance(error, EngineLostError))
     return next(losses, None)

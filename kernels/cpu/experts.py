@@ -8,7 +8,8 @@ float32 is multiplied by bfloat16, 16, as in `mixed.py`. A row's sums are taken 
 its features and then along its experts, so they do not depend on the other rows.
 
 Legend: T tokens, X experts, K experts of a token, P = T * K pairs, E features, F features of an
-expert, Y output features, A experts that have tokens.
+expert, Y output features, A experts that have tokens, N panels, S steps of a panel, C elements of a
+step in a panel.
 """
 
 from __future__ import annotations

@@ -186,22 +186,22 @@ def _add_group_product(
     buffer: Array,
 ) -> None:
     """Add x @ numbers of one group to the sums, in chunks that are widened once. sizes: rows of x,
-    rows of words, steps in one of those. The buffer is an argument, not its address: numba frees an
-    array after the last line that names it.
+    rows of words, steps (`STEP_BYTES` of a row of x) in a row of words. The buffer is an argument,
+    not its address: numba frees an array after the last line that names it.
     """
-    num_rows, num_word_rows, steps_per_row = sizes
+    num_rows, num_word_rows, steps_per_word_row = sizes
     words_address, word = words
     x_address, x_stride, element = x
     buffer_address = buffer.ctypes.data + -buffer.ctypes.data % _ALIGNMENT_BYTES
-    rows_per_chunk = _CHUNK_BYTES // (steps_per_row * PANEL_FEATURES * STEP_BYTES)
+    rows_per_chunk = _CHUNK_BYTES // (steps_per_word_row * PANEL_FEATURES * STEP_BYTES)
     widened = buffer_address, PANEL_FEATURES * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):
         rows = min(rows_per_chunk, num_word_rows - first)
         chunk = words_address + first * PANEL_FEATURES * STEP_BYTES, word
         widen_codes(chunk, rows, buffer_address, element)
-        part = x_address + first * steps_per_row * STEP_BYTES, x_stride, element
+        part = x_address + first * steps_per_word_row * STEP_BYTES, x_stride, element
         sums = sums_address, PANEL_FEATURES * STEP_BYTES
-        add_64_columns(num_rows, part, widened, sums, rows * steps_per_row, buffer_address)
+        add_64_columns(num_rows, part, widened, sums, rows * steps_per_word_row, buffer_address)
 
 
 @exact_jit
