@@ -167,8 +167,10 @@ class EngineConfig:
     wait_for_nodes_s: int = option(
         0,
         help="How long to wait for nodes that the cluster does not have yet, such as those of an"
-        " autoscaler; with 0, what its nodes cannot hold is refused at once. serve waits for room"
-        " without a limit; there, any value above 0 only turns that refusal off.",
+        " autoscaler; with 0, what its nodes cannot hold is refused at once. serve waits without a"
+        " limit, but where the API is apart from the engines (--replicas, --max-replicas,"
+        " --api-replicas) for the first engine 360 s plus this. Above 300, also how long lost ranks"
+        " and drivers are replaced.",
         at_least=0,
         at_most=int(MAX_TIMEOUT_S),
     )

@@ -31,7 +31,9 @@ Shape = tuple[int, ...]
 class Capabilities:
     """What one backend can do, known without loading it.
 
+    name: its key in `BACKENDS` (`kernels/select.py`), by which `select_backend` loads it.
     description: how the log names it.
+    default_block_size: tokens per KV block where the option does not say.
     dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for; for a
         checkpoint of another, dtype "auto" computes in float32.
     quantizations: formats of weights it computes with, besides the dtypes.

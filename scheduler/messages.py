@@ -29,11 +29,11 @@ class Request:
     again.
 
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
-    until the request ends, then all tokens at once. A checkpoint of the engine loop may send tokens
-    earlier (`cluster.engine.loop`). `arrival_s` is when the client built it, as Unix time in
-    seconds: resubmitted requests keep their place in line. Only requests with the same `cache_salt`
-    share blocks. `grammar` says what its output must match, for the driver's `Grammars`; empty if
-    any output will do.
+    until the request ends, then all tokens at once. Meanwhile the engine loop sends everything held
+    back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the client
+    built it, as Unix time in seconds: resubmitted requests keep their place in line. Only requests
+    with the same `cache_salt` share blocks. `grammar` says what its output must match, for the
+    driver's `Grammars`; empty if any output will do.
     """
 
     request_id: str

@@ -198,7 +198,12 @@ class SamplingParams:
         0, low=0, high=2**31 - 1, is_integer=True, help="No end before this many tokens."
     )
     max_tokens: int | None = _parameter(
-        256, low=0, high=2**31 - 1, is_integer=True, help="Longest output; 256 if unset."
+        256,
+        low=0,
+        high=2**31 - 1,
+        is_integer=True,
+        help="Longest output; 256 if unset, over HTTP 16 for completions and the rest of the"
+        " context for chats.",
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(

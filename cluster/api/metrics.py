@@ -54,7 +54,10 @@ ENGINE_METRICS = {
 }
 # Of several engines, the largest: a sum of these says nothing about any of them.
 METRICS_MERGED_BY_MAX = frozenset({"eagleray_step_age_seconds"})
-PART_HELP = "Time of steps by part, on rank 0."
+PART_HELP = (
+    "Time of steps by part, on rank 0: prepare, forward, sample, mask (waiting for those of"
+    " grammars), wait (for the result)."
+)
 RANK_HELP = "Time of steps by rank, including waiting for the other ranks."
 Sample = tuple[str, tuple[tuple[str, str], ...], float]  # name, labels, value
 

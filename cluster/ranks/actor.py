@@ -74,7 +74,7 @@ class RankActor:
         self._claim: CoreClaim | None = None  # from the start on
         self._is_standby = False
         self._ready_event = threading.Event()
-        self._compute_executor = ThreadPoolExecutor(1, "rank")
+        self._compute_executor = ThreadPoolExecutor(1, "compute")
         self._order_condition = threading.Condition()  # of the next two
         self._next_step_id = self._next_mask_step_id = 0
         # By step id: results of recent steps, in case a call was lost and is made again.

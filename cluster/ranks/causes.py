@@ -1,6 +1,7 @@
 """Why a process ended, and whether memory that it shared can be trusted after it.
 
-    killed    by a signal from outside: SIGTERM, or SIGKILL of a fence or of the OOM killer
+    killed    by a signal from outside: SIGTERM, SIGHUP, SIGINT, SIGQUIT, or SIGKILL of a fence or
+              of the OOM killer
     exited    by itself, with an exit code: `os._exit`, or an exception that nobody caught
     crashed   by any other signal, such as SIGSEGV or SIGABRT: it may have written anywhere
     unknown   nothing tells; counts as a crash

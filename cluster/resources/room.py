@@ -102,8 +102,8 @@ def shortage_message(
     strategy = strategy or placement_strategy(tensor_parallel_size, device)
     if strategy == "STRICT_PACK" and tensor_parallel_size > 1:
         needed_text += ", each replica on one node" if num_groups > 1 else ", on one node"
+    option_names = ("--replicas or " if num_groups > 1 else "") + "tensor_parallel_size"
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
-        f" [{'; '.join(rows)}]. Lower tensor_parallel_size, add nodes, or wait for other work to"
-        " end"
+        f" [{'; '.join(rows)}]. Lower {option_names}, add nodes, or wait for other work to end"
     )

@@ -48,8 +48,8 @@ class RaySession:
         self._own_ray_id: str | None = None  # the Ray we started
         self._address = ""  # the address we started it with
 
-    def connect(self, address: str | None, tensor_parallel_size: int) -> str:
-        """Join or start a cluster.
+    def connect(self, address: str | None, num_ranks: int) -> str:
+        """Join or start a cluster. `num_ranks`: how many a cluster of our own must have room for.
 
         Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
         part of another.
@@ -60,7 +60,7 @@ class RaySession:
             else:
                 try:
                     with _deferred_sigint():
-                        self._address = _init_ray(address, tensor_parallel_size)
+                        self._address = _init_ray(address, num_ranks)
                 except BaseException:
                     ray.shutdown()
                     raise
@@ -131,14 +131,14 @@ def _deferred_sigint() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
-def _init_ray(address: str | None, tensor_parallel_size: int) -> str:
+def _init_ray(address: str | None, num_ranks: int) -> str:
     """Start or join a Ray; returns its address, or "local"."""
     check_arguments_are_utf8(sys.argv)
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)
     init_context: AbstractContextManager[None] = nullcontext()
     if address == "local":
-        num_cpus = max(os.cpu_count() or 1, tensor_parallel_size, MIN_LOCAL_CPUS)
+        num_cpus = max(os.cpu_count() or 1, num_ranks, MIN_LOCAL_CPUS)
         options: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False}
         init_context = minimal_local_ray()
         action = "start a local Ray"

@@ -37,7 +37,9 @@ class _LayerRecording:
 
 
 class RecordedLayers:
-    """One model over one cache. `max_rows`: of the steps that are recorded."""
+    """One model over one cache. `max_rows`: of the steps that are recorded; kernels that refuse
+    lower it.
+    """
 
     def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache) -> None:
         self._model = model
@@ -70,7 +72,9 @@ class RecordedLayers:
         return layer_recording.hidden_TE
 
     def _record(self, embedded_TE: Tensor, step: StepInputs) -> Tensor:
-        """The hidden states of a step, whose tensors become those of the recording."""
+        """The hidden states of a step. The recording keeps its embedding, and copies of its other
+        tensors. If a kernel refuses, no steps of so many rows or more are recorded from then on.
+        """
         num_rows, attn = len(embedded_TE), step.attn
         table_BW = torch.zeros(num_rows, self._table_width, dtype=attn.block_table_BW.dtype)
         table_BW[:, : attn.block_table_BW.shape[1]] = attn.block_table_BW

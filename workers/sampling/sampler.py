@@ -6,9 +6,9 @@ admitted.
 Logits are never gathered: ranks exchange maxima, integer weights, lists of the nearest tokens and
 histograms (see `kernels/reference/sampling.py`); the backend's kernels read the logits. On a GPU,
 nothing here makes the host wait for the device. All ranks call in the same order, from one thread.
-Order of the stages: penalties, `logit_bias`, `min_tokens` mask, temperature, top-k, top-p, min-p,
-pick. Filters compare gaps: by how much a token's logit, divided by the temperature, is below the
-row's largest. Logprobs are of the raw logits.
+Order of the stages: penalties, `logit_bias`, `min_tokens` mask, mask of the grammar, temperature,
+top-k, top-p, min-p, pick. Filters compare gaps: by how much a token's logit, divided by the
+temperature, is below the row's largest. Logprobs are of the raw logits.
 Legend: B sampling rows, R rows of one draw, L rows with logprobs, V columns of this rank's shard, X
 blocks of columns or histogram bins, S slots, M alternatives, N ranks.
 """

@@ -134,10 +134,12 @@ def test_what_engines_of_an_application_wait_for_is_said(ray: MadeUpRay) -> None
         ray.make([{"CPU": 1.0}] * num_bundles, "STRICT_PACK", name)
     assert shortage_of_groups("chat#").startswith(
         "there is no room yet for 2 replicas with tensor_parallel_size 9: needed 18 CPU,"
-        " each replica on one node; nodes have [host-a: 2 CPU (0 free); host-b: 2 CPU (0 free)]"
+        " each replica on one node; nodes have [host-a: 2 CPU (0 free); host-b: 2 CPU (0 free)]."
+        " Lower --replicas or tensor_parallel_size, "
     )
     ray.place("02", *"ab")
     assert "size 9: needed 9 CPU, on one node; nodes have" in shortage_of_groups("chat#")
+    assert "]. Lower tensor_parallel_size, add nodes" in shortage_of_groups("chat#")
     ray.place("01", *"ab")
     assert shortage_of_groups("chat#") == ""
 
