@@ -19,7 +19,7 @@ PACKAGE = "eagleray"
 FOLDERS = ("cluster", "configs", "kernels", "scheduler", "workers")
 LAUNCH = "launch"
 _NAMES = "|".join((*FOLDERS, LAUNCH))
-_IMPORT = re.compile(rf"^([ \t]*from )(?=(?:{_NAMES})\b)", re.MULTILINE)
+_FROM_IMPORT = re.compile(rf"^([ \t]*from )(?=(?:{_NAMES})\b)", re.MULTILINE)
 _PLAIN_IMPORT = re.compile(rf"^[ \t]*import (?:{_NAMES})\b.*", re.MULTILINE)
 # How `configs/serve.yaml` names the application.
 _APPLICATION = re.compile(r"^( *import_path: )(?=cluster\.)", re.MULTILINE)
@@ -31,7 +31,7 @@ def inside_package(source: str, path: Path) -> str:
     """
     if plain := _PLAIN_IMPORT.search(source):
         raise ValueError(f"{path}: write '{plain[0].strip()}' as 'from ... import ...'")
-    return _IMPORT.sub(rf"\g<1>{PACKAGE}.", source)
+    return _FROM_IMPORT.sub(rf"\g<1>{PACKAGE}.", source)
 
 
 class BuildOnePackage(build_py):

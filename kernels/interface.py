@@ -105,8 +105,8 @@ class ExpertWeights:
     down: Tensor
 
 
-class GroupedKernels(Protocol):
-    """Products with codes of one form. Those of "int8" quantize x too, per row;
+class QuantizedKernels(Protocol):
+    """Products with quantized weights, codes of one form. Those of "int8" quantize x too, per row;
     `kernels/reference/int8.py` defines their results, to the bit, and `grouped.py` beside it those
     of "int4" and "fp8".
     """
@@ -266,7 +266,7 @@ class Kernels(Protocol):
 
     capabilities: Capabilities
     sampling: SamplingKernels
-    quantized: Mapping[str, GroupedKernels]  # by quantization, those of the capabilities
+    quantized: Mapping[str, QuantizedKernels]  # by quantization, those of the capabilities
     mixed_precision: MixedPrecisionKernels | None  # None: "bfloat16" is not among the weight dtypes
     experts: ExpertKernels
     recorder: type[Recorder] | None  # None: no recordings; a GPU has graphs

@@ -62,7 +62,7 @@ def resolve(
     model.check_tensor_parallel_size(engine_config.tensor_parallel_size)
     _check_experts(engine_config, model, device, backend)
     dtype = _dtype(engine_config, model, device, backend)
-    keeps_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
+    keeps_checkpoint_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
     max_num_seqs = resolve_max_num_seqs(engine_config, device)
     num_steps_ahead = engine_config.num_steps_ahead
     return ResolvedConfig(
@@ -71,7 +71,7 @@ def resolve(
         model_dir=str(model_dir),
         device=device,
         dtype=dtype,
-        weight_dtype=model.dtype if keeps_dtype else dtype,
+        weight_dtype=model.dtype if keeps_checkpoint_dtype else dtype,
         quantization=_quantization(engine_config, model, device, backend),
         kv_cache_dtype=_kv_cache_dtype(engine_config, dtype, backend),
         attention_backend=backend.name,

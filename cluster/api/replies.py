@@ -39,7 +39,7 @@ def encode_json(value: object) -> str:
     try:
         text = _ENCODER.encode(value)
     except ValueError:
-        text = _ENCODER.encode(_without_nan(value))
+        text = _ENCODER.encode(_non_finite_to_none(value))
     return text if text.isascii() else _UNSAFE_CHARACTERS.sub(_escaped, text)
 
 
@@ -58,11 +58,11 @@ def json_pieces(value: Any, depth: int = 0) -> Iterator[bytes]:
     elif isinstance(value, list | Iterator):
         items_per_piece = _ITEMS_PER_PIECE if isinstance(value, Iterator) else _FLAT_ITEMS_PER_PIECE
         yield b"["
-        items, is_first = iter(value), True
+        items, is_first_part = iter(value), True
         while part := list(islice(items, items_per_piece)):
-            yield b"," * (not is_first)
+            yield b"," * (not is_first_part)
             yield encode_json(part)[1:-1].encode()
-            is_first = False
+            is_first_part = False
         yield b"]"
     else:
         yield encode_json(value).encode()
@@ -76,11 +76,11 @@ def _object_pieces(value: dict[str, Any], depth: int) -> Iterator[bytes]:
     yield b"}"
 
 
-def _without_nan(value: Any) -> Any:
+def _non_finite_to_none(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: _non_finite_to_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [_non_finite_to_none(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -214,7 +214,7 @@ class ChatWriter(OpenAIWriter):
         super().__init__(
             "chatcmpl", "chat.completion", model, generations, includes_token_ids=includes_token_ids
         )
-        self._tokenizer, self._first_state, self._has_tools = tokenizer, state, has_tools
+        self._tokenizer, self._initial_state, self._has_tools = tokenizer, state, has_tools
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
         self._is_text_only = not includes_token_ids  # as long as no chunk has log probabilities
@@ -260,7 +260,7 @@ class ChatWriter(OpenAIWriter):
         def content(text: str) -> bytes:
             return self._events(self.CHUNK_OBJECT, [_delta(index, {"content": text})])
 
-        parser = AnswerParser(self._first_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
         return _ChatChoice(parser, TextEventTemplate(reasoning), TextEventTemplate(content))
 
     def body(self) -> dict[str, Any]:
@@ -277,7 +277,7 @@ class ChatWriter(OpenAIWriter):
         return {"prompt_token_ids": self._generations[0].prompt_token_ids}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = AnswerParser(self._first_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
         parts = parser.push(completion.text)
         remaining_parts = parser.finish(is_cut_off=completion.is_cut_off)
         reasoning = parts.reasoning + remaining_parts.reasoning

@@ -135,7 +135,7 @@ class Frontend:
     def close(self) -> None:
         """Stop polling; outstanding requests fail."""
         self.driver_handle.close()
-        self._fail_all(EngineDeadError("the engine was shut down"))
+        self._fail_outstanding(EngineDeadError("the engine was shut down"))
 
     def join(self, limit_s: float) -> None:
         """Wait for the polling thread after `close`, once the driver is gone."""
@@ -186,10 +186,10 @@ class Frontend:
             elif isinstance(error, EngineLostError) and self._on_dead is not None:
                 self._on_dead(self._outstanding_requests.take(only_accepted=True), error)
             else:
-                self._fail_all(error)
+                self._fail_outstanding(error)
         except Exception as error:  # a bug here must not leave callers waiting
             logger.exception("the polling thread failed")
-            self._fail_all(_frontend_error(error))
+            self._fail_outstanding(_frontend_error(error))
 
     def _replace_or_fail(self, actor: Any, error: EaglerayError) -> None:
         try:
@@ -203,7 +203,7 @@ class Frontend:
                 # No other will come; a new request tries again.
                 self.driver_handle.dead_actor = None
             if self._on_dead is None:
-                self._fail_all(failure)
+                self._fail_outstanding(failure)
             else:
                 generations = self._outstanding_requests.take(only_accepted=True)
                 if not isinstance(error, DriverDiedError):  # it may still run them
@@ -241,7 +241,7 @@ class Frontend:
         self.driver_handle.finish(stopped_request_ids, "stop")
         self.driver_handle.finish(failed_request_ids, "abort")
 
-    def _fail_all(self, error: EaglerayError) -> None:
+    def _fail_outstanding(self, error: EaglerayError) -> None:
         """Fail what is outstanding; where requests can go elsewhere, only what the driver has."""
         generations = self._outstanding_requests.take(only_accepted=self._on_dead is not None)
         for generation in generations:

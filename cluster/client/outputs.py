@@ -17,7 +17,7 @@ from scheduler.errors import EaglerayError, EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
 
 # Tokens of a prompt whose log probabilities are written together: a few ms of work.
-ENTRIES_PER_CHUNK = 64
+PROMPT_ENTRIES_PER_CHUNK = 64
 # Pieces of an output's text that are kept apart: to add each to the text would copy all of it.
 _MAX_PIECES = 64
 
@@ -43,8 +43,8 @@ class Chunk:
         if entries is None:
             yield self
             return
-        for start in range(0, len(entries), ENTRIES_PER_CHUNK):
-            some_entries = entries[start : start + ENTRIES_PER_CHUNK]
+        for start in range(0, len(entries), PROMPT_ENTRIES_PER_CHUNK):
+            some_entries = entries[start : start + PROMPT_ENTRIES_PER_CHUNK]
             yield Chunk(index=self.index, text="", token_ids=[], prompt_logprobs=some_entries)
         yield replace(self, prompt_logprobs=None)
 

@@ -86,8 +86,8 @@ def metrics_table(url: str, previous: MetricsReading | None, reading: MetricsRea
         return totals[name] - baseline.totals[name]
 
     def rate(name: str) -> str:
-        total = f"{totals[name]:.0f} since the start"
-        return f"{increase(name) / seconds:.1f} per s, {total}" if seconds else total
+        total_text = f"{totals[name]:.0f} since the start"
+        return f"{increase(name) / seconds:.1f} per s, {total_text}" if seconds else total_text
 
     def mean_ms(name: str) -> str:
         count = increase(f"{name}_count")

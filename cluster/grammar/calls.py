@@ -85,7 +85,7 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
         chosen_calls = [*calls]
         for index in any_object_indices:
             chosen_calls[index] = CallFormat(name=calls[index].name, schema=ANY_OBJECT)
-        whole_format = _format(structure, chosen_calls, no_call_format)
+        whole_format = _answer_format(structure, chosen_calls, no_call_format)
         excess = len(source_of(whole_format).encode()) - MAX_SOURCE_BYTES
         if excess <= 0:
             names = (calls[index].name for index in sorted(dropped_indices | any_object_indices))
@@ -119,7 +119,7 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
     return (ANY_OBJECT if schema is True or schema == {} else schema), has_dropped_keywords
 
 
-def _format(
+def _answer_format(
     structure: CallStructure, calls: list[CallFormat], no_call_format: Format | None
 ) -> Format:
     if not structure.is_required:

@@ -2,7 +2,7 @@
 what cannot be compiled, or takes too much, is refused here. The engine compiles them again.
 
 Each grammar has a child of its own. One grammar after the other is compiled, for a second at most;
-one that takes longer waits in another line, of those that do, so that only they wait for it.
+one that takes longer waits in another queue, of those that do, so that only they wait for it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GrammarCompiler:
         with self._quick_compile_lock:
             if self._is_known_possible(source) or self._compiles(structural_tag, QUICK_COMPILE_S):
                 return source
-        self._enter_slow_line()
+        self._enter_slow_queue()
         try:
             with self._slow_compile_lock:
                 if self._is_known_possible(source) or self._compiles(
@@ -102,7 +102,7 @@ class GrammarCompiler:
                 self._possible_digests.popitem(last=False)
         return True
 
-    def _enter_slow_line(self) -> None:
+    def _enter_slow_queue(self) -> None:
         with self._lock:
             if self._num_slow_compiles >= MAX_SLOW_COMPILES:
                 raise OverloadedError(

@@ -62,7 +62,7 @@ class Supervisor:
         self._on_lost = on_lost
         self._on_dead = on_dead
         self._group: RankGroup | None = None
-        self._watch: Watch | None = None
+        self._group_watch: Watch | None = None
         self._first_report: GroupReport | None = None
         self._standby = self.make_standby(rank_maker, self._engine_config.spares, self.make_group)
         self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
@@ -100,7 +100,7 @@ class Supervisor:
     def watch(self) -> None:
         """Begin to watch the first group."""
         assert self._group is not None
-        self._watch = self._make_watch(self._group)
+        self._group_watch = self._make_watch(self._group)
         self._standby.note_serving()
         self._thread.start()
 
@@ -123,7 +123,7 @@ class Supervisor:
     @property
     def is_ready(self) -> bool:
         """Whether the ranks answer and, if there is work, this epoch has a result. Any thread."""
-        watch, group = self._watch, self._group
+        watch, group = self._group_watch, self._group
         if self.recovery.state is not RecoveryState.SERVING or watch is None or group is None:
             return False
         has_result = self._last_applied_epoch == group.epoch
@@ -184,12 +184,12 @@ class Supervisor:
     def _check_group(self) -> None:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
-            assert self._group is not None and self._watch is not None
+            assert self._group is not None and self._group_watch is not None
             if self._last_applied_epoch == self._group.epoch:
                 recovery.note_progress()
-            elif self._watch.all_ranks_answer and not self._has_work():
+            elif self._group_watch.all_ranks_answer and not self._has_work():
                 recovery.note_idle()
-            reason = self._take_step_failure() or self._watch.find_fault(self._busy_since_s())
+            reason = self._take_step_failure() or self._group_watch.find_fault(self._busy_since_s())
             if reason is None:
                 assert self._first_report is not None
                 self._standby.prepare(self._group, self._first_report)
@@ -237,7 +237,7 @@ class Supervisor:
             self._on_lost(group.epoch, self._loss_reason)
             self._epoch += 1
             self._is_serving = False
-        self._watch = None
+        self._group_watch = None
         self.recovery.note_fenced()
         logger.info("its processes ended in %.2f s", time.monotonic() - began_s)
         if self.recovery.state is RecoveryState.DEAD:
@@ -284,17 +284,21 @@ class Supervisor:
             else:
                 self._lose(f"the next group could not be assembled: {reason_of(error)}")
             return
-        if self._watch is None and group.ranks and all(handle.process for handle in group.ranks):
-            self._watch = self._make_watch(group)
-        if self._watch is not None:
-            reason = self._watch.find_fault(self._assembly_began_s)
+        if (
+            self._group_watch is None
+            and group.ranks
+            and all(handle.process for handle in group.ranks)
+        ):
+            self._group_watch = self._make_watch(group)
+        if self._group_watch is not None:
+            reason = self._group_watch.find_fault(self._assembly_began_s)
             if reason is not None:
                 self._lose(reason)
 
     def _serve(self, group: RankGroup) -> None:
         self._assembly = None
-        if self._watch is None:
-            self._watch = self._make_watch(group)
+        if self._group_watch is None:
+            self._group_watch = self._make_watch(group)
         self._death_watch = GroupDeathWatch(group)
         self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s

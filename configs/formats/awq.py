@@ -23,7 +23,7 @@ def read(config: Section) -> StoredFormat:
         dtype=INT32,
         bits=config.require("bits", 4),
         code_order=_CODE_ORDER,
-        packs_rows=True,
+        words_span_rows=True,
         is_transposed=True,
         scales_suffix="scales",
         zeros_suffix="qzeros",

@@ -36,7 +36,7 @@ class StoredFormat:
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
     code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
-        points of consecutive rows, and codes of consecutive inputs, or rows if `packs_rows`.
+        points of consecutive rows, and codes of consecutive inputs, or rows if `words_span_rows`.
     is_transposed: the tensors are [X, Y] and [G, Y].
     block_rows: rows that share a scale, -1 for all.
     group_size: inputs that share a scale, -1 for all.
@@ -50,7 +50,7 @@ class StoredFormat:
     bits: int
     scales_suffix: str
     code_order: tuple[int, ...] = ()
-    packs_rows: bool = False
+    words_span_rows: bool = False
     is_transposed: bool = False
     zeros_suffix: str | None = None
     zero_offset: int = 0
@@ -75,9 +75,9 @@ class StoredFormat:
         size_out, size_in = shape
         num_groups = 1 if self.group_size == -1 else -(-size_in // self.group_size)
         packed_shape = (
-            (self._num_words(size_out), size_in) if self.packs_rows else (size_out, size_in)
+            (self._num_words(size_out), size_in) if self.words_span_rows else (size_out, size_in)
         )
-        if self.dtype == INT32 and not self.packs_rows:
+        if self.dtype == INT32 and not self.words_span_rows:
             packed_shape = (size_out, self._num_words(size_in))
         shapes = {
             self.codes_suffix: packed_shape,
@@ -122,7 +122,7 @@ class StoredFormat:
                 f" {', '.join(map(str, (*possible_sizes, size_in)))}. Use a checkpoint with such"
                 " groups"
             )
-        if self.packs_rows and size_out % len(self.code_order):
+        if self.words_span_rows and size_out % len(self.code_order):
             raise ConfigError(
                 f"{source_name}: {name} has {size_out} outputs; {self.name} stores multiples of"
                 f" {len(self.code_order)}. Use a checkpoint of another format"

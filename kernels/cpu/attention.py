@@ -89,10 +89,10 @@ def _add_pairs(a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_addr
     num_pairs = depth // PAIR_SIZE
     _add_tiles(a_MK, 0, b_KNW, c_MN, num_pairs, prefetch_address)
     if depth % PAIR_SIZE:
-        last_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
+        last_row_1NW = np.empty((1, *b_KNW.shape[1:]), np.uint16)
         for n in range(b_KNW.shape[1]):
-            last_1NW[0, n, 0], last_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
-        _add_tiles(a_MK, num_pairs, last_1NW, c_MN, np.int64(1), prefetch_address)
+            last_row_1NW[0, n, 0], last_row_1NW[0, n, 1] = b_KNW[num_pairs, n, 0], 0
+        _add_tiles(a_MK, num_pairs, last_row_1NW, c_MN, np.int64(1), prefetch_address)
 
 
 def _add_widened_product(

@@ -16,9 +16,9 @@ from kernels.cpu.mixed import CpuMixedPrecision
 from kernels.cpu.tile import has_dot_products
 from kernels.interface import (
     ExpertKernels,
-    GroupedKernels,
     Kernels,
     MixedPrecisionKernels,
+    QuantizedKernels,
     Recorder,
     SamplingKernels,
 )
@@ -34,7 +34,7 @@ class CpuKernels:
 
     capabilities = CPU_CAPABILITIES
     sampling: SamplingKernels = sampling
-    quantized: Mapping[str, GroupedKernels] = {
+    quantized: Mapping[str, QuantizedKernels] = {
         name: CpuInt8() if name == "int8" else CpuGrouped(name)
         for name in CPU_CAPABILITIES.quantizations
     }

@@ -47,7 +47,7 @@ _NO_ZEROS = torch.empty(0, 0, 0, dtype=torch.uint8)
 
 
 class CpuGrouped:
-    """`GroupedKernels` in numba. form: "int4" or "fp8"."""
+    """`QuantizedKernels` in numba. form: "int4" or "fp8"."""
 
     def __init__(self, form: str) -> None:
         self._is_e4m3 = form == "fp8"
@@ -84,7 +84,7 @@ class CpuGrouped:
         )
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
-        """See `GroupedKernels`."""
+        """See `QuantizedKernels`."""
         out_TY = empty((len(x_TX), weight.num_rows), x_TX.dtype)
         if not _HAS_DOT_PRODUCTS and x_TX.dtype is not torch.float32:
             refuse_recording()

@@ -56,7 +56,7 @@ class PackedInt8Codes(GroupedCodes):
 
 
 class CpuInt8:
-    """`GroupedKernels` with oneDNN and numba."""
+    """`QuantizedKernels` with oneDNN and numba."""
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product of few rows, and one of many."""
@@ -88,7 +88,7 @@ class CpuInt8:
         )
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
-        """See `GroupedKernels`."""
+        """See `QuantizedKernels`."""
         assert isinstance(weight, PackedInt8Codes)
         (num_rows, size_in), size_out = x_TX.shape, weight.num_rows
         codes_TX = empty((num_rows, size_in), torch.uint8)

@@ -309,10 +309,10 @@ def prefill_kernel(
     out_MD = _divide(acc_MD, sum_M).to(out_THD.dtype.element_ty)
     # Divided again, counting from the first query of the step: keeping the quotients above would
     # fill registers during the loops.
-    step_query_M = query_start * GROUP_SIZE + m_M
-    head_M = kv_head * GROUP_SIZE + step_query_M % GROUP_SIZE
+    step_query_row_M = query_start * GROUP_SIZE + m_M
+    head_M = kv_head * GROUP_SIZE + step_query_row_M % GROUP_SIZE
     offset_M = (
-        (step_query_M // GROUP_SIZE).to(tl.int64) * (GROUP_SIZE * KV_HEADS) + head_M
+        (step_query_row_M // GROUP_SIZE).to(tl.int64) * (GROUP_SIZE * KV_HEADS) + head_M
     ) * HEAD_DIM
     tl.store(out_THD + offset_M[:, None] + d_D[None, :], out_MD, mask=mask_MD)
 

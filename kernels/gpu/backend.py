@@ -15,9 +15,9 @@ from kernels.gpu.hybrid import hybrid_attention
 from kernels.interface import (
     Capabilities,
     ExpertKernels,
-    GroupedKernels,
     Kernels,
     MixedPrecisionKernels,
+    QuantizedKernels,
     SamplingKernels,
 )
 from kernels.reference.backend import ReferenceKernels, no_decode_parts
@@ -31,7 +31,7 @@ class TritonKernels(ReferenceKernels):
 
     capabilities: Capabilities = TRITON_CAPABILITIES
     sampling: SamplingKernels = sampling
-    quantized: Mapping[str, GroupedKernels] = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
+    quantized: Mapping[str, QuantizedKernels] = dict.fromkeys(QUANTIZATIONS, TritonGrouped())
     mixed_precision: MixedPrecisionKernels | None = None
     experts: ExpertKernels = TritonExperts()
     qk_norm_rope_store = staticmethod(elementwise.qk_norm_rope_store)

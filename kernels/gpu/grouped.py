@@ -81,7 +81,7 @@ def choose_tile_config(num_rows: int, itemsize: int) -> TileConfig:
 
 
 class TritonGrouped(ReferenceGrouped):
-    """`GroupedKernels` in Triton, for "int4" and "fp8". Each kernel is compiled at its first use,
+    """`QuantizedKernels` in Triton, for "int4" and "fp8". Each kernel is compiled at its first use,
     in the steps before the first request.
     """
 
@@ -104,7 +104,7 @@ class TritonGrouped(ReferenceGrouped):
         )
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
-        """See `GroupedKernels`. Of more than `MAX_FUSED_ROWS` rows, and where groups are below 32
+        """See `QuantizedKernels`. Of more than `MAX_FUSED_ROWS` rows, and where groups are below 32
         inputs, weights are rounded to the dtype of x.
         """
         x_TX = x_TX.contiguous()

@@ -12,9 +12,9 @@ from torch.nn import functional
 
 from kernels.interface import (
     ExpertKernels,
-    GroupedKernels,
     Kernels,
     MixedPrecisionKernels,
+    QuantizedKernels,
     Recorder,
     SamplingKernels,
     Shape,
@@ -51,7 +51,7 @@ class ReferenceKernels:
 
     capabilities = REFERENCE_CAPABILITIES
     sampling: SamplingKernels = sampling
-    quantized: Mapping[str, GroupedKernels] = {
+    quantized: Mapping[str, QuantizedKernels] = {
         "int8": ReferenceInt8(),
         "int4": ReferenceGrouped(),
         "fp8": ReferenceGrouped(),

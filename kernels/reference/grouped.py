@@ -89,7 +89,7 @@ def dequantize(weight: GroupedCodes) -> Tensor:
 
 
 class ReferenceGrouped:
-    """`GroupedKernels` in plain PyTorch, on any device, for "int4" and "fp8"."""
+    """`QuantizedKernels` in plain PyTorch, on any device, for "int4" and "fp8"."""
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """Nothing to compile."""

@@ -44,7 +44,7 @@ def quantize_rows(x_MX: Tensor, max_magnitude_M: Tensor | None = None) -> tuple[
 
 
 class ReferenceInt8(ReferenceGrouped):
-    """`GroupedKernels` in plain PyTorch, on any device, for "int8"."""
+    """`QuantizedKernels` in plain PyTorch, on any device, for "int8"."""
 
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """[T, Y] in the dtype of x. Sums in float64, which are exact below 2**53."""

@@ -25,7 +25,7 @@ class KVCacheLedger:
     num_blocks: int
     block_size: int
     block_bytes: int
-    wanted_blocks: int
+    num_wanted_blocks: int
     budget_parts: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
@@ -36,7 +36,7 @@ class KVCacheLedger:
         return (
             f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens,"
             f" {megabytes(self.num_blocks * self.block_bytes)} ({self.block_bytes} bytes per block;"
-            f" at most {self.wanted_blocks} are wanted; {parts_text})"
+            f" at most {self.num_wanted_blocks} are wanted; {parts_text})"
         )
 
 
@@ -67,20 +67,22 @@ def plan_kv_cache(
     """
     engine_config = config.engine
     bytes_per_block = block_bytes(config)
-    wanted_blocks = config.max_num_seqs * config.max_blocks_per_sequence
+    num_wanted_blocks = config.max_num_seqs * config.max_blocks_per_sequence
     if num_blocks_at_start is not None:
         budget_parts = [("as at the start of the engine", num_blocks_at_start * bytes_per_block)]
-        wanted_blocks = num_blocks_at_start
+        num_wanted_blocks = num_blocks_at_start
     elif engine_config.num_kv_blocks is not None:
         budget_parts = [("num_kv_blocks", engine_config.num_kv_blocks * bytes_per_block)]
-        wanted_blocks = engine_config.num_kv_blocks
+        num_wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
         num_ranks = engine_config.tensor_parallel_size
         budget_bytes = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
         budget_parts = [(f"kv_cache_bytes over {num_ranks} ranks", budget_bytes // num_ranks)]
         if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
-            wanted_blocks = min(wanted_blocks, max(default_blocks, config.max_blocks_per_sequence))
+            num_wanted_blocks = min(
+                num_wanted_blocks, max(default_blocks, config.max_blocks_per_sequence)
+            )
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
         budget_parts = measure_budget()
@@ -89,10 +91,10 @@ def plan_kv_cache(
         raise ConfigError(_no_room_message(config, bytes_per_block, budget_bytes, budget_parts))
     return KVCacheLedger(
         rank=rank,
-        num_blocks=min(budget_bytes // bytes_per_block, wanted_blocks),
+        num_blocks=min(budget_bytes // bytes_per_block, num_wanted_blocks),
         block_size=config.block_size,
         block_bytes=bytes_per_block,
-        wanted_blocks=wanted_blocks,
+        num_wanted_blocks=num_wanted_blocks,
         budget_parts=tuple(budget_parts),
     )
 

@@ -102,7 +102,7 @@ class StoredMatrix:
 
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
-        packed_dim = 0 if self._format.packs_rows else 1
+        packed_dim = 0 if self._format.words_span_rows else 1
         num_codes = len(self._format.code_order) or 1
         span = spans[packed_dim]
         first_word = span.start // num_codes

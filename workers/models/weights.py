@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from configs.formats.stored import BFLOAT16, FLOAT16
 from configs.quantization import FP8, INT4, INT8, Quantization
-from kernels.interface import GroupedCodes, GroupedKernels, Kernels, MixedPrecisionKernels
+from kernels.interface import GroupedCodes, Kernels, MixedPrecisionKernels, QuantizedKernels
 from kernels.reference.grouped import CODES_PER_WORD, dequantize
 from workers.parallel.group import TensorParallelGroup
 
@@ -164,7 +164,7 @@ class GroupedWeight:
     says whether the checkpoint has them. dtype: that of the result of `rows`.
     """
 
-    kernels: GroupedKernels
+    kernels: QuantizedKernels
     weight: GroupedCodes
     quantization: Quantization
     dtype: torch.dtype

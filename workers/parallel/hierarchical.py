@@ -43,7 +43,7 @@ class HierarchicalReducer:
             for host, ranks in enumerate(host_ranks)
             for index, rank in enumerate(ranks)
         }
-        self._order_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
+        self._padded_row_R = torch.tensor([row_of_rank[rank] for rank in range(len(row_of_rank))])
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         transport = self._inter_host_transport
@@ -58,7 +58,7 @@ class HierarchicalReducer:
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         own_bytes = tensor.contiguous().view(-1).view(torch.uint8)
         bytes_of_host = self._intra_host_reducer.all_gather(own_bytes)
-        out_R = torch.empty((len(self._order_R), len(own_bytes)), dtype=torch.uint8)
+        out_R = torch.empty((len(self._padded_row_R), len(own_bytes)), dtype=torch.uint8)
         if self._inter_host_transport is not None:
             padded_bytes = torch.zeros(
                 (self._max_ranks_per_host, len(own_bytes)), dtype=torch.uint8
@@ -66,7 +66,7 @@ class HierarchicalReducer:
             padded_bytes[: len(bytes_of_host)] = bytes_of_host
             out_R = self._run_between_hosts(
                 self._inter_host_transport.all_gather, padded_bytes
-            ).flatten(0, 1)[self._order_R]
+            ).flatten(0, 1)[self._padded_row_R]
         self._intra_host_reducer.broadcast(out_R)
         return out_R.view(-1).view(tensor.dtype).view(len(out_R), *tensor.shape)
 

@@ -126,9 +126,9 @@ class Sampler:
         if not mask.masks or self.shard.num_columns == 0:
             return None
         first_word, first_bit = divmod(self.shard.start, 32)
-        last_word = -(-(self.shard.start + self.shard.num_columns) // 32)
+        end_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
-            [np.frombuffer(mask_bytes, np.int32)[first_word:last_word] for mask_bytes in mask.masks]
+            [np.frombuffer(mask_bytes, np.int32)[first_word:end_word] for mask_bytes in mask.masks]
         )
         return RowMasks(
             rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),

@@ -39,7 +39,7 @@ class MessageWriter:
     ) -> None:
         """As `ChatWriter`."""
         self._model, self._generation = model, generation
-        self._first_state, self._has_tools = state, has_tools
+        self._initial_state, self._has_tools = state, has_tools
         self._parser = AnswerParser(state, looks_for_calls=has_tools)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
@@ -74,7 +74,7 @@ class MessageWriter:
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         [completion] = self._generation.completions
-        parser = AnswerParser(self._first_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
         pieces = list(parser.pieces(completion.text))
         pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
         values = (value for piece in pieces for value in _texts_and_calls(piece))

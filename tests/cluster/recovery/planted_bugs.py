@@ -211,7 +211,7 @@ class LostPollsFail(Frontend):
         super().poll()
         is_lost = actor is self.driver_handle.actor and self._last_reply == before
         if is_lost and self._outstanding_requests.has_accepted_requests:
-            self._fail_all(EaglerayError("a poll was lost"))
+            self._fail_outstanding(EaglerayError("a poll was lost"))
 
 
 def _parts_of(broken: type) -> Parts:

@@ -252,7 +252,7 @@ class Driver:
         self.supervisor._assembly_executor = Now(world)
         with world.calm():
             group, _ = self.supervisor.start()
-        self.supervisor._watch = self.supervisor._make_watch(group)
+        self.supervisor._group_watch = self.supervisor._make_watch(group)
         ahead, grammars = world.scenario.num_steps_ahead, FakeGrammars()
         engine = Engine(self.scheduler, group, num_steps_ahead=ahead, grammars=grammars)
         self.loop = world.parts.loop(

@@ -198,7 +198,7 @@ def test_a_start_that_does_not_end_with_its_processes_is_waited_for(world: World
     turns(supervisor, world, 1.0)
     assert state_of(supervisor) == "assembling"
     executor: Any = supervisor._assembly_executor
-    supervisor._watch = Watch(world.groups[-1], None, 0.0)  # type: ignore[assignment]
+    supervisor._group_watch = Watch(world.groups[-1], None, 0.0)  # type: ignore[assignment]
     world.wrong = "rank 0 died"
     turns(supervisor, world, 3.0)
     assert not world.dead and state_of(supervisor) == "fencing"
