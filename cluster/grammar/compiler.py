@@ -18,9 +18,9 @@ from cluster.grammar.formats import MAX_SOURCE_BYTES
 from cluster.grammar.helper import Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 
-# Seconds of a processor's time, in the first line and in the other one.
+# Seconds of a processor's time, in the first queue and in the other one.
 QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
-MAX_SLOW_COMPILES = 4  # grammars in the other line
+MAX_SLOW_COMPILES = 4  # grammars in the other queue
 CHILD_MEMORY_BYTES = 2**30
 REFUSAL_TTL_S = 60.0  # how long a refusal is remembered, in which a busy machine may have a part
 _MAX_CACHED_VERDICTS = 1024  # grammars that are possible, and that are not
