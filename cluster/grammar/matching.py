@@ -37,7 +37,7 @@ class GrammarMatching:
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
         """See `Grammars`."""
         with self._lock:
-            followed_seqs = [self._ask(seq) for seq in sequences]
+            followed_seqs = [self._request_mask(seq) for seq in sequences]
             if limit_s > 0:
                 self._unanswered_seqs = {f for f in followed_seqs if not _is_answered(f)}
                 self._all_answered_condition.wait_for(lambda: not self._unanswered_seqs, limit_s)
@@ -73,7 +73,7 @@ class GrammarMatching:
                 follower.close()
         self._helper.close()
 
-    def _ask(self, seq: Sequence) -> FollowedSequence:
+    def _request_mask(self, seq: Sequence) -> FollowedSequence:
         """The caller holds the lock."""
         followed_seq = self._followed_by_request.get(seq.request_id)
         if followed_seq is None:

@@ -70,7 +70,7 @@ _WORD_BYTES = 8
 _FUNCTION_OFFSET, _ARGUMENT_OFFSET, _NUM_TASKS_OFFSET, _NUM_PARTS_OFFSET = range(
     0, 4 * _WORD_BYTES, _WORD_BYTES
 )
-_NUM_WOKEN_OFFSET, _NUM_ENTERED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS_LINE
+_NUM_WOKEN_OFFSET, _NUM_HELPED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS_LINE
 _NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(
     0, 2 * _WORD_BYTES, _WORD_BYTES
 )  # of _RECORD_LINE: addresses
@@ -319,7 +319,7 @@ def _help_with_loop(helper: int, number: int) -> bool:
     if helper < load_acquire(_line_address(_LOOP_LINE) + _NUM_PARTS_OFFSET):
         num_tasks_run = _run_tasks(helper)
     if num_tasks_run:
-        fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_ENTERED_OFFSET, 1)
+        fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_HELPED_OFFSET, 1)
     state_before = fetch_and_add(state_address, -1)
     if state_before & _AWAITING_FLAG and state_before & _INSIDE_MASK == 1:
         put_byte(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
@@ -395,7 +395,7 @@ def record_loops_into(memory: np.ndarray[Any, np.dtype[np.int64]] | None) -> int
 def helper_counts() -> tuple[int, int]:
     """How often a helper was woken so far, and how often one had a task of a loop."""
     return int(_pool_words[_word_index(_COUNTS_LINE, _NUM_WOKEN_OFFSET)]), int(
-        _pool_words[_word_index(_COUNTS_LINE, _NUM_ENTERED_OFFSET)]
+        _pool_words[_word_index(_COUNTS_LINE, _NUM_HELPED_OFFSET)]
     )
 
 

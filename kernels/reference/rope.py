@@ -4,7 +4,7 @@ Per-head RMSNorm, then the rotation of Su et al. 2021 (arXiv:2104.09864) in the 
 of transformers: feature d is rotated with feature d + D/2. The rotation is computed in float32 and
 rounded once.
 Legend: T tokens, H query heads of this rank, K its KV heads, X = H + 2K, D head dim, N blocks, P
-block size, L positions of the table.
+block size, L positions of the table, E = D / 2.
 `cos_sin_LD` is float32: cosines in the first D/2 columns, sines in the last.
 """
 

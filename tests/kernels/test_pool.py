@@ -58,9 +58,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def helps_with_long_loops() -> bool:
-    num_entered = pool.helper_counts()[1]
+    num_helped = pool.helper_counts()[1]
     run_loops(1, LONG, values(16))
-    return pool.helper_counts()[1] > num_entered
+    return pool.helper_counts()[1] > num_helped
 
 
 @contextmanager
