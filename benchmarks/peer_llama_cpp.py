@@ -192,12 +192,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for row in rows:
         mine, plain, their = (row[name] for name in ("ours", "plain process", "llama.cpp"))
-        of_peer = their["output_tokens_per_s"]
+        their_speed = their["output_tokens_per_s"]
         cells = (
             f"{row['form']}, {FORMS[row['form']]}",
-            *(mine["output_tokens_per_s"], f"{mine['output_tokens_per_s'] / of_peer:.2f}"),
-            *(plain["output_tokens_per_s"], f"{plain['output_tokens_per_s'] / of_peer:.2f}"),
-            *(of_peer, row["read_tokens_per_s"]),
+            *(mine["output_tokens_per_s"], f"{mine['output_tokens_per_s'] / their_speed:.2f}"),
+            *(plain["output_tokens_per_s"], f"{plain['output_tokens_per_s'] / their_speed:.2f}"),
+            *(their_speed, row["read_tokens_per_s"]),
             *(mine["prompt_tokens_per_s"], their["prompt_tokens_per_s"]),
         )
         lines.append(f"| {' | '.join(map(str, cells))} |")

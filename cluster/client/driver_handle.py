@@ -200,8 +200,9 @@ class DriverHandle:
         """Send the driver the accepted requests that it does not have. It takes nothing twice."""
         with self._change_condition:
             requests = self._outstanding_requests.lost_requests()
-        if requests:
-            self._accept(self.actor, requests, self._submit_to(self.actor, requests, None))
+        if not requests:
+            return
+        self._accept(self.actor, requests, self._submit_to(self.actor, requests, None))
         request_ids = (request.request_id for request in requests)
         ended_ids = [i for i in request_ids if i not in self._outstanding_requests]
         self.finish(ended_ids, "abort")

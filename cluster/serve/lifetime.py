@@ -72,8 +72,8 @@ class RunningApplication:
                     logger.warning("waiting for %.0f s: %s", time.monotonic() - began_s, shortage)
 
         thread = threading.Thread(target=log_waits, name="eagleray-waits", daemon=True)
+        thread.start()
         try:
-            thread.start()
             yield
         finally:
             end_event.set()

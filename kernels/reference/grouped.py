@@ -34,7 +34,7 @@ def int4_device_shifts(device: torch.device) -> Tensor:
 
 
 def pack_codes(codes_YX: Tensor) -> Tensor:
-    """int32 [Y, W] of codes from 0 to 15; X is a multiple of 8."""
+    """int32 [Y, W] of codes from 0 to 15, in the order of `INT4_SHIFTS`; X is a multiple of 8."""
     codes_YW = codes_YX.to(torch.uint8).contiguous().view(torch.int64)  # a code per byte
     halves_YW = []
     for first_bit in (0, 8):  # every other code

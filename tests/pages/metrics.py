@@ -47,6 +47,7 @@ def page() -> str:
 def _table(families: list[MetricFamily]) -> str:
     lines = ["| name | labels | kind | |", "|---|---|---|---|"]
     for family in families:
+        assert family.samples, f"{family.name} needs a value for each label, as others above"
         name = f"{family.name}_total" if family.kind == "counter" else family.name
         label_names = {label: None for _, labels, _ in family.samples for label, _ in labels}
         label_names.pop("le", None)  # of buckets

@@ -164,8 +164,8 @@ def unpack(words: Tensor, order: tuple[int, ...], bits: int, dim: int) -> Tensor
     """The codes, of 4 or 8 bits, in int32 `words` [A, B], as uint8: [A * codes per word, B] with
     `dim` 0, [A, B * codes per word] with `dim` 1. order: see `StoredFormat`.
     """
-    in_order = words.clone(memory_format=torch.contiguous_format)
-    bytes_AB4 = in_order.view(torch.uint8).unflatten(1, (-1, 4))
+    contiguous_words = words.clone(memory_format=torch.contiguous_format)
+    bytes_AB4 = contiguous_words.view(torch.uint8).unflatten(1, (-1, 4))
     shape = list(words.shape)
     shape.insert(dim + 1, len(order))
     codes = torch.empty(shape, dtype=torch.uint8)

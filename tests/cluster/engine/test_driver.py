@@ -173,6 +173,8 @@ def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhe
         await driver.submit("frontend", [request("a")])
         driver._die(EngineDeadError("the checkpoint is gone"))  # as the supervisor does
         errors = await errors_of(driver, 1)
+        with pytest.raises(EngineLostError, match="the checkpoint is gone"):
+            await driver.submit("frontend", [request("later")])
         with pytest.raises(EngineDeadError, match="the checkpoint is gone"):
             await driver.wait_for_end()
         await driver.shutdown()
