@@ -21,8 +21,8 @@ MAX_EXTRA_SHARE, MIN_EXTRA_REQUESTS = 0.5, 4
 
 
 def prefix_hashes(token_ids: Seq[int], block_size: int, cache_salt: str = "") -> array[int]:
-    """A hash per prefix of whole blocks, shortest first, 64 bits each. `cache_salt` seeds them:
-    what an engine has cached under another salt is of no use.
+    """A hash per prefix of whole blocks, shortest first, 64 bits each. `cache_salt` is hashed
+    before the tokens: what an engine has cached under another salt is of no use.
 
     For a long prompt, only every n-th block has one. n is the smallest power of two that leaves at
     most `MAX_HASHES_PER_PROMPT`, so prompts of any length share hashes of common prefixes.
