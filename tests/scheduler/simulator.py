@@ -190,7 +190,7 @@ class Simulation:
         )
         self.lane = Lane(self.rank)
         self.is_poisoned = False  # a rank has died in a step that was launched
-        self.guilty: frozenset[str] = frozenset()  # of the next loss
+        self.guilty_clients: list[Client] = []  # of the next loss
         # Plans whose results are unread, each with the request ids by slot.
         self.unread_plans: deque[tuple[StepPlan, dict[int, str]]] = deque()
         self.num_read: dict[str, int] = {}  # by request: tokens that are stored for certain
@@ -276,7 +276,10 @@ class Simulation:
 
     def _lose_to_poison(self, plan: StepPlan) -> None:
         poison = self.scenario.poison_in(plan, self.scheduler.running)
-        self.guilty |= poison
+        for request_id in sorted(poison):
+            client = self.clients[request_id]  # when that ends, another may take its id
+            if not any(client is guilty for guilty in self.guilty_clients):
+                self.guilty_clients.append(client)
         if poison and self.rng.random() < 0.3:
             raise PoisonError
         self.is_poisoned = bool(poison)  # the results of the steps before can still be read
@@ -334,8 +337,8 @@ class Simulation:
 
     def _count_crashes(self, convicted: set[str]) -> None:
         """Poison must be convicted in time."""
-        for request_id in self.guilty:
-            client = self.clients[request_id]
+        for client in self.guilty_clients:
+            request_id = client.request.request_id
             is_cleared = len(client.tokens) - client.num_tokens_at_crash >= CLEARING_TOKENS
             client.num_crashes = 1 if is_cleared else client.num_crashes + 1
             client.num_tokens_at_crash = len(client.tokens)
@@ -343,7 +346,7 @@ class Simulation:
             most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
-        self.guilty = frozenset()
+        self.guilty_clients.clear()
 
     def _check_rollback(self, running: list[Sequence]) -> None:
         """Sequences that ran go on where the last step that was read has left them, unless they
