@@ -19,6 +19,7 @@ import pytest
 
 from cluster.ranks import processes
 from cluster.ranks.processes import (
+    PIDFD_THREAD,
     ProcessId,
     _start_ticks,
     describe_local_process,
@@ -51,6 +52,20 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+# It maps page after page, which takes the kernel some 0.1 s to undo.
+WITH_MEMORY = """
+import mmap, threading, time
+threads = [threading.Thread(target=time.sleep, args=(60,), daemon=True) for _ in range(9)]
+for thread in threads:
+    thread.start()
+pages = mmap.mmap(-1, 2**29, mmap.MAP_SHARED)
+for start in range(0, len(pages), mmap.PAGESIZE):
+    pages[start] = 1
+print(thread.native_id, flush=True)
+time.sleep(60)
+"""
 
 
 @pytest.fixture
@@ -98,6 +113,44 @@ def test_the_end_of_a_process_on_this_node_is_told_at_once(
     wait_until(
         lambda: not any(each.name == "ends" for each in threading.enumerate()), "the thread ends"
     )
+
+
+def test_the_end_of_a_process_is_told_before_its_memory_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = SimpleNamespace(get_node_id=lambda: "here")
+    monkeypatch.setattr("ray.get_runtime_context", lambda: here)
+    try:
+        os.close(os.pidfd_open(threading.get_native_id(), PIDFD_THREAD))
+    except OSError:
+        pytest.skip("this kernel has no descriptors of threads")
+    # The last thread to end gives the memory back, and that may be this one.
+    assert any(_is_told_early() for _ in range(5))
+
+
+def _is_told_early() -> bool:
+    """Whether the end of a process is told while it still has memory to give back."""
+    with subprocess.Popen(
+        [sys.executable, "-c", WITH_MEMORY], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        living = ProcessId(
+            node_id="here",
+            pid=process.pid,
+            thread_id=int(process.stdout.readline()),
+            start_ticks=_start_ticks(process.pid),
+        )
+        of_another = dataclasses.replace(living, thread_id=threading.get_native_id())
+        told: queue.Queue[tuple[int, bool]] = queue.Queue()
+        watch_local_processes(
+            {0: living, 1: of_another}, lambda key: told.put((key, process.poll() is None))
+        )
+        time.sleep(0.1)
+        assert told.empty()
+        process.kill()
+        is_running = dict(told.get(timeout=5) for _ in range(2))
+    assert not is_running[1], "this descriptor is of the process"
+    return is_running[0]
 
 
 @pytest.mark.parametrize("stopped", [False, True])
