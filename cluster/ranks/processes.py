@@ -31,7 +31,7 @@ from cluster.ray_errors import NoAnswerError, result_of, start_call
 from cluster.resources.placement import actor_environment
 from cluster.resources.room import living_nodes
 from cluster.timeouts import NODE_TIMEOUT_S
-from scheduler.errors import EaglerayError, EngineDeadError, EngineError
+from scheduler.errors import EaglerayError, EngineDeadError
 
 IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -64,20 +64,21 @@ def mark_this_process(engine_id: str) -> ProcessId:
     """Mark this process as one of an engine's. From then on, SIGUSR2 makes it write the Python
     stack of each of its threads into the mark, even if the interpreter is blocked.
     """
-    mark_fd, pid = -1, os.getpid()
+    mark_fd, thread_id, pid = -1, -1, os.getpid()
     if IS_LINUX:
         if ray.get_runtime_context().get_actor_id() is not None:
             end_with_parent()
         mark_fd = os.memfd_create(f"eagleray-{engine_id}")
         faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(mark_fd), "w"), all_threads=True)
-    thread = threading.Thread(target=threading.Event().wait, name="until the end", daemon=True)
-    thread.start()
+        thread = threading.Thread(target=threading.Event().wait, name="until the end", daemon=True)
+        thread.start()
+        thread_id = thread.native_id or -1
     return ProcessId(
         node_id=ray.get_runtime_context().get_node_id(),
         pid=pid,
         start_ticks=_start_ticks(pid),
         mark_fd=mark_fd,
-        thread_id=thread.native_id or -1,
+        thread_id=thread_id,
     )
 
 
@@ -98,7 +99,7 @@ def end_with_parent() -> None:
 
 def end_processes(processes: list[ProcessId], grace_s: float = END_GRACE_S) -> None:
     """End processes, each on its node, and return when they are dead. Those that do not end by
-    themselves within `grace_s` are killed. Raises `EngineError` naming those that stay alive.
+    themselves within `grace_s` are killed. Raises `NoAnswerError` naming those that stay alive.
     """
     processes_by_node: dict[str, list[tuple[int, int]]] = {}
     for process in processes:
@@ -128,8 +129,9 @@ def processes_on_this_node(processes: list[ProcessId | None]) -> dict[int, Proce
 def watch_local_processes(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -> None:
     """Call `on_end` with the key of each process on this node when it ends, on a thread that ends
     with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
-    busy machine. A process that has gigabytes mapped ends only once these are given back, 0.1 to
-    0.4 s later than its threads: if it has a `thread_id`, the end of that thread counts.
+    busy machine. A process ends only once the memory that it has mapped is given back, 0.1 to 0.2 s
+    per GiB of small pages later than its threads: from Linux 6.9 on, the end of its `thread_id`
+    counts.
     """
     poller = select.poll()
     key_of_pidfd: dict[int, int] = {}
@@ -177,7 +179,7 @@ def run_on_node(
     """Run a function on a node; it may run more than once.
 
     Returns None for a node that Ray has declared dead: Ray ends every process there. That takes a
-    while, so a node that does not answer is asked again. Raises `EngineError` for a node that
+    while, so a node that does not answer is asked again. Raises `NoAnswerError` for a node that
     neither answers nor is declared dead within `limit_s`.
     """
     if node_id == ray.get_runtime_context().get_node_id():
@@ -299,9 +301,9 @@ def _end_without_pidfds(pids: list[int]) -> None:
 
 
 def _check_ended(living_pids: Collection[int]) -> None:
-    """Raise `EngineError` if any processes are left."""
+    """Raise `NoAnswerError` if any processes are left: one that has much memory ends in time."""
     if living_pids:
-        raise EngineError(
+        raise NoAnswerError(
             f"processes {sorted(living_pids)} did not end within {END_TIMEOUT_S:g} s of SIGKILL"
         )
 

@@ -8,7 +8,7 @@ from cluster.ranks.causes import DeathWatch, may_have_corrupted_memory
 from cluster.ranks.group import RankGroup
 from cluster.ranks.processes import processes_on_this_node
 
-EXIT_NOTICE_LIMIT_S = 0.5  # for the raylet to notice that a process of its node has ended
+EXIT_NOTICE_LIMIT_S = 1.0  # for the raylet to notice that a process of its node has ended
 
 logger = logging.getLogger("eagleray.driver")
 

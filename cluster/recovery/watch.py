@@ -146,7 +146,7 @@ class Watch:
     # -- other threads -----------------------------------------------------------------------------
 
     def _note_exit(self, rank: int) -> None:
-        self._deaths.append((rank, "its process has ended"))
+        self._deaths.append((rank, "its process is ending"))
         self._wake()
 
     def _handle_end(self, rank: int, ended_call: Any) -> None:

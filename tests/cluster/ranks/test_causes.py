@@ -339,6 +339,8 @@ def test_the_ending_of_an_actor(
     rank: Any = ray.remote(num_cpus=0)(Rank).remote()
     process = ray.get(rank.process.remote(), timeout=60)
     watch = DeathWatch(process)
+    assert Path(f"/proc/{process.pid}/task/{process.thread_id}").exists()
+    assert process.thread_id != process.pid, "the kernel tells its end only with that of the others"
     rank.do.remote(deed)
     ending = watch.ending(LIMIT_S)
     monkeypatch.setattr(causes, "PIDFD_GET_INFO", UNKNOWN_REQUEST)

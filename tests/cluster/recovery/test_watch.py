@@ -88,7 +88,7 @@ def test_a_death_that_the_kernel_tells_is_not_waited_for(
     caplog.set_level("INFO", logger="eagleray.driver")
     world.watch._note_exit(1)
     assert world.woken == 1 and not world.watch.all_ranks_answer
-    assert world.watch.find_fault(None) == "rank 1 died: its process has ended"
+    assert world.watch.find_fault(None) == "rank 1 died: its process is ending"
     world.ranks[1].ended.set_exception(RuntimeError("too little memory"))
     assert "Ray says of rank 1: too little memory" in caplog.text
 
