@@ -60,6 +60,7 @@ class Sequence:
     # Crashes it took part in since it last got a few tokens without one, or a single token.
     strikes: int = 0
     strikes_without_token: int = 0
+    strikes_beside_others: int = 0  # while it was a suspect
     num_tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False

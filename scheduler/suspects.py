@@ -6,6 +6,9 @@ steps of the one before it are read. Two more crashes alone without a token conv
 that kills a rank whenever it runs fails alone, after four crashes. If it gets tokens between its
 crashes (its prompt runs, its decodes kill), four more convict it: a rank that dies by chance hits a
 sequence again before its next few tokens far more often than before its next one.
+
+A suspect that waits for a mask gives up its turn and then runs beside others. Crashes there may be
+theirs, so they count by themselves, and it takes more of them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from scheduler.sequence import Sequence, SequenceStatus
 CLEARING_TOKENS = 4
 # Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
+FAIL_STRIKES_BESIDE_OTHERS = 6  # of a suspect
 
 
 class Suspects:
@@ -34,16 +38,24 @@ class Suspects:
 
     def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
         """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
+        is_alone = len(in_flight_sequences) == 1
         for seq in in_flight_sequences:
-            has_new_token = len(seq.token_ids) > seq.num_tokens_at_strike
-            seq.strikes = 1 if _is_cleared(seq) else seq.strikes + 1
-            seq.strikes_without_token = 1 if has_new_token else seq.strikes_without_token + 1
+            if _is_cleared(seq):
+                _clear(seq)
+            if len(seq.token_ids) > seq.num_tokens_at_strike:
+                seq.strikes_without_token = 0
+            if is_alone or seq.strikes < SUSPECT_STRIKES:
+                seq.strikes += 1
+                seq.strikes_without_token += 1
+            else:
+                seq.strikes_beside_others += 1
             seq.num_tokens_at_strike = len(seq.token_ids)
         return [
             seq
             for seq in in_flight_sequences
             if seq.strikes_without_token >= FAIL_STRIKES_WITHOUT_TOKEN
             or seq.strikes >= FAIL_STRIKES
+            or seq.strikes_beside_others >= FAIL_STRIKES_BESIDE_OTHERS
         ]
 
     def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
@@ -66,10 +78,14 @@ class Suspects:
         seq = self.first
         if seq is None or (seq.status is not SequenceStatus.FINISHED and not _is_cleared(seq)):
             return None
-        seq.strikes = seq.strikes_without_token = 0
+        _clear(seq)
         return self.sequences.pop(0)
 
 
 def _is_cleared(seq: Sequence) -> bool:
     """Whether it has come far enough since its last strike for that to count no more."""
     return len(seq.token_ids) - seq.num_tokens_at_strike >= CLEARING_TOKENS
+
+
+def _clear(seq: Sequence) -> None:
+    seq.strikes = seq.strikes_without_token = seq.strikes_beside_others = 0

@@ -209,8 +209,9 @@ class StepLoop:
         """Begin the next epoch: every sequence goes on, except those that keep killing ranks."""
         self._has_ranks, self.engine.executor = True, replacement.executor
         for seq in self.engine.start_epoch(cache_survives=replacement.cache_survives):
+            num_strikes = seq.strikes + seq.strikes_beside_others
             error = RequestFailedError(
-                f"ranks failed {seq.strikes} times while request {seq.request_id} ran, and it got"
+                f"ranks failed {num_strikes} times while request {seq.request_id} ran, and it got"
                 f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
                 f" {seq.strikes - SUSPECT_STRIKES} times it ran alone; all other requests go on"
             )

@@ -17,8 +17,8 @@ delivered once, in order, until the expected end, with the expected reason; so a
 prompts, all of them before the first token; nothing is delivered after an end from outside;
 whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
 is computed again that was computed in a step whose result was read; poison fails after at most four
-crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, and no other
-request fails unless steps were lost while it ran alone.
+crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, or five more if it
+has a grammar, and no other request fails unless steps were lost while it ran alone.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from scheduler.steps import StepOutput
 from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
+    FAIL_STRIKES_BESIDE_OTHERS,
     FAIL_STRIKES_WITHOUT_TOKEN,
     Suspects,
 )
@@ -344,6 +345,8 @@ class Simulation:
             client.num_tokens_at_crash = len(client.tokens)
             is_decode_poison = request_id in self.scenario.decode_poison
             most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
+            if client.request.grammar:  # its mask may be late, and then it runs beside others
+                most += FAIL_STRIKES_BESIDE_OTHERS - 1
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
         self.guilty_clients.clear()

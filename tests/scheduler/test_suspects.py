@@ -9,7 +9,12 @@ import pytest
 from scheduler import records
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
-from scheduler.suspects import CLEARING_TOKENS, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN
+from scheduler.suspects import (
+    CLEARING_TOKENS,
+    FAIL_STRIKES,
+    FAIL_STRIKES_BESIDE_OTHERS,
+    FAIL_STRIKES_WITHOUT_TOKEN,
+)
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
 
@@ -90,6 +95,23 @@ def long_ones(num: int, num_tokens: int) -> tuple[Scheduler, list[Sequence]]:
         scheduler.add(make_request(f"{i}", range(i, i + 5), max_tokens=num_tokens))
         for i in range(num)
     ]
+
+
+def test_a_suspect_that_gave_up_its_turn_is_convicted_later_for_crashes_beside_others() -> None:
+    scheduler, [suspect, *_] = long_ones(3, 100)
+    crash(scheduler)
+    crash(scheduler)
+    for number in range(FAIL_STRIKES_BESIDE_OTHERS):
+        run_step(scheduler)
+        assert running(scheduler) == ["0"]
+        scheduler.hold(suspect)  # its mask is late
+        for other in scheduler.suspects.sequences[1:]:
+            run_alone(scheduler, other.request_id)
+        run_step(scheduler)
+        assert running(scheduler) == ["0", "1", "2"]
+        assert (suspect.strikes, suspect.strikes_beside_others) == (2, number)
+        is_last = number == FAIL_STRIKES_BESIDE_OTHERS - 1
+        assert crash(scheduler) == (["0"] if is_last else [])
 
 
 @pytest.mark.parametrize("num_tokens", range(CLEARING_TOKENS))
