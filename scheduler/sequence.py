@@ -57,10 +57,11 @@ class Sequence:
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
-    # Crashes it took part in since it last got a few tokens without one, or a single token.
+    # Crashes it took part in since it last got a few tokens without one, or a single token; those
+    # of a suspect beside others apart.
     strikes: int = 0
     strikes_without_token: int = 0
-    strikes_beside_others: int = 0  # while it was a suspect
+    strikes_beside_others: int = 0
     num_tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False

@@ -7,8 +7,8 @@ that kills a rank whenever it runs fails alone, after four crashes. If it gets t
 crashes (its prompt runs, its decodes kill), four more convict it: a rank that dies by chance hits a
 sequence again before its next few tokens far more often than before its next one.
 
-A suspect that waits for a mask gives up its turn and then runs beside others. Crashes there may be
-theirs, so they count by themselves, and it takes more of them.
+A suspect whose mask is late gives up its turn and then runs beside others. Crashes there may be
+theirs, so only those alone convict, and after two of them it keeps its turn.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from scheduler.sequence import Sequence, SequenceStatus
 CLEARING_TOKENS = 4
 # Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
-FAIL_STRIKES_BESIDE_OTHERS = 6  # of a suspect
+MAX_STRIKES_BESIDE_OTHERS = 2  # of a suspect, until it keeps its turn
 
 
 class Suspects:
@@ -36,9 +36,10 @@ class Suspects:
         """The one whose turn it is."""
         return self.sequences[0] if self.sequences else None
 
-    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
-        """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
-        is_alone = len(in_flight_sequences) == 1
+    def strike(self, in_flight_sequences: list[Sequence], *, is_alone: bool) -> list[Sequence]:
+        """Count a strike for sequences whose steps were lost. Returns those that this convicts.
+        `is_alone`: no other sequence was in any of these steps.
+        """
         for seq in in_flight_sequences:
             if _is_cleared(seq):
                 _clear(seq)
@@ -55,11 +56,13 @@ class Suspects:
             for seq in in_flight_sequences
             if seq.strikes_without_token >= FAIL_STRIKES_WITHOUT_TOKEN
             or seq.strikes >= FAIL_STRIKES
-            or seq.strikes_beside_others >= FAIL_STRIKES_BESIDE_OTHERS
         ]
 
     def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
         """Those with two strikes will run alone."""
+        unfinished_sequences = list(unfinished_sequences)
+        for seq in filter(_is_cleared, unfinished_sequences):
+            _clear(seq)
         self.sequences = [seq for seq in unfinished_sequences if seq.strikes >= SUSPECT_STRIKES]
 
     def drop(self, seq: Sequence) -> None:
@@ -68,10 +71,15 @@ class Suspects:
             self.sequences.remove(seq)
 
     def pop_idle(self) -> Sequence | None:
-        """Take away the first suspect if it waits for a mask: nobody waits for it. None if not."""
-        if self.sequences and self.sequences[0].waits_for_mask:
-            return self.sequences.pop(0)
-        return None
+        """Take away the first suspect if it waits for a mask: nobody waits for it, unless it has
+        been in two crashes beside others. None if not.
+        """
+        seq = self.first
+        if seq is None or not seq.waits_for_mask:
+            return None
+        if seq.strikes_beside_others >= MAX_STRIKES_BESIDE_OTHERS:
+            return None
+        return self.sequences.pop(0)
 
     def pop_cleared(self) -> Sequence | None:
         """Take away the first suspect if it has ended or got enough tokens. None if not."""

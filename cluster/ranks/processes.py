@@ -201,6 +201,8 @@ def run_on_node(
         try:
             return result_of(ref, action)
         except EaglerayError as error:  # the node, or the process there, has died meanwhile
+            if type(error) is NoAnswerError:
+                raise  # the function has said so itself
             has_died = isinstance(error, EngineDeadError) or kind_of(error).is_transient
             if not has_died or time.monotonic() > deadline_s:
                 raise
@@ -337,7 +339,9 @@ def marked_local_pids(engine_id: str) -> list[int]:
     for process_folder in Path("/proc").iterdir():
         if process_folder.name.isdigit():
             with suppress(OSError):
-                links = (process_folder / "fd").iterdir()
+                links = list((process_folder / "fd").iterdir())
+                if not links:  # of a process that is ending, only some threads may have files
+                    links = list(process_folder.glob("task/*/fd/*"))
                 if any(link.readlink() == mark_path for link in links):
                     pids.append(int(process_folder.name))
     return pids

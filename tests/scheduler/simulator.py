@@ -17,7 +17,7 @@ delivered once, in order, until the expected end, with the expected reason; so a
 prompts, all of them before the first token; nothing is delivered after an end from outside;
 whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
 is computed again that was computed in a step whose result was read; poison fails after at most four
-crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, or five more if it
+crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, or two more if it
 has a grammar, and no other request fails unless steps were lost while it ran alone.
 """
 
@@ -38,8 +38,8 @@ from scheduler.steps import StepOutput
 from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
-    FAIL_STRIKES_BESIDE_OTHERS,
     FAIL_STRIKES_WITHOUT_TOKEN,
+    MAX_STRIKES_BESIDE_OTHERS,
     Suspects,
 )
 from tests.scheduler.fake_model import (
@@ -346,7 +346,7 @@ class Simulation:
             is_decode_poison = request_id in self.scenario.decode_poison
             most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
             if client.request.grammar:  # its mask may be late, and then it runs beside others
-                most += FAIL_STRIKES_BESIDE_OTHERS - 1
+                most += MAX_STRIKES_BESIDE_OTHERS
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
         self.guilty_clients.clear()

@@ -12,8 +12,8 @@ from scheduler.sequence import Sequence, SequenceStatus
 from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
-    FAIL_STRIKES_BESIDE_OTHERS,
     FAIL_STRIKES_WITHOUT_TOKEN,
+    MAX_STRIKES_BESIDE_OTHERS,
 )
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
@@ -97,21 +97,54 @@ def long_ones(num: int, num_tokens: int) -> tuple[Scheduler, list[Sequence]]:
     ]
 
 
-def test_a_suspect_that_gave_up_its_turn_is_convicted_later_for_crashes_beside_others() -> None:
+def gave_up_its_turn(scheduler: Scheduler, suspect: Sequence) -> None:
+    """Bring a suspect beside two others, since its mask is late."""
+    run_step(scheduler)
+    assert running(scheduler) == ["0"]
+    scheduler.hold(suspect)
+    for other in scheduler.suspects.sequences[1:]:
+        run_alone(scheduler, other.request_id)
+    run_step(scheduler)
+    assert running(scheduler) == ["0", "1", "2"]
+
+
+def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its_turn() -> None:
     scheduler, [suspect, *_] = long_ones(3, 100)
     crash(scheduler)
     crash(scheduler)
-    for number in range(FAIL_STRIKES_BESIDE_OTHERS):
-        run_step(scheduler)
-        assert running(scheduler) == ["0"]
-        scheduler.hold(suspect)  # its mask is late
-        for other in scheduler.suspects.sequences[1:]:
-            run_alone(scheduler, other.request_id)
-        run_step(scheduler)
-        assert running(scheduler) == ["0", "1", "2"]
+    for number in range(MAX_STRIKES_BESIDE_OTHERS):
+        gave_up_its_turn(scheduler, suspect)
         assert (suspect.strikes, suspect.strikes_beside_others) == (2, number)
-        is_last = number == FAIL_STRIKES_BESIDE_OTHERS - 1
-        assert crash(scheduler) == (["0"] if is_last else [])
+        assert crash(scheduler) == []
+    run_step(scheduler)
+    scheduler.hold(suspect)
+    assert scheduler.schedule() is None, "the others wait for its mask"
+    scheduler.resume(suspect)
+    assert [crash(scheduler) for _ in range(4)] == [[], [], [], ["0"]]
+
+
+def test_a_crash_beside_a_sequence_that_has_ended_is_not_one_alone() -> None:
+    scheduler, [suspect, *others] = long_ones(3, 100)
+    crash(scheduler)
+    crash(scheduler)
+    gave_up_its_turn(scheduler, suspect)
+    must_schedule(scheduler)
+    for other in others:
+        scheduler.finish(other, "abort")
+    scheduler.start_epoch()
+    assert (suspect.strikes, suspect.strikes_beside_others) == (2, 1)
+
+
+def test_a_suspect_that_gave_up_its_turn_is_none_any_more_once_it_has_a_few_tokens() -> None:
+    scheduler, [suspect, *_] = long_ones(3, 100)
+    crash(scheduler)
+    crash(scheduler)
+    gave_up_its_turn(scheduler, suspect)
+    for _ in range(CLEARING_TOKENS):
+        run_step(scheduler)
+    scheduler.hold(suspect)  # so it is in no step of the next crash
+    assert crash(scheduler) == []
+    assert suspect.strikes == 0 and not scheduler.suspects.first
 
 
 @pytest.mark.parametrize("num_tokens", range(CLEARING_TOKENS))

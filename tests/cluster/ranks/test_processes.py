@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +37,10 @@ from tests.cluster.processes import command_of, wait_until
 SLEEP = "import time; time.sleep(60)"
 MARK = f"of-a-test-in-{os.getpid()}"  # another process may run the same tests
 MARKED = """
-import os, sys, faulthandler, signal, time
+import ctypes, os, sys, faulthandler, signal, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+libc = ctypes.CDLL(None)
+signal.signal(signal.SIGUSR1, lambda *_: libc.pthread_exit(None))
 descriptor = os.memfd_create("eagleray-" + sys.argv[1])
 faulthandler.register(signal.SIGUSR2, os.fdopen(os.dup(descriptor), "w"), all_threads=True)
 print(descriptor, flush=True)
@@ -225,6 +229,16 @@ def test_a_mark_finds_the_processes_of_one_engine(
     assert marked_local_pids("of-another") == []
     end_marked_local_processes(MARK)
     assert command_of(process.pid) is None
+
+
+def test_a_mark_finds_a_process_of_which_only_a_thread_is_left(
+    marked: tuple[subprocess.Popen[str], ProcessId],
+) -> None:
+    process, _ = marked
+    process.send_signal(signal.SIGUSR1)
+    fd_folder = Path(f"/proc/{process.pid}/fd")
+    wait_until(lambda: not list(fd_folder.iterdir()), "the main thread to end")
+    assert marked_local_pids(MARK) == [process.pid]
 
 
 def test_a_process_says_where_it_is(marked: tuple[subprocess.Popen[str], ProcessId]) -> None:
