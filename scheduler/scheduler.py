@@ -356,11 +356,7 @@ class Scheduler:
         if self.submitted_steps:
             last_read_step_id = self.submitted_steps[0].step_id - 1
             in_flight_sequences = self.queues.in_flight_sequences(last_read_step_id + 1)
-            # Others may have run and ended since.
-            is_alone = len(in_flight_sequences) == 1 and all(
-                step.record.num_rows == 1 for step in self.submitted_steps
-            )
-            failed_sequences = self.suspects.strike(in_flight_sequences, is_alone=is_alone)
+            failed_sequences = self.suspects.strike(in_flight_sequences)
         for seq in failed_sequences:
             self.finish(seq, "error")
         self.suspects.start_epoch((*self.running, *self.waiting))

@@ -8,7 +8,8 @@ crashes (its prompt runs, its decodes kill), four more convict it: a rank that d
 sequence again before its next few tokens far more often than before its next one.
 
 A suspect whose mask is late gives up its turn and then runs beside others. Crashes there may be
-theirs, so only those alone convict, and after two of them it keeps its turn.
+theirs, so only those alone convict. After two beside others it keeps its turn: the others wait for
+its mask, unless that takes too long.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ CLEARING_TOKENS = 4
 # Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
 MAX_STRIKES_BESIDE_OTHERS = 2  # of a suspect, until it keeps its turn
+# How often it is asked for, some 0.03 s apart, until it gives up that turn too.
+MAX_IDLE_POLLS = 4000
 
 
 class Suspects:
@@ -30,16 +33,17 @@ class Suspects:
 
     def __init__(self) -> None:
         self.sequences: list[Sequence] = []
+        self._num_idle_polls = 0  # of one that keeps its turn
 
     @property
     def first(self) -> Sequence | None:
         """The one whose turn it is."""
         return self.sequences[0] if self.sequences else None
 
-    def strike(self, in_flight_sequences: list[Sequence], *, is_alone: bool) -> list[Sequence]:
-        """Count a strike for sequences whose steps were lost. Returns those that this convicts.
-        `is_alone`: no other sequence was in any of these steps.
-        """
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        """Count a strike for sequences whose steps were lost. Returns those that this convicts."""
+        # Its turn begins when no step is in flight, so then no other was in these.
+        is_alone = in_flight_sequences == [self.first]
         for seq in in_flight_sequences:
             if _is_cleared(seq):
                 _clear(seq)
@@ -63,6 +67,7 @@ class Suspects:
         unfinished_sequences = list(unfinished_sequences)
         for seq in filter(_is_cleared, unfinished_sequences):
             _clear(seq)
+        self._num_idle_polls = 0
         self.sequences = [seq for seq in unfinished_sequences if seq.strikes >= SUSPECT_STRIKES]
 
     def drop(self, seq: Sequence) -> None:
@@ -72,13 +77,17 @@ class Suspects:
 
     def pop_idle(self) -> Sequence | None:
         """Take away the first suspect if it waits for a mask: nobody waits for it, unless it has
-        been in two crashes beside others. None if not.
+        been in two crashes beside others, and then not for ever. None if not.
         """
         seq = self.first
         if seq is None or not seq.waits_for_mask:
+            self._num_idle_polls = 0
             return None
         if seq.strikes_beside_others >= MAX_STRIKES_BESIDE_OTHERS:
-            return None
+            self._num_idle_polls += 1
+            if self._num_idle_polls <= MAX_IDLE_POLLS:
+                return None
+            self._num_idle_polls = 0
         return self.sequences.pop(0)
 
     def pop_cleared(self) -> Sequence | None:

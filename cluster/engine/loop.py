@@ -210,7 +210,6 @@ class StepLoop:
         self._has_ranks, self.engine.executor = True, replacement.executor
         for seq in self.engine.start_epoch(cache_survives=replacement.cache_survives):
             num_strikes = seq.strikes + seq.strikes_beside_others
-            self._on_result_applied(self.engine.scheduler.epoch)  # recovery gets on
             error = RequestFailedError(
                 f"ranks failed {num_strikes} times while request {seq.request_id} ran, and it got"
                 f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"

@@ -180,7 +180,7 @@ def run_on_node(
 
     Returns None for a node that Ray has declared dead: Ray ends every process there. That takes a
     while, so a node that does not answer is asked again. Raises `NoAnswerError` for a node that
-    neither answers nor is declared dead within `limit_s`.
+    neither answers nor is declared dead within `limit_s`, or if the function raises it.
     """
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*arguments)
@@ -335,16 +335,32 @@ def marked_local_pids(engine_id: str) -> list[int]:
     """The pids of an engine's living processes on this node."""
     if not IS_LINUX:
         return []
-    mark_path, pids = Path(f"/memfd:eagleray-{engine_id} (deleted)"), []
-    for process_folder in Path("/proc").iterdir():
-        if process_folder.name.isdigit():
+    mark_path = Path(f"/memfd:eagleray-{engine_id} (deleted)")
+    return [
+        int(folder.name)
+        for folder in Path("/proc").iterdir()
+        if folder.name.isdigit() and mark_path in _open_files(folder)
+    ]
+
+
+def _open_files(process_folder: Path) -> list[Path]:
+    """The files that a process has open. One that is ending may have them in some threads only."""
+    paths = _link_targets(process_folder / "fd")
+    if not paths:
+        with suppress(OSError):
+            for thread_folder in (process_folder / "task").iterdir():
+                paths += _link_targets(thread_folder / "fd")
+    return paths
+
+
+def _link_targets(folder: Path) -> list[Path]:
+    """Where the links of a folder lead; without those that vanish meanwhile."""
+    paths = []
+    with suppress(OSError):
+        for link in folder.iterdir():
             with suppress(OSError):
-                links = list((process_folder / "fd").iterdir())
-                if not links:  # of a process that is ending, only some threads may have files
-                    links = list(process_folder.glob("task/*/fd/*"))
-                if any(link.readlink() == mark_path for link in links):
-                    pids.append(int(process_folder.name))
-    return pids
+                paths.append(link.readlink())
+    return paths
 
 
 def describe_local_process(process: ProcessId) -> str:

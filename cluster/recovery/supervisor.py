@@ -161,7 +161,7 @@ class Supervisor:
             try:
                 if not self._is_stopping:
                     self.check_group()
-            except Exception as error:  # a bug in this class, or time is up
+            except Exception as error:  # a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(reason_of(error))
 

@@ -263,27 +263,27 @@ class NoQuarantine(Suspects):
 class NeverConvicts(Suspects):
     """A request that kills ranks may do so forever."""
 
-    def strike(self, in_flight_sequences: list[Sequence], *, is_alone: bool) -> list[Sequence]:
-        super().strike(in_flight_sequences, is_alone=is_alone)
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight_sequences)
         return []
 
 
 class ConvictsSuspects(Suspects):
     """Every request that ran during two crashes fails."""
 
-    def strike(self, in_flight_sequences: list[Sequence], *, is_alone: bool) -> list[Sequence]:
-        super().strike(in_flight_sequences, is_alone=is_alone)
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
+        super().strike(in_flight_sequences)
         return [seq for seq in in_flight_sequences if seq.strikes >= 2]
 
 
 class AnyTokenClears(Suspects):
     """A request that kills ranks when it decodes may do so once for each of its tokens."""
 
-    def strike(self, in_flight_sequences: list[Sequence], *, is_alone: bool) -> list[Sequence]:
+    def strike(self, in_flight_sequences: list[Sequence]) -> list[Sequence]:
         for seq in in_flight_sequences:
             if len(seq.token_ids) > seq.num_tokens_at_strike:
                 seq.strikes = 0
-        return super().strike(in_flight_sequences, is_alone=is_alone)
+        return super().strike(in_flight_sequences)
 
 
 class BlamesWaiting(Scheduler):

@@ -123,7 +123,8 @@ class Client:
     num_cached_tokens: int | None = None  # from the first admission
     num_crashes: int = 0  # that it caused without `CLEARING_TOKENS` tokens in between
     num_tokens_at_crash: int = 0
-    num_losses: int = 0  # steps lost without its fault since it got a few tokens without any
+    # Steps lost while it ran alone, without its fault, since it got a few tokens without any.
+    num_losses_alone: int = 0
     num_tokens_at_loss: int = 0
     scores: list[int] = field(default_factory=list)  # of the prompt, from its second token on
 
@@ -310,9 +311,11 @@ class Simulation:
 
     def _start_epoch(self, *, by_poison: bool) -> None:
         """The ranks start again, while clients come and go."""
-        for sequence in (*self.scheduler.running, *self._waiting_in_flight()):
+        lost_sequences = [*self.scheduler.running, *self._waiting_in_flight()]
+        is_alone = len(lost_sequences) == 1
+        for sequence in lost_sequences:
             client = self.clients[sequence.request_id]
-            client.num_losses += not by_poison
+            client.num_losses_alone += is_alone and not by_poison
             client.num_tokens_at_loss = len(client.tokens)
         self.report.lost_steps += len(self.scheduler.submitted_steps)
         self.report.epochs_lost += 1
@@ -331,7 +334,7 @@ class Simulation:
         for sequence in convicted:
             client = self.clients[sequence.request_id]
             is_poison = sequence.request_id in self.scenario.poison
-            assert is_poison or client.num_losses >= 2, f"convicted without guilt: {sequence}"
+            assert is_poison or client.num_losses_alone >= 2, f"convicted without guilt: {sequence}"
             assert sequence.finish_reason == "error"
             client.ended = True
             self.report.convicted += 1
@@ -449,7 +452,7 @@ class Simulation:
             )
             client.tokens.append(token)
             if len(client.tokens) - client.num_tokens_at_loss >= CLEARING_TOKENS:
-                client.num_losses = 0
+                client.num_losses_alone = 0
             if len(client.tokens) == len(client.expected):
                 complete.append(sequence)
         assert complete == output.finished_sequences, (

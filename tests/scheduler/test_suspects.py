@@ -13,6 +13,7 @@ from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
     FAIL_STRIKES_WITHOUT_TOKEN,
+    MAX_IDLE_POLLS,
     MAX_STRIKES_BESIDE_OTHERS,
 )
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
@@ -123,14 +124,35 @@ def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its
     assert [crash(scheduler) for _ in range(4)] == [[], [], [], ["0"]]
 
 
-def test_a_crash_beside_a_sequence_that_has_ended_is_not_one_alone() -> None:
+def test_a_suspect_that_keeps_its_turn_gives_it_up_if_its_mask_takes_too_long() -> None:
+    scheduler, [suspect, *_] = long_ones(3, 100)
+    crash(scheduler)
+    crash(scheduler)
+    for _ in range(MAX_STRIKES_BESIDE_OTHERS):
+        gave_up_its_turn(scheduler, suspect)
+        crash(scheduler)
+    run_step(scheduler)
+    scheduler.hold(suspect)
+    for _ in range(MAX_IDLE_POLLS):
+        assert scheduler.schedule() is None
+    run_step(scheduler)
+    assert len(running(scheduler)) > 0 and scheduler.suspects.first is not suspect
+
+
+@pytest.mark.parametrize("in_which_step", ["the same", "the one before"])
+def test_a_crash_beside_a_sequence_that_has_ended_is_not_one_alone(in_which_step: str) -> None:
     scheduler, [suspect, *others] = long_ones(3, 100)
     crash(scheduler)
     crash(scheduler)
     gave_up_its_turn(scheduler, suspect)
+    if in_which_step == "the one before":
+        scheduler.hold(suspect)
     must_schedule(scheduler)
     for other in others:
         scheduler.finish(other, "abort")
+    if in_which_step == "the one before":
+        scheduler.resume(suspect)
+        must_schedule(scheduler)
     scheduler.start_epoch()
     assert (suspect.strikes, suspect.strikes_beside_others) == (2, 1)
 

@@ -18,7 +18,6 @@ from cluster.engine.loop import (
     Finish,
     NewsByFrontend,
     RanksLost,
-    RanksReplaced,
     StepLoop,
     Submit,
 )
@@ -28,7 +27,6 @@ from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepPlan, StepResult, TokenLogprobs
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
-from scheduler.suspects import FAIL_STRIKES_WITHOUT_TOKEN
 from tests.scheduler.fake_model import FakeRank, Lane, generate
 from tests.scheduler.helpers import make_limits, make_request, num_unfinished
 
@@ -343,25 +341,6 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
     loop.run_once()
     assert lost == [f"{type(error).__name__}: {error}"]
     assert num_unfinished(loop.engine) == 1 and not loop._has_ranks
-
-
-def test_a_conviction_counts_as_progress_of_the_recovery() -> None:
-    limits, told, epochs = make_limits(), list[NewsByFrontend](), list[int]()
-    executor = NoStore(limits, ConnectionResetError("gone"))
-    loop = StepLoop(
-        Engine(Scheduler(limits), executor),
-        told.append,
-        lambda error: None,
-        on_result_applied=epochs.append,
-    )
-    loop.post(Submit(record_number=1, requests=[make_request("a", [1, 2, 3])]))
-    loop.run_once()
-    for _ in range(FAIL_STRIKES_WITHOUT_TOKEN):
-        assert not told and not epochs
-        loop.post(RanksReplaced(executor=executor))
-        loop.run_once()
-    assert isinstance(told[0][1]["a"].error, RequestFailedError)
-    assert epochs == [FAIL_STRIKES_WITHOUT_TOKEN]
 
 
 def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> None:
