@@ -22,7 +22,7 @@ CLEARING_TOKENS = 4
 # Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
 MAX_STRIKES_BESIDE_OTHERS = 2  # of a suspect, until it keeps its turn
-# How often it is asked for, some 0.03 s apart, until it gives up that turn too.
+# How often it is asked for, twice every 0.03 s, until it gives up that turn too: about a minute.
 MAX_IDLE_POLLS = 4000
 
 
@@ -67,7 +67,6 @@ class Suspects:
         unfinished_sequences = list(unfinished_sequences)
         for seq in filter(_is_cleared, unfinished_sequences):
             _clear(seq)
-        self._num_idle_polls = 0
         self.sequences = [seq for seq in unfinished_sequences if seq.strikes >= SUSPECT_STRIKES]
 
     def drop(self, seq: Sequence) -> None:

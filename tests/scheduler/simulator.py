@@ -18,7 +18,7 @@ prompts, all of them before the first token; nothing is delivered after an end f
 whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
 is computed again that was computed in a step whose result was read; poison fails after at most four
 crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, or two more if it
-has a grammar, and no other request fails unless steps were lost while it ran alone.
+has a grammar, and no other request fails unless steps were lost twice while it ran alone.
 """
 
 from __future__ import annotations
@@ -312,7 +312,9 @@ class Simulation:
     def _start_epoch(self, *, by_poison: bool) -> None:
         """The ranks start again, while clients come and go."""
         lost_sequences = [*self.scheduler.running, *self._waiting_in_flight()]
-        is_alone = len(lost_sequences) == 1
+        is_alone = len(lost_sequences) == 1 and all(
+            len(plan.slots) == 1 for plan, _ in self.unread_plans
+        )
         for sequence in lost_sequences:
             client = self.clients[sequence.request_id]
             client.num_losses_alone += is_alone and not by_poison

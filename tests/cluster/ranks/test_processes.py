@@ -22,6 +22,7 @@ from cluster.ranks import processes
 from cluster.ranks.processes import (
     PIDFD_THREAD,
     ProcessId,
+    _link_targets,
     _start_ticks,
     describe_local_process,
     end_local_processes,
@@ -237,7 +238,7 @@ def test_a_mark_finds_a_process_of_which_only_a_thread_is_left(
     process, _ = marked
     process.send_signal(signal.SIGUSR1)
     fd_folder = Path(f"/proc/{process.pid}/fd")
-    wait_until(lambda: not list(fd_folder.iterdir()), "the main thread to end")
+    wait_until(lambda: not _link_targets(fd_folder), "the main thread to end")
     assert marked_local_pids(MARK) == [process.pid]
 
 
