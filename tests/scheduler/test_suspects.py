@@ -98,6 +98,14 @@ def long_ones(num: int, num_tokens: int) -> tuple[Scheduler, list[Sequence]]:
     ]
 
 
+def three_suspects() -> tuple[Scheduler, list[Sequence]]:
+    """A scheduler with three requests after two crashes."""
+    scheduler, sequences = long_ones(3, 100)
+    crash(scheduler)
+    crash(scheduler)
+    return scheduler, sequences
+
+
 def gave_up_its_turn(scheduler: Scheduler, suspect: Sequence) -> None:
     """Bring a suspect beside two others, since its mask is late."""
     run_step(scheduler)
@@ -110,9 +118,7 @@ def gave_up_its_turn(scheduler: Scheduler, suspect: Sequence) -> None:
 
 
 def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its_turn() -> None:
-    scheduler, [suspect, *_] = long_ones(3, 100)
-    crash(scheduler)
-    crash(scheduler)
+    scheduler, [suspect, *_] = three_suspects()
     for number in range(MAX_STRIKES_BESIDE_OTHERS):
         gave_up_its_turn(scheduler, suspect)
         assert (suspect.strikes, suspect.strikes_beside_others) == (2, number)
@@ -125,9 +131,7 @@ def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its
 
 
 def test_a_suspect_that_keeps_its_turn_gives_it_up_if_its_mask_takes_too_long() -> None:
-    scheduler, [suspect, *_] = long_ones(3, 100)
-    crash(scheduler)
-    crash(scheduler)
+    scheduler, [suspect, *_] = three_suspects()
     for _ in range(MAX_STRIKES_BESIDE_OTHERS):
         gave_up_its_turn(scheduler, suspect)
         crash(scheduler)
@@ -146,9 +150,7 @@ def test_a_suspect_that_keeps_its_turn_gives_it_up_if_its_mask_takes_too_long() 
 
 @pytest.mark.parametrize("in_which_step", ["the same", "the one before"])
 def test_a_crash_beside_a_sequence_that_has_ended_is_not_one_alone(in_which_step: str) -> None:
-    scheduler, [suspect, *others] = long_ones(3, 100)
-    crash(scheduler)
-    crash(scheduler)
+    scheduler, [suspect, *others] = three_suspects()
     gave_up_its_turn(scheduler, suspect)
     if in_which_step == "the one before":
         scheduler.hold(suspect)
@@ -163,9 +165,7 @@ def test_a_crash_beside_a_sequence_that_has_ended_is_not_one_alone(in_which_step
 
 
 def test_a_suspect_that_gave_up_its_turn_is_none_any_more_once_it_has_a_few_tokens() -> None:
-    scheduler, [suspect, *_] = long_ones(3, 100)
-    crash(scheduler)
-    crash(scheduler)
+    scheduler, [suspect, *_] = three_suspects()
     gave_up_its_turn(scheduler, suspect)
     for _ in range(CLEARING_TOKENS):
         run_step(scheduler)
