@@ -45,6 +45,10 @@ from workers.report import WorkerReport
 
 logger = logging.getLogger(__name__)
 
+# Between two pages of the cache that become huge. Those of the weights matter more: see
+# `use_huge_pages`.
+_CACHE_PAUSE_S = 0.1
+
 
 class Worker:
     """Rank `rank` of the engine `config` describes."""
@@ -285,8 +289,8 @@ class Worker:
     # -- inside ------------------------------------------------------------------------------------
 
     def _begin_steps(self, runner: ModelRunner) -> None:
-        """This rank's steps follow: let it write to the cache, and give its weights huge pages
-        beside the first ones.
+        """This rank's steps follow: let it write to the cache, and give weights and cache huge
+        pages beside the first ones.
         """
         runner.cache.allow_writing()
         weights = self._loaded_model.memory if self._loaded_model is not None else None
@@ -294,14 +298,14 @@ class Worker:
             self._makes_huge_pages = True
             thread = threading.Thread(
                 target=_use_huge_pages,
-                args=(weights, self._close_event),
+                args=(weights, runner.cache.memory, self._close_event),
                 name="huge-pages",
                 daemon=True,
             )
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads are allowed
-                logger.debug("weights stay in small pages: %s", error)
+                logger.debug("weights and cache stay in small pages: %s", error)
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -345,12 +349,18 @@ class Worker:
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
 
 
-def _use_huge_pages(memory: SharedMemfd, stop_event: threading.Event) -> None:
-    """As `use_huge_pages`. The memory stays open until then."""
+def _use_huge_pages(
+    weights: SharedMemfd, cache: SharedMemfd | None, stop_event: threading.Event
+) -> None:
+    """As `use_huge_pages`, for the weights, of which steps read all, and then the cache. They stay
+    open until then.
+    """
     try:
-        use_huge_pages(memory.descriptor, memory.num_bytes, stop_event)
+        use_huge_pages(weights.descriptor, weights.num_bytes, stop_event)
+        if cache is not None and not stop_event.is_set():
+            use_huge_pages(cache.descriptor, cache.num_bytes, stop_event, _CACHE_PAUSE_S)
     except OSError as error:
-        logger.debug("weights stay in small pages: %s", error)
+        logger.debug("the rest stays in small pages: %s", error)
 
 
 def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:
