@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cluster.grammar.formats import MAX_SOURCE_BYTES
 from cluster.grammar.helper import Helper, HelperError, HelperLostError, HelperTimeoutError
-from scheduler.errors import EaglerayError, OverloadedError, RequestError
+from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 
 # Seconds of a processor's time, in the first queue and in the other one.
 QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
@@ -41,8 +41,8 @@ class GrammarCompiler:
 
     def check(self, structural_tag: str) -> bytes:
         """The grammar as it is sent. Raises `RequestError` for one that is not possible, is too
-        large, or takes more time or memory than it may, and `OverloadedError` if too many slow ones
-        are being compiled.
+        large, or takes more time or memory than it may, `OverloadedError` if too many slow ones are
+        being compiled, and `RequestFailedError` if none can be compiled here.
         """
         source = structural_tag.encode()
         if len(source) > MAX_SOURCE_BYTES:
@@ -82,11 +82,13 @@ class GrammarCompiler:
         return False
 
     def _compiles(self, structural_tag: str, limit_s: float) -> bool:
-        """Whether it can be compiled in time. Raises `RequestError`."""
+        """Whether it can be compiled in time. Raises `RequestError`, `RequestFailedError`."""
         try:
             child = self._helper.fork(CHILD_MEMORY_BYTES)
         except HelperError as error:  # not the grammar's fault
-            raise _refusal(f"it cannot be compiled: {error}") from None
+            raise RequestFailedError(
+                f"structured_outputs: no grammar can be compiled here: {error}"
+            ) from None
         source = structural_tag.encode()
         try:
             child.call(limit_s, "check", structural_tag)

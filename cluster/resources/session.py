@@ -26,7 +26,7 @@ from cluster.resources.addresses import (
 )
 from cluster.resources.local_ray import minimal_local_ray
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, EngineError
 
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
 # fit on a laptop.
@@ -52,7 +52,7 @@ class RaySession:
         """Join or start a cluster. `num_ranks`: how many a cluster of our own must have room for.
 
         Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
-        part of another.
+        part of another, and `EngineError` when Ray takes too long to start.
         """
         with self._lock:
             if ray.is_initialized():
@@ -163,6 +163,9 @@ def _init_ray(address: str | None, num_ranks: int) -> str:
             ray.init(address=address, **options, **quiet_options)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"cannot {action}: {str(error).rstrip('. ')}. {advice}") from error
+    except Exception as error:  # a plain one of Ray's, if a busy machine is too slow to start it
+        problem = str(error).rstrip(". ")
+        raise EngineError(f"cannot {action}: {problem}. Is the machine busy? Try again") from error
     return address
 
 

@@ -349,6 +349,23 @@ def test_without_a_child_only_the_requests_with_a_grammar_fail(
     matching.close()
 
 
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [(READY, "no process can be started"), ("sys.exit(1)", "cannot be started: it has ended")],
+)
+def test_a_grammar_that_cannot_be_compiled_here_is_not_the_callers_fault(
+    start: str, message: str
+) -> None:
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    compiler._helper = fake_helper(start, NO_PROCESS)
+    with pytest.raises(RequestFailedError, match=message):
+        compiler.check(source(choice=["a"]))
+    compiler.close()
+    with pytest.raises(RequestFailedError, match="the engine has been stopped"):
+        compiler.check(source(choice=["a"]))
+    assert not compiler._refusals
+
+
 def test_a_program_that_cannot_be_started_is_an_error_of_the_request() -> None:
     helper = Helper(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     helper._argv = ["/does/not/exist"]

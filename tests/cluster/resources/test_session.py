@@ -8,8 +8,8 @@ import pytest
 import ray
 
 from cluster.resources.addresses import is_listening
-from cluster.resources.session import RaySession, _running_ray_id
-from scheduler.errors import ConfigError
+from cluster.resources.session import RaySession, _init_ray, _running_ray_id
+from scheduler.errors import ConfigError, EngineError
 
 pytestmark = pytest.mark.engine
 
@@ -68,3 +68,12 @@ def test_an_ipv6_address_is_looked_at_without_its_brackets() -> None:
 @pytest.mark.parametrize("address", ["a..b:1", "127.0.0.1:99999"])
 def test_nothing_listens_where_nothing_can(address: str) -> None:
     assert not is_listening(address)
+
+
+def test_a_ray_that_starts_too_slowly_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(**options: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen")
+
+    monkeypatch.setattr(ray, "init", time_out)
+    with pytest.raises(EngineError, match=r"cannot start a local Ray: .* timed out .*Try again"):
+        _init_ray("local", 1)
