@@ -258,7 +258,9 @@ def check_bound(
 
 
 def check_schema_bounds(value: object, place: str, parameter: str) -> None:
-    """Raise `RequestError` for JSON beyond the bounds of schemas, reading hardly more of it."""
+    """Raise `RequestError` for what is not JSON, and for JSON beyond the bounds of schemas, reading
+    hardly more of it.
+    """
     num_values, num_characters, depth = 0, 0, 0
     values_at_depth: list[object] = [value]
     while values_at_depth:
@@ -269,14 +271,34 @@ def check_schema_bounds(value: object, place: str, parameter: str) -> None:
             num_values += 1
             if isinstance(nested_value, str):
                 num_characters += len(nested_value)
+                check_unicode(nested_value, place, parameter)
             elif isinstance(nested_value, Mapping):
-                num_characters += sum(len(key) for key in nested_value if isinstance(key, str))
+                for key in nested_value:
+                    if not isinstance(key, str):
+                        raise RequestError(
+                            f"{place}: the names in an object are text, got {short_repr(key)}",
+                            parameter,
+                        )
+                    num_characters += len(key)
+                    check_unicode(key, place, parameter)
                 values_below.extend(nested_value.values())
             elif isinstance(nested_value, list | tuple):
                 values_below.extend(nested_value)
+            elif not isinstance(nested_value, int | float | None):
+                raise RequestError(
+                    f"{place} holds {short_repr(nested_value)}, which is not JSON", parameter
+                )
             check_bound("schema values", num_values + len(values_below), place, parameter)
             check_bound("schema", num_characters, place, parameter)
         values_at_depth = values_below
+
+
+def check_unicode(text: str, place: str, parameter: str) -> None:
+    """Raise `RequestError` for text that has half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{place} cannot be encoded: {error}", parameter) from None
 
 
 class _ShortRepr(reprlib.Repr):

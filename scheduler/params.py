@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.bounds import check_bound, check_schema_bounds, short_repr
+from scheduler.bounds import check_bound, check_schema_bounds, check_unicode, short_repr
 from scheduler.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -109,15 +109,19 @@ class StructuredOutputs:
         self._check_bounds()
 
     def _check_bounds(self) -> None:
-        """Raise `RequestError` for a form whose grammar would be too large."""
+        """Raise `RequestError` for a form whose grammar would be too large, or that is not Unicode
+        or JSON.
+        """
         field = "structured_outputs"
         if self.json is not None:
             check_schema_bounds(self.json, f"{field}.json", field)
         if self.regex is not None:
             check_bound("regex", len(self.regex), f"{field}.regex", field)
+            check_unicode(self.regex, f"{field}.regex", field)
         if self.choice is not None:
             check_bound("choice", len(self.choice), f"{field}.choice", field)
             check_bound("choice text", sum(map(len, self.choice)), f"{field}.choice", field)
+            check_unicode("".join(self.choice), f"{field}.choice", field)
         if self.structural_tag is not None:
             check_schema_bounds(self.structural_tag, f"{field}.structural_tag", field)
 

@@ -25,6 +25,24 @@ def test_schemas_are_measured_however_they_are_nested() -> None:
         assert refused.value.parameter == "field"
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({1: 2}, "the names in an object are text, got 1"),
+        ({"properties": [{"a": {2: {}}}]}, "the names in an object are text, got 2"),
+        ({"const": b"a"}, "holds b'a', which is not JSON"),
+        ({"enum": [object]}, "which is not JSON"),
+        ({"const": "\ud800"}, "cannot be encoded"),
+        ({"properties": {"\ud800": {}}}, "cannot be encoded"),
+    ],
+)
+def test_a_schema_is_json(value: object, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^json.*{message}") as refused:
+        check_schema_bounds(value, "json", "field")
+    assert refused.value.parameter == "field"
+    check_schema_bounds({"a": [True, None, 1, 0.5, "b", ("c",)]}, "json", "field")
+
+
 def test_values_are_shown_by_their_beginning() -> None:
     assert (short_repr("auto"), short_repr(5), short_repr([1, "a"])) == ("'auto'", "5", "[1, 'a']")
     for long in ("a" * 10**6, [[0] * 1000] * 1000, {"a" * 10**5: 0}, b"a" * 10**6):

@@ -396,3 +396,12 @@ def test_an_error_shows_the_beginning_of_what_was_given() -> None:
         with pytest.raises(RequestError) as refused:
             SamplingParams.from_dict(wrong)
         assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize(
+    "form", [{"regex": "\ud800"}, {"choice": ["a", "\ud800"]}, {"json": {"const": "\ud800"}}]
+)
+def test_what_an_output_must_match_is_unicode(form: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="cannot be encoded") as refused:
+        StructuredOutputs(**form)
+    assert refused.value.parameter == "structured_outputs"
