@@ -351,11 +351,12 @@ def _structure_error(problem: str) -> RequestError:
 
 
 def derive_seed(seed: int, index: int) -> int:
-    """Seed of output number `index` of a request, below `SEED_LIMIT`: the request's own seed for
-    output 0, a hash of (seed, index) for the others.
+    """Seed of output number `index` of a request, below `SEED_LIMIT`: the request's own seed modulo
+    that for output 0, a hash of this and the index for the others.
     """
+    seed %= SEED_LIMIT
     if index == 0:
-        return seed % SEED_LIMIT
+        return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % SEED_LIMIT
 

@@ -334,6 +334,7 @@ def test_a_negative_seed_is_as_good_as_another(seed: int) -> None:
     [first, second] = SamplingParams(n=2).resolve_all(seed=seed)
     assert 0 <= first.seed < SEED_LIMIT and first.seed == derive_seed(seed, 0)
     assert 0 <= second.seed < SEED_LIMIT and second.seed != derive_seed(seed + 1, 1)
+    assert second.seed == derive_seed(seed % SEED_LIMIT, 1)
 
 
 def test_outputs_have_seeds_of_their_own() -> None:
