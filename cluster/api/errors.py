@@ -96,7 +96,11 @@ def anthropic_error_body(error: BaseException) -> dict[str, Any]:
     error = http_error(error)
     default_type = "api_error" if error.status >= 500 else "invalid_request_error"
     error_type = ANTHROPIC_ERROR_TYPES.get(error.status, default_type)
-    message = _shortened(str(error), MAX_MESSAGE_LENGTH)
+    message = str(error)
+    if error.code == "context_length_exceeded":
+        # There is no code in this body: Claude Code looks for these words, and then compacts.
+        message = f"prompt is too long: {message}"
+    message = _shortened(message, MAX_MESSAGE_LENGTH)
     return {"type": "error", "error": {"type": error_type, "message": message} | error.details}
 
 

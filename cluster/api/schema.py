@@ -192,7 +192,9 @@ class CompletionRequest(GenerationRequest):
 
 
 class TextPart(RequestModel):
-    """Text; the other two types are those of responses, which some clients send here too."""
+    """Text; the first type is that of chats, the others are those of responses. Some clients send
+    them where the other is meant.
+    """
 
     type: Literal["text", "input_text", "output_text"]
     text: str

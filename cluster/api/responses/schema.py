@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, Tag
+from pydantic import Discriminator, Field, Tag
 
 from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
 from cluster.api.schema import (
@@ -18,6 +18,7 @@ from cluster.api.schema import (
     RefusalPart,
     RequestModel,
     TextFormat,
+    TextPart,
     ToolName,
     type_discriminator,
 )
@@ -28,9 +29,16 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 
 
-class MessageTextPart(RequestModel):
-    type: Literal["input_text", "output_text"]
-    text: str
+def _tag(kind: str) -> Tag:
+    """The tag of a kind, in brackets: the path in an error is then without it, as in OpenAI's."""
+    return Tag(f"[{kind}]")
+
+
+def _discriminator(*kinds: str, default: str | None = None) -> Discriminator:
+    """As `type_discriminator`, for such tags."""
+    kind_of = type_discriminator(*kinds, default=default).discriminator
+    assert callable(kind_of)
+    return Discriminator(lambda value: f"[{kind_of(value)}]")
 
 
 class OtherPart(RequestModel):
@@ -40,11 +48,12 @@ class OtherPart(RequestModel):
 
 
 Part = Annotated[
-    Annotated[MessageTextPart, Tag("input_text")]
-    | Annotated[MessageTextPart, Tag("output_text")]
-    | Annotated[RefusalPart, Tag("refusal")]
-    | Annotated[OtherPart, Tag("other")],
-    type_discriminator("input_text", "output_text", "refusal"),
+    Annotated[TextPart, _tag("input_text")]
+    | Annotated[TextPart, _tag("output_text")]
+    | Annotated[TextPart, _tag("text")]
+    | Annotated[RefusalPart, _tag("refusal")]
+    | Annotated[OtherPart, _tag("other")],
+    _discriminator("input_text", "output_text", "text", "refusal"),
 ]
 
 
@@ -103,15 +112,15 @@ class OtherItem(RequestModel):
 
 
 Item = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call")]
-    | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[CallOutputItem, Tag("custom_tool_call_output")]
-    | Annotated[ItemReference, Tag("item_reference")]
-    | Annotated[OtherItem, Tag("other")],
-    type_discriminator(
+    Annotated[MessageItem, _tag("message")]
+    | Annotated[ReasoningItem, _tag("reasoning")]
+    | Annotated[CallItem, _tag("function_call")]
+    | Annotated[CustomCallItem, _tag("custom_tool_call")]
+    | Annotated[CallOutputItem, _tag("function_call_output")]
+    | Annotated[CallOutputItem, _tag("custom_tool_call_output")]
+    | Annotated[ItemReference, _tag("item_reference")]
+    | Annotated[OtherItem, _tag("other")],
+    _discriminator(
         *("message", "reasoning", "function_call", "custom_tool_call", "function_call_output"),
         *("custom_tool_call_output", "item_reference"),
         default="message",
@@ -161,20 +170,20 @@ class NamespaceTool(Options):
     description: str | None = None
     tools: FailFastList[
         Annotated[
-            Annotated[FunctionTool, Tag("function")]
-            | Annotated[CustomTool, Tag("custom")]
-            | Annotated[OtherTool, Tag("other")],
-            type_discriminator("function", "custom"),
+            Annotated[FunctionTool, _tag("function")]
+            | Annotated[CustomTool, _tag("custom")]
+            | Annotated[OtherTool, _tag("other")],
+            _discriminator("function", "custom"),
         ]
     ]
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[CustomTool, Tag("custom")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
-    type_discriminator("function", "custom", "namespace"),
+    Annotated[FunctionTool, _tag("function")]
+    | Annotated[CustomTool, _tag("custom")]
+    | Annotated[NamespaceTool, _tag("namespace")]
+    | Annotated[OtherTool, _tag("other")],
+    _discriminator("function", "custom", "namespace"),
 ]
 
 

@@ -168,6 +168,10 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
     [
         ({"messages": []}, "at least 1 item"),
         ({"max_tokens": 0}, "max_tokens must be"),
+        (
+            {"messages": [{"role": "user", "content": "word " * 2000}]},
+            "prompt is too long: the prompt has ",
+        ),
         ({"tools": [{"name": "add"}]}, "tools.0.custom.input_schema"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "must be of role user"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content"),

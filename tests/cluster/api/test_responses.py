@@ -166,6 +166,17 @@ def test_a_whole_conversation_reaches_the_template(client: openai.OpenAI) -> Non
     assert prompt.count("\nassistant\n") == 2, "one turn, and the one to come"
 
 
+@pytest.mark.parametrize("kind", ["input_text", "output_text", "text"])
+def test_text_is_read_under_the_name_of_either_api(server: Server, kind: str) -> None:
+    parts = [{"type": kind, "text": "What is 47 + 38?"}]
+    result = {"type": "function_call_output", "call_id": "1", "output": parts}
+    body = {"input": [{"role": "user", "content": parts}, result]}
+    answer = httpx.post(f"{server.url}/v1/responses", json=body)
+    assert answer.status_code == 200, answer.text
+    assert "x-eagleray-ignored" not in answer.headers
+    assert PROMPTS[-1].count("What is 47 + 38?") == 2
+
+
 @pytest.mark.parametrize(("effort", "thinks"), [("none", False), ("low", True)])
 def test_effort_switches_thinking(server: Server, effort: str, thinks: bool) -> None:
     asked = {"input": "Hi", "reasoning": {"effort": effort, "summary": "auto"}}

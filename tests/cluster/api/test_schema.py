@@ -114,6 +114,25 @@ def test_a_wrong_field_is_named_and_shown(
 
 
 @pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": {}}]},
+            "input.0.output",
+        ),
+        ({"input": [{"role": "tool", "content": "Hi"}]}, "input.0.role"),
+    ],
+)
+def test_the_path_of_a_wrong_field_of_a_response_is_that_of_the_request(
+    fields: dict[str, Any], path: str
+) -> None:
+    """Without the kind that follows from the type, which may be the name of a field."""
+    with pytest.raises(RequestError, match=f"^{path}: "):
+        read_request(ResponsesRequest, json.dumps({"input": "Hi"} | fields).encode())
+
+
+@pytest.mark.parametrize(
     "data",
     [
         b"",
