@@ -151,7 +151,8 @@ class TypedTool(RequestModel):
 
 def _kind_of_tool(tool: Any) -> str:
     is_typed = isinstance(tool, dict) and "input_schema" not in tool and bool(tool.get("type"))
-    return "typed" if is_typed and tool["type"] != "custom" else "custom"
+    # One in OpenAI's form is the client's, and refused for what it lacks.
+    return "typed" if is_typed and tool["type"] not in ("custom", "function") else "custom"
 
 
 AnyTool = Annotated[

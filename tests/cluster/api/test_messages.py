@@ -173,6 +173,7 @@ def test_tokens_are_counted(client: anthropic.Anthropic) -> None:
             "prompt is too long: the prompt has ",
         ),
         ({"tools": [{"name": "add"}]}, "tools.0.custom.input_schema"),
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "tools.0.custom.name"),
         ({"messages": [USER, {"role": "assistant", "content": "It"}]}, "must be of role user"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content"),
         ({"tool_choice": {"type": "tool"}, "tools": [ADD]}, "a name goes with type 'tool'"),
