@@ -314,6 +314,8 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
         (["--replicas", "0"], "replicas must be a whole number of at least 1"),
         (["--api-key", ""], "api_key must not be empty"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--port", "0"], "--port 0 must be from 1 to 65535"),
+        (["--port", "99999"], "--port 99999 must be from 1 to 65535"),
         (["--name", "a#b"], "--name 'a#b' must consist of letters"),
         (["--route-prefix", "chat/"], "--route-prefix 'chat/' must be a path such as /chat"),
     ],

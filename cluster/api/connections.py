@@ -322,6 +322,9 @@ def server_config(app: Api, **options: Any) -> uvicorn.Config:
         ws="none",
         access_log=False,
         proxy_headers=False,  # nothing here depends on them
+        # uvicorn's own would close all handlers of this process, those of Ray Serve too, whose
+        # controller, when it has died and starts again, asks each replica for the file of its log.
+        log_config=None,
         timeout_keep_alive=KEEP_ALIVE_S,
         **options,
     )

@@ -75,14 +75,30 @@ def check_local_ray_alive() -> None:
     """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
     others. Without its head, they would end only after a minute, and this program with them.
     """
-    node: Any = ray._private.worker._global_node
-    dead_by_name = dict(node.dead_processes()) if node is not None else {}
-    if not dead_by_name:
+    dead_names = _dead_processes()
+    if not dead_names:
         return
+    node: Any = ray._private.worker._global_node
     for name, process in node.live_processes():
         if name == "raylet":
             _kill_with_descendants(process.pid)
-    raise EngineError(f"a process of Ray has died: {', '.join(dead_by_name)}")
+    raise EngineError(f"a process of Ray has died: {', '.join(dead_names)}")
+
+
+def end_local_ray() -> None:
+    """`ray.shutdown`, except where that would end this program before it has said what happened:
+    Ray does so when a raylet is dead and the program's parent is process 1, as it is in containers
+    and under systemd. There, what is left of Ray ends with the program.
+    """
+    if os.getppid() == 1 and _dead_processes():
+        return
+    ray.shutdown()
+
+
+def _dead_processes() -> list[str]:
+    """The processes of a local Ray of our own that have died, by Ray's names."""
+    node: Any = ray._private.worker._global_node
+    return [name for name, _ in node.dead_processes()] if node is not None else []
 
 
 def _kill_with_descendants(pid: int) -> None:

@@ -24,7 +24,7 @@ from cluster.resources.addresses import (
     is_same_address,
     local_cluster_address,
 )
-from cluster.resources.local_ray import minimal_local_ray
+from cluster.resources.local_ray import end_local_ray, minimal_local_ray
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, EngineError
 
@@ -82,7 +82,7 @@ class RaySession:
         with self._lock:
             self._leases.remove(lease)
             if lease not in self._leases and lease == self._own_ray_id and self.holds(lease):
-                ray.shutdown()
+                end_local_ray()
 
     def _check_running_address(self, address: str | None) -> None:
         """A Ray that the program has started is accepted for "local", and any Ray is accepted for
@@ -114,7 +114,7 @@ def _deferred_sigint() -> Iterator[None]:
     """Start Ray without being interrupted by Ctrl-C, which would leave processes behind: it is
     raised afterwards.
 
-    `ray.init` takes over SIGTERM; the program's own handler is put back.
+    `ray.init` takes over SIGTERM; the program's own handler is put back, and gets what came.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -124,6 +124,10 @@ def _deferred_sigint() -> Iterator[None]:
     sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit:  # from Ray's handler of SIGTERM
+        if callable(sigterm_handler):
+            sigterm_handler(signal.SIGTERM, None)
+        raise
     finally:
         signal.signal(signal.SIGINT, sigint_handler)
         signal.signal(signal.SIGTERM, sigterm_handler)

@@ -39,6 +39,7 @@ from workers.models.local import recheck_checkpoint
 
 DRAIN_GRACE_S = 5.0
 LISTEN_TIMEOUT_S = 10.0
+MAX_PORT = 65_535
 
 logger = logging.getLogger("eagleray")
 
@@ -243,6 +244,9 @@ def _failure_reason(name: str) -> str:
 
 
 def _check_names(job: ServeJob) -> None:
+    # The system would take another port: the number without its higher bits, or any for 0.
+    if not 1 <= job.port <= MAX_PORT:
+        raise ConfigError(f"--port {job.port} must be from 1 to {MAX_PORT}")
     if not re.fullmatch(r"[\w.-]+", job.name):
         raise ConfigError(
             f"--name {job.name!r} must consist of letters, digits, dots, dashes and underscores"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging.handlers
 import re
 import socket
 import time
@@ -267,6 +268,14 @@ def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server
         assert small.recv(65_536).startswith(b"HTTP/1.1 200")
         too_many.sendall(head + b" " * 50_000)
         assert too_many.recv(65_536).startswith(b"HTTP/1.1 503")
+
+
+def test_a_server_leaves_the_log_handlers_of_its_process_open() -> None:
+    """Ray Serve's controller, when it has started again, asks for the file of a replica's log."""
+    target = logging.NullHandler()
+    handler = logging.handlers.MemoryHandler(1, target=target)
+    with serve():
+        assert handler.target is target
 
 
 def test_a_body_counts_until_its_request_is_built() -> None:

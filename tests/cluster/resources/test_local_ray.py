@@ -91,6 +91,52 @@ def in_session(session: int) -> list[int]:
     return living
 
 
+# Ray ends a program like this one, without a word, when it leaves a raylet that is dead.
+ORPHAN = """
+import os, signal, time, ray
+from cluster.resources.local_ray import check_local_ray_alive
+from cluster.resources.session import SESSION
+from scheduler.errors import EngineError
+
+deadline_s = time.monotonic() + 10
+while os.getppid() != 1 and time.monotonic() < deadline_s:
+    time.sleep(0.01)
+if os.getppid() != 1:
+    raise SystemExit("its parent is not process 1")
+lease = SESSION.connect("local", 1)
+for name, process in ray._private.worker._global_node.live_processes():
+    if name == "raylet":
+        os.kill(process.pid, signal.SIGKILL)
+while True:
+    try:
+        check_local_ray_alive()
+    except EngineError as error:
+        reason = error
+        break
+SESSION.release(lease)
+print(reason)
+"""
+
+
+@pytest.mark.engine
+def test_a_program_below_process_1_can_say_that_its_ray_has_died(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    with output.open("w") as file:
+        shell = subprocess.Popen(
+            ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", ORPHAN],
+            cwd=SOURCE_ROOT,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    assert shell.wait() == 0
+    wait_until(lambda: not in_session(shell.pid), "the end of all processes", 60.0)
+    said = output.read_text()
+    if "its parent is not process 1" in said:
+        pytest.skip("something else than process 1 takes orphans here")
+    assert "a process of Ray has died: raylet" in said, said
+
+
 def test_the_environment_and_the_class_of_ray_are_left_as_they_were(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 
 import pytest
 import ray
 
+from cluster.resources import session as session_module
 from cluster.resources.addresses import is_listening
 from cluster.resources.session import RaySession, _init_ray, _running_ray_id
 from scheduler.errors import ConfigError, EngineError
@@ -42,6 +44,28 @@ def test_another_cluster_than_the_one_this_process_is_part_of_is_refused(
         ConfigError, match=f"ray_address is '{address}', but this process is part of .*Leave .* out"
     ):
         RaySession().connect(address, 1)
+
+
+def test_a_program_that_is_ended_while_ray_starts_is_told_by_its_own_handler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def init_ray(*_: object) -> str:
+        signal.signal(signal.SIGTERM, lambda number, _: exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the handler has not ended it")
+
+    monkeypatch.setattr(session_module, "_init_ray", init_ray)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            RaySession().connect("local", 1)
+        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(SystemExit):
+            RaySession().connect("local", 1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:

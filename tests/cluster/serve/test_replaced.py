@@ -163,6 +163,18 @@ def test_a_server_whose_replica_is_killed_again_and_again_goes_on(program: Progr
         assert said.count("a replica is lost") == 1 and "Traceback" not in said, said
 
 
+def test_a_server_whose_controller_is_killed_keeps_its_replica(program: Program) -> None:
+    replicas = named(program, "ray::ServeReplica")
+    [controller] = named(program, "ray::ServeController")
+    os.kill(controller, signal.SIGKILL)
+    wait_until(lambda: named(program, "ray::ServeController") - {controller}, "the next one", 60)
+    until = time.monotonic() + 8.0  # in which the next one looks at the replica
+    while time.monotonic() < until:
+        assert httpx.get(f"{program.url}/health", timeout=5).status_code == 200
+        time.sleep(0.1)
+    assert named(program, "ray::ServeReplica") == replicas
+
+
 def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(program: Program) -> None:
     """The last test of this server."""
     [replica] = named(program, "ray::ServeReplica")
