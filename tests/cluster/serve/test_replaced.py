@@ -167,7 +167,7 @@ def test_a_server_whose_controller_is_killed_keeps_its_replica(program: Program)
     replicas = named(program, "ray::ServeReplica")
     [controller] = named(program, "ray::ServeController")
     os.kill(controller, signal.SIGKILL)
-    wait_until(lambda: named(program, "ray::ServeController") - {controller}, "the next one", 60)
+    wait_until(lambda: bool(named(program, "ray::ServeController") - {controller}), "another", 60)
     until = time.monotonic() + 8.0  # in which the next one looks at the replica
     while time.monotonic() < until:
         assert httpx.get(f"{program.url}/health", timeout=5).status_code == 200
