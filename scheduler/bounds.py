@@ -269,9 +269,9 @@ def check_schema_bounds(value: object, place: str, parameter: str) -> None:
         values_below: list[object] = []
         for nested_value in values_at_depth:
             num_values += 1
+            texts: list[str] = []
             if isinstance(nested_value, str):
-                num_characters += len(nested_value)
-                check_unicode(nested_value, place, parameter)
+                texts.append(nested_value)
             elif isinstance(nested_value, Mapping):
                 for key in nested_value:
                     if not isinstance(key, str):
@@ -279,8 +279,7 @@ def check_schema_bounds(value: object, place: str, parameter: str) -> None:
                             f"{place}: the names in an object are text, got {short_repr(key)}",
                             parameter,
                         )
-                    num_characters += len(key)
-                    check_unicode(key, place, parameter)
+                    texts.append(key)
                 values_below.extend(nested_value.values())
             elif isinstance(nested_value, list | tuple):
                 values_below.extend(nested_value)
@@ -288,8 +287,11 @@ def check_schema_bounds(value: object, place: str, parameter: str) -> None:
                 raise RequestError(
                     f"{place} holds {short_repr(nested_value)}, which is not JSON", parameter
                 )
+            num_characters += sum(map(len, texts))
             check_bound("schema values", num_values + len(values_below), place, parameter)
             check_bound("schema", num_characters, place, parameter)
+            for text in texts:
+                check_unicode(text, place, parameter)
         values_at_depth = values_below
 
 

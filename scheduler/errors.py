@@ -10,7 +10,7 @@
     └── EngineError              a fault of the engine's
         ├── WorkerError          a rank failed, or its result is wrong
         ├── StepTimeoutError     a step took longer than its limit
-        ├── RequestFailedError   ranks died whenever this request ran
+        ├── RequestFailedError   ranks died whenever it ran, or no grammar can be had here
         └── EngineDeadError      the engine has stopped and will not come back
             └── EngineLostError  because what it needs is lost; its requests may go on elsewhere
 
@@ -74,7 +74,9 @@ class StepTimeoutError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Ranks died each time this request ran, even when it ran alone. The engine continues."""
+    """Ranks died each time this request ran, even when it ran alone, or its grammar could not be
+    compiled or followed for want of a process. The engine continues.
+    """
 
 
 class EngineDeadError(EngineError):

@@ -290,7 +290,7 @@ class Worker:
 
     def _begin_steps(self, runner: ModelRunner) -> None:
         """This rank's steps follow: let it write to the cache, and give weights and cache huge
-        pages beside the first ones.
+        pages beside them.
         """
         runner.cache.allow_writing()
         weights = self._loaded_model.memory if self._loaded_model is not None else None

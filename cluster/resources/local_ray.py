@@ -7,8 +7,10 @@ starts everything, and takes longer.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -75,7 +77,7 @@ def check_local_ray_alive() -> None:
     """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
     others. Without its head, they would end only after a minute, and this program with them.
     """
-    dead_names = _dead_processes()
+    dead_names = dead_local_processes()
     if not dead_names:
         return
     node: Any = ray._private.worker._global_node
@@ -87,15 +89,22 @@ def check_local_ray_alive() -> None:
 
 def end_local_ray() -> None:
     """`ray.shutdown`, except where that would end this program before it has said what happened:
-    Ray does so when a raylet is dead and the program's parent is process 1, as it is in containers
-    and under systemd. There, what is left of Ray ends with the program.
+    Ray does so when its own raylet is dead and the program's parent is process 1, as it is in
+    containers and under systemd. There, what is left of Ray ends with the program, at whose exit
+    Ray does the same: what was printed is written before.
     """
-    if os.getppid() == 1 and _dead_processes():
+    if os.getppid() == 1 and "raylet" in dead_local_processes():
+        atexit.register(_flush_output)  # runs before what Ray registered
         return
     ray.shutdown()
 
 
-def _dead_processes() -> list[str]:
+def _flush_output() -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def dead_local_processes() -> list[str]:
     """The processes of a local Ray of our own that have died, by Ray's names."""
     node: Any = ray._private.worker._global_node
     return [name for name, _ in node.dead_processes()] if node is not None else []

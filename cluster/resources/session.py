@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from cluster.resources.addresses import (
     is_host_and_port,
@@ -24,7 +25,7 @@ from cluster.resources.addresses import (
     is_same_address,
     local_cluster_address,
 )
-from cluster.resources.local_ray import end_local_ray, minimal_local_ray
+from cluster.resources.local_ray import dead_local_processes, end_local_ray, minimal_local_ray
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, EngineError
 
@@ -52,10 +53,14 @@ class RaySession:
         """Join or start a cluster. `num_ranks`: how many a cluster of our own must have room for.
 
         Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
-        part of another, and `EngineError` when Ray takes too long to start.
+        part of another, and `EngineError` when Ray takes too long to start, or has died.
         """
         with self._lock:
             if ray.is_initialized():
+                for name in {"raylet", "gcs_server"}.intersection(dead_local_processes()):
+                    raise EngineError(
+                        f"this program's Ray has lost its {name}. Start the program again"
+                    )
                 self._check_running_address(address)
             else:
                 try:
@@ -165,9 +170,11 @@ def _init_ray(address: str | None, num_ranks: int) -> str:
     try:
         with init_context:
             ray.init(address=address, **options, **quiet_options)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         raise ConfigError(f"cannot {action}: {str(error).rstrip('. ')}. {advice}") from error
-    except Exception as error:  # a plain one of Ray's, if a busy machine is too slow to start it
+    except Exception as error:
+        if type(error) is not Exception:  # Ray's, if a busy machine is too slow to start it
+            raise
         problem = str(error).rstrip(". ")
         raise EngineError(f"cannot {action}: {problem}. Is the machine busy? Try again") from error
     return address

@@ -5,8 +5,8 @@ attention over a cache 6 to 10%. A process that ends unmaps a GiB in 0.02 s inst
 Systems seldom give huge pages to memory files by themselves, but the kernel makes them of a file's
 small pages on request (MADV_COLLAPSE, since Linux 6.1). That takes 0.5 to 3 s per GiB, and whoever
 needs a page that is being moved waits for it. So it is done beside the first steps, one huge page
-at a time with pauses, which takes 11 to 13 s per GiB of weights. All processes that map the file
-use them, if their mapping is aligned as `map_aligned` does it.
+at a time with pauses, which takes 11 to 13 s per GiB of weights, and a minute per GiB of a cache.
+All processes that map the file use them, if their mapping is aligned as `map_aligned` does it.
 """
 
 from __future__ import annotations

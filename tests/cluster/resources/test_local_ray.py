@@ -113,6 +113,7 @@ while True:
     except EngineError as error:
         reason = error
         break
+    time.sleep(0.01)
 SESSION.release(lease)
 print(reason)
 """
@@ -125,12 +126,13 @@ def test_a_program_below_process_1_can_say_that_its_ray_has_died(tmp_path: Path)
         shell = subprocess.Popen(
             ["sh", "-c", '"$@" &', "sh", sys.executable, "-c", ORPHAN],
             cwd=SOURCE_ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
     assert shell.wait() == 0
-    wait_until(lambda: not in_session(shell.pid), "the end of all processes", 60.0)
+    wait_until(lambda: not in_session(shell.pid), "the end of all processes", 120.0)
     said = output.read_text()
     if "its parent is not process 1" in said:
         pytest.skip("something else than process 1 takes orphans here")

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 import ray
+from ray.exceptions import RayError
 
 from cluster.resources import session as session_module
 from cluster.resources.addresses import is_listening
@@ -54,8 +55,10 @@ def test_a_program_that_is_ended_while_ray_starts_is_told_by_its_own_handler(
         signal.raise_signal(signal.SIGTERM)
         raise AssertionError("the handler has not ended it")
 
+    shutdowns: list[bool] = []
     monkeypatch.setattr(session_module, "_init_ray", init_ray)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: shutdowns.append(True))  # not the other tests' Ray
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -66,6 +69,7 @@ def test_a_program_that_is_ended_while_ray_starts_is_told_by_its_own_handler(
             RaySession().connect("local", 1)
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert shutdowns == [True, True]
 
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:
@@ -101,3 +105,23 @@ def test_a_ray_that_starts_too_slowly_is_an_error_of_ours(monkeypatch: pytest.Mo
     monkeypatch.setattr(ray, "init", time_out)
     with pytest.raises(EngineError, match=r"cannot start a local Ray: .* timed out .*Try again"):
         _init_ray("local", 1)
+
+
+@pytest.mark.parametrize(("raised", "seen"), [(RayError, ConfigError), (TypeError, TypeError)])
+def test_other_errors_of_a_start_are_not_taken_for_it(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception], seen: type[Exception]
+) -> None:
+    def fail(**options: object) -> None:
+        raise raised("no token")
+
+    monkeypatch.setattr(ray, "init", fail)
+    with pytest.raises(seen, match="no token"):
+        _init_ray("local", 1)
+
+
+def test_a_ray_that_has_lost_processes_is_not_used_again(
+    users_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "dead_local_processes", lambda: ["dashboard", "raylet"])
+    with pytest.raises(EngineError, match=r"has lost its raylet\. Start the program again"):
+        RaySession().connect("local", 1)

@@ -173,6 +173,7 @@ def test_a_server_whose_controller_is_killed_keeps_its_replica(program: Program)
         assert httpx.get(f"{program.url}/health", timeout=5).status_code == 200
         time.sleep(0.1)
     assert named(program, "ray::ServeReplica") == replicas
+    assert program.process.poll() is None
 
 
 def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(program: Program) -> None:
