@@ -42,13 +42,17 @@ ToolName = Annotated[str, Field(min_length=1, max_length=field_limit("name"))]  
 FailFastList = Annotated[list[T], Field(fail_fast=True)]
 
 
-def type_discriminator(*kinds: str, default: str | None = None) -> Discriminator:
-    """Chooses the model of a value by its type; all other types are one kind, "other"."""
+def type_discriminator(
+    *kinds: str, default: str | None = None, tag_format: str = "{}"
+) -> Discriminator:
+    """Chooses the model of a value by its type; all other types are one kind, "other". `tag_format`
+    makes the tag of a model from its kind.
+    """
 
     def kind_of(value: Any) -> str:
         is_json = isinstance(value, dict)  # otherwise a model, when it is written
         kind = value.get("type", default) if is_json else getattr(value, "type", None)
-        return kind if kind in kinds else "other"
+        return tag_format.format(kind if kind in kinds else "other")
 
     return Discriminator(kind_of)
 

@@ -60,7 +60,7 @@ def run_serve(job: ServeJob) -> None:
     """Serve until a signal. Raises `ConfigError`, and `EngineError` if it does not start."""
     began_s = time.perf_counter()
     job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
-    _check_names(job)
+    _check_job(job)
     if find_address(job.config.engine.ray_address) == "local":
         check_port(job.host, job.port)
         if job.detach:
@@ -243,7 +243,7 @@ def _failure_reason(name: str) -> str:
     return reported_reason(application) if application is not None else ""
 
 
-def _check_names(job: ServeJob) -> None:
+def _check_job(job: ServeJob) -> None:
     # The system would take another port: the number without its higher bits, or any for 0.
     if not 1 <= job.port <= MAX_PORT:
         raise ConfigError(f"--port {job.port} must be from 1 to {MAX_PORT}")

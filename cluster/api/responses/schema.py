@@ -5,9 +5,10 @@ left out: agents send back what other servers have answered, and offer all the t
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from cluster.api.fields import ANY_VALUE, FIELDS_WITHOUT_EFFECT, REFUSED_FIELDS, ValuePredicate
 from cluster.api.schema import (
@@ -29,16 +30,12 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_ENCRYPTED = "reasoning.encrypted_content"
 
 
+_TAG_FORMAT = "[{}]"  # the path in an error leaves tags in brackets out, as OpenAI's does
+_discriminator = partial(type_discriminator, tag_format=_TAG_FORMAT)
+
+
 def _tag(kind: str) -> Tag:
-    """The tag of a kind, in brackets: the path in an error is then without it, as in OpenAI's."""
-    return Tag(f"[{kind}]")
-
-
-def _discriminator(*kinds: str, default: str | None = None) -> Discriminator:
-    """As `type_discriminator`, for such tags."""
-    kind_of = type_discriminator(*kinds, default=default).discriminator
-    assert callable(kind_of)
-    return Discriminator(lambda value: f"[{kind_of(value)}]")
+    return Tag(_TAG_FORMAT.format(kind))
 
 
 class OtherPart(RequestModel):
