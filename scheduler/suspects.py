@@ -5,7 +5,8 @@ sequence. With two strikes it is a suspect: it runs alone until it is cleared, a
 steps of the one before it are read. Two more crashes alone without a token convict it, so a request
 that kills a rank whenever it runs fails alone, after four crashes. If it gets tokens between its
 crashes (its prompt runs, its decodes kill), four more convict it: a rank that dies by chance hits a
-sequence again before its next few tokens far more often than before its next one.
+sequence again before its next few tokens far more often than before its next one. Whoever asks for
+the same, such as another output of the same request, is convicted with it.
 
 A suspect whose mask is late gives up its turn and then runs beside others. Crashes there may be
 theirs, so only those alone convict. After two beside others it keeps its turn: the others wait for
@@ -14,6 +15,7 @@ its mask, unless that takes too long.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 
 from scheduler.sequence import Sequence, SequenceStatus
@@ -55,11 +57,15 @@ class Suspects:
             else:
                 seq.strikes_beside_others += 1
             seq.num_tokens_at_strike = len(seq.token_ids)
-        return [
+        convicted = [
             seq
             for seq in in_flight_sequences
             if seq.strikes_without_token >= FAIL_STRIKES_WITHOUT_TOKEN
             or seq.strikes >= FAIL_STRIKES
+        ]
+        others = [seq for seq in self.sequences if seq not in convicted]
+        return convicted + [
+            seq for seq in others if any(_asks_the_same(seq, other) for other in convicted)
         ]
 
     def start_epoch(self, unfinished_sequences: Iterable[Sequence]) -> None:
@@ -101,6 +107,16 @@ class Suspects:
 def _is_cleared(seq: Sequence) -> bool:
     """Whether it has come far enough since its last strike for that to count no more."""
     return len(seq.token_ids) - seq.num_tokens_at_strike >= CLEARING_TOKENS
+
+
+def _asks_the_same(seq: Sequence, other: Sequence) -> bool:
+    """Whether the next steps of both do the same, but for the seed."""
+    sampling = dataclasses.replace(seq.sampling, seed=other.sampling.seed)
+    return (sampling, seq.token_ids, seq.grammar) == (
+        other.sampling,
+        other.token_ids,
+        other.grammar,
+    )
 
 
 def _clear(seq: Sequence) -> None:

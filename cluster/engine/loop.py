@@ -98,10 +98,12 @@ class StepLoop:
         on_failure: Callable[[Exception], None],
         on_failed_step: Callable[[int, str], None] = lambda epoch, reason: None,
         on_result_applied: Callable[[int], None] = lambda epoch: None,
+        on_conviction: Callable[[], None] = lambda: None,
     ) -> None:
         """`deliver` receives the news of each step, `on_failure` the error that ended the loop,
         `on_failed_step` the epoch whose step failed and why, `on_result_applied` the epoch of each
-        result. All run on the loop's thread.
+        result; `on_conviction` is called when requests have failed for killing the ranks. All run
+        on the loop's thread.
 
         While there are no ranks, the loop still carries out commands; `RanksReplaced` resumes the
         steps.
@@ -109,7 +111,7 @@ class StepLoop:
         self.engine = engine
         self._deliver = deliver
         self._on_failure, self._on_result_applied = on_failure, on_result_applied
-        self._on_failed_step = on_failed_step
+        self._on_failed_step, self._on_conviction = on_failed_step, on_conviction
         self._has_ranks = True
         self.busy_since_s: float | None = None  # when the wait for the next result began
         self._open_requests: dict[str, _OpenRequest] = {}  # by request id
@@ -208,12 +210,17 @@ class StepLoop:
     def _replace_ranks(self, replacement: RanksReplaced) -> None:
         """Begin the next epoch: every sequence goes on, except those that keep killing ranks."""
         self._has_ranks, self.engine.executor = True, replacement.executor
-        for seq in self.engine.start_epoch(cache_survives=replacement.cache_survives):
+        convicted = self.engine.start_epoch(cache_survives=replacement.cache_survives)
+        if convicted:
+            self._on_conviction()
+        for seq in convicted:
             num_strikes = seq.strikes + seq.strikes_beside_others
+            num_alone = seq.strikes - SUSPECT_STRIKES
+            who = f"{num_alone} times it" if num_alone else "another that asks for the same"
             error = RequestFailedError(
                 f"ranks failed {num_strikes} times while request {seq.request_id} ran, and it got"
                 f" fewer than {CLEARING_TOKENS} tokens from one time to the next;"
-                f" {seq.strikes - SUSPECT_STRIKES} times it ran alone; all other requests go on"
+                f" {who} ran alone; all other requests go on"
             )
             self._fail(seq, error)
 

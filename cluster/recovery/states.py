@@ -8,7 +8,8 @@
 
 An *epoch* is a set of processes. The next one begins only when every process of the last one is
 certainly dead. The first attempt follows at once, later ones after growing delays. An applied
-result resets the attempts; so does a group that answers for a while and has no work.
+result resets the attempts; so does the end of the requests that killed the ranks, and a group that
+answers for a while and has no work.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class Recovery:
         self.state = RecoveryState.SERVING
 
     def note_progress(self) -> None:
-        """A result of the present epoch was applied."""
+        """A result of the present epoch was applied, or the cause of the losses has ended."""
         if self.state is RecoveryState.SERVING:
             self.failures.clear()
 

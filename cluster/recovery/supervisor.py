@@ -74,6 +74,7 @@ class Supervisor:
         self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0
         self._last_applied_epoch = 0  # the epoch of the last result that was applied
+        self._has_convicted = False  # since the last check; set by the engine thread
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[Any] | None = None
         self._assembly_began_s = 0.0
@@ -119,6 +120,10 @@ class Supervisor:
     def note_applied_result(self, epoch: int) -> None:
         """A result of this epoch was applied. Any thread; cheap."""
         self._last_applied_epoch = epoch
+
+    def note_conviction(self) -> None:
+        """Requests have failed, to which the last losses were due. Any thread."""
+        self._has_convicted = True
 
     @property
     def is_ready(self) -> bool:
@@ -185,7 +190,8 @@ class Supervisor:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._group_watch is not None
-            if self._last_applied_epoch == self._group.epoch:
+            has_convicted, self._has_convicted = self._has_convicted, False
+            if self._last_applied_epoch == self._group.epoch or has_convicted:
                 recovery.note_progress()
             elif self._group_watch.all_ranks_answer and not self._has_work():
                 recovery.note_idle()

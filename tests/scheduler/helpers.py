@@ -74,13 +74,19 @@ def make_request(
     max_tokens: int = 16,
     stop: Iterable[int] = (),
     seed: int = 0,
+    temperature: float = 1.0,
 ) -> Request:
     tokens = int32_array(token_ids)
     return Request(
         request_id=request_id,
         token_ids=tokens,
         num_prompt_tokens=len(tokens) if num_prompt_tokens is None else num_prompt_tokens,
-        sampling=ResolvedSampling(seed=seed, max_tokens=max_tokens, stop_token_ids=frozenset(stop)),
+        sampling=ResolvedSampling(
+            seed=seed,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            stop_token_ids=frozenset(stop),
+        ),
         cache_salt=salt_of(seed),
     )
 

@@ -79,6 +79,21 @@ def test_whoever_crashes_twice_alone_is_convicted_and_the_others_go_on() -> None
     assert running(scheduler) == ["a", "c"] and (a.strikes, c.strikes) == (0, 0)
 
 
+def test_whoever_asks_for_the_same_is_convicted_too() -> None:
+    scheduler = Scheduler(make_limits())
+    for name, seed in [("a0", 1), ("a1", 2), ("a2", 3)]:
+        scheduler.add(make_request(name, range(5), seed=seed))
+    scheduler.add(make_request("hotter", range(5), temperature=0.5))
+    scheduler.add(make_request("other", range(1, 6)))
+    for _ in range(3):
+        assert crash(scheduler) == []
+    assert crash(scheduler) == ["a0", "a1", "a2"]
+    run_alone(scheduler, "hotter")
+    run_alone(scheduler, "other")
+    run_step(scheduler)
+    assert running(scheduler) == ["hotter", "other"]
+
+
 def test_a_crash_after_a_few_tokens_starts_the_count_again() -> None:
     scheduler, sequences = three()
     for _ in range(3):

@@ -93,6 +93,9 @@ class FakeSupervisor:
     def note_applied_result(self, epoch: int) -> None:
         assert epoch == 0
 
+    def note_conviction(self) -> None:
+        raise AssertionError("no rank was lost")
+
     def end(self) -> None:
         self.group.close()
 

@@ -261,6 +261,7 @@ class Driver:
             self.fail,
             on_failed_step=self.supervisor.note_failed_step,
             on_result_applied=self.supervisor.note_applied_result,
+            on_conviction=self.supervisor.note_conviction,
         )
 
     def fail(self, error: Exception) -> None:

@@ -4,6 +4,7 @@ is that of an undisturbed run.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -209,9 +210,11 @@ def test_a_request_that_kills_ranks_fails_alone(engine: LLM, expected: list[Hist
     load = Load(engine, CASES[:14])
     load.wait_for_news(10.0)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    good, bad = engine.generate([[5, 6, 7], [5, POISON["kill"], 7]], params)
+    three_outputs = dataclasses.replace(params, n=3)
+    good, bad = engine.generate([[5, 6, 7], [5, POISON["kill"], 7]], [params, three_outputs])
     assert good.error is None and len(good.token_ids) == 5
     assert isinstance(bad.error, RequestFailedError) and bad.finish_reason == "error"
+    assert [output.finish_reason for output in bad.outputs] == ["error"] * 3
     assert "ranks failed 4 times while request" in str(bad.error)
     assert engine.stats().num_recoveries - before <= 4
     assert compare(CASES[:14], load.wait(LIMIT_S), expected[:14]) == []

@@ -224,6 +224,20 @@ def test_an_attempt_that_cannot_begin_is_followed_by_another_with_the_same_epoch
     assert world.lost == [0] and world.alive == [1]
 
 
+@pytest.mark.parametrize("is_convicted", [True, False])
+def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_found(
+    world: World, is_convicted: bool
+) -> None:
+    supervisor = serving(world)
+    supervisor._has_work = lambda: True
+    while world.now_s < 3 * GIVE_UP_AFTER_S and not world.dead:
+        world.wrong = "rank 1 died"
+        turns(supervisor, world, 16.0)  # longer than the longest pause
+        if is_convicted:
+            supervisor.note_conviction()
+    assert bool(world.dead) is not is_convicted
+
+
 def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:
     supervisor = serving(world)
     world.start_failures = deque([ClientError("the checkpoint has changed")])
