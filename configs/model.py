@@ -241,7 +241,7 @@ def _read_rope(raw_config: Mapping[str, Any], source_name: str) -> RopeConfig:
     rotary_share = scaling.get("partial_rotary_factor", raw_config.get("partial_rotary_factor"))
     if rotary_share not in (None, 1):
         raise ConfigError(f"{source_name}: partial_rotary_factor is not supported, only 1")
-    thetas = (scaling.get("rope_theta"), parameters.get("rope_theta"), raw_config.get("rope_theta"))
+    thetas = (scaling.get("rope_theta"), raw_config.get("rope_theta"), parameters.get("rope_theta"))
     theta = float(next((candidate for candidate in thetas if candidate), 10000.0))
     if rope_type == "default":
         return RopeConfig(theta=theta)

@@ -106,8 +106,13 @@ def test_sizes_of_heads_that_are_null_follow_from_the_others() -> None:
 
 
 def test_a_scaling_added_by_its_old_key_holds_beside_the_new_one() -> None:
+    from transformers import Qwen3Config
+
     added = read(rope_scaling={"type": "linear", "factor": 2.0}).rope
     assert (added.rope_type, added.factor, added.theta) == ("linear", 2.0, 5000.0)
+    both_old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 700.0}
+    theirs = Qwen3Config.from_dict(without() | both_old).rope_parameters
+    assert read(**both_old).rope.theta == theirs["rope_theta"] == 700.0
 
 
 def test_a_rotary_embedding_of_part_of_a_head_is_refused() -> None:
