@@ -52,6 +52,12 @@ def load_model(
         if config.quantization is not None:
             rounding_note = f" and rounded to other codes ({config.quantization.name})"
         logger.warning("matrices are unpacked%s, because %s", rounding_note, reason)
+    is_widened = config.engine.dtype == "auto" and config.model.dtype == "float16" != config.dtype
+    if is_widened and group.rank == 0 and "bfloat16" in kernels.capabilities.fast_dtypes:
+        logger.warning(
+            "the checkpoint says float16, which is computed in float32 here; dtype bfloat16 is"
+            " faster, takes half the memory and is less exact"
+        )
     quantization = quantization_of_files(
         model_dir,
         config.model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from pathlib import Path
@@ -161,6 +162,28 @@ def test_a_rank_says_that_stored_codes_are_rounded_to_others(
     with caplog.at_level(logging.WARNING):
         load_model(config, TensorParallelGroup(0, 1, CPU), CPU_KERNELS, Progress())
     assert "unpacked and rounded to other codes (int4), because inputs of a group" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("auto", True), ("float32", False)])
+def test_who_has_float16_on_a_processor_with_bfloat16_is_told_of_it(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    is_told: bool,
+) -> None:
+    make_checkpoint(tmp_path, SHAPE)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"dtype": "float16"}))
+    capabilities = dataclasses.replace(
+        CPU_KERNELS.capabilities, fast_dtypes=("float32", "bfloat16")
+    )
+    monkeypatch.setattr(CPU_KERNELS, "capabilities", capabilities)
+    with caplog.at_level(logging.WARNING):
+        config = config_of(tmp_path, dtype=dtype, spares="off")
+        load_model(config, TensorParallelGroup(0, 1, CPU), CPU_KERNELS, Progress())
+    assert config.dtype == "float32"
+    assert ("dtype bfloat16 is faster" in caplog.text) is is_told
 
 
 @pytest.mark.parametrize("spares", ["off", "warm"])
