@@ -20,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -38,6 +38,7 @@ from scheduler.params import SamplingParams
 from workers.models.local import recheck_checkpoint
 
 DRAIN_GRACE_S = 5.0
+DRAIN_CHECK_PERIOD_S = 0.2
 LISTEN_TIMEOUT_S = 10.0
 MAX_PORT = 65_535
 
@@ -110,10 +111,9 @@ def _serve(
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     was_serve_unused = not serve.status().applications
     job = _adapt_to_running_serve(job, owns_ray=owns_ray)
+    check_ray = check_local_ray_alive if owns_ray else lambda: None
     application = RunningApplication(
-        job.name,
-        functools.partial(recheck_checkpoint, setup.expected_config),
-        check_local_ray_alive if owns_ray else lambda: None,
+        job.name, functools.partial(recheck_checkpoint, setup.expected_config), check_ray
     )
     # On one machine the API listens itself: Serve's proxy would make a Ray object of every event.
     listens_itself = owns_ray and job.route_prefix == "/"
@@ -134,7 +134,7 @@ def _serve(
             return
         application.watch(signal_handler.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
-        _drain(handle, job.config.drain_timeout_s)
+        _drain_watched(handle, job.config.drain_timeout_s, check_ray)
     except BaseException:
         if not owns_ray:  # a Ray that ends ends everything
             application.kill()  # Serve would wait for the running requests
@@ -216,6 +216,21 @@ def _wait_until_listening(job: ServeJob) -> None:
                     f" {LISTEN_TIMEOUT_S:g} s after the application has started: {error}"
                 ) from None
             time.sleep(0.05)
+
+
+def _drain_watched(handle: Any, limit_s: float, check_ray: Callable[[], None]) -> None:
+    """Finish the running requests on a thread, since Ray's calls may hang in a place where no
+    signal is handled. Raises as `check_ray`.
+    """
+    thread = threading.Thread(target=_drain, args=(handle, limit_s), name="drain", daemon=True)
+    thread.start()
+    deadline_s = time.monotonic() + limit_s + 2 * DRAIN_GRACE_S
+    while thread.is_alive():
+        check_ray()
+        if time.monotonic() > deadline_s:
+            logger.warning("not every replica could be drained: Ray does not answer")
+            return
+        thread.join(DRAIN_CHECK_PERIOD_S)
 
 
 def _drain(handle: Any, limit_s: float) -> None:

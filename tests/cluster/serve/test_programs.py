@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Prog
     # A client of its own for each question would take longer to make than a stream to end.
     with httpx.Client(base_url=program.url) as client:
         wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
-        program.process.send_signal(signal.SIGTERM)
+        os.killpg(program.process.pid, signal.SIGTERM)  # as `timeout` sends it
         until = time.monotonic() + 10
         while (status := client.get("/health").status_code) != 503:
             assert status == 200 and time.monotonic() < until
