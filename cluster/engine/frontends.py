@@ -11,9 +11,9 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
-from cluster.client.news import News
 from cluster.engine.loop import NewsByFrontend
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News
 from scheduler.errors import EaglerayError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request

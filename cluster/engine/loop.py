@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.client.news import News
 from cluster.error_kinds import kind_of, reason_of
+from cluster.news import News
 from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.client.frontend import Frontend
-from cluster.client.news import News, pack
 from cluster.engine.frontends import FrontendRecords, _FrontendRecord
 from cluster.engine.loop import Command, RanksLost, RanksReplaced, StepLoop
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News, pack
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from scheduler.errors import EaglerayError

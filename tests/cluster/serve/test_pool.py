@@ -19,9 +19,9 @@ import pytest
 import cluster.serve.leases as leases_module
 import cluster.serve.pool as pool_module
 from cluster.client.client import Client
-from cluster.client.news import News
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.engine.frontends import FrontendRecords
+from cluster.news import News
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
