@@ -69,7 +69,7 @@ def as_in_a_mixed_graph(
     rows = StepRows(
         slots_T=none_T,
         positions_T=none_T,
-        num_cached_tokens_T=none_T,
+        num_stored_tokens_T=none_T,
         query_start_B1=np.cumsum([0, *query_lens], dtype=np.int32),
         seq_start_B1=np.cumsum([0, *seq_lens], dtype=np.int32),
         seq_lens_B=np.array(seq_lens, np.int32),

@@ -93,7 +93,7 @@ class EngineConfig:
     )
     attention_backend: str = option(
         "auto",
-        help="Which kernels run, not only those of attention: on GPUs flash_attn, triton, hybrid"
+        help="All kernels, not only those of attention: on GPUs flash_attn, triton, hybrid"
         " (FlashAttention-3 for prompts and Triton for decoding, on Hopper) or reference; on CPU"
         " cpu, reference, or triton in its interpreter.",
         choices=ATTENTION_BACKENDS,

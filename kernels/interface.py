@@ -325,7 +325,7 @@ class Kernels(Protocol):
         block_table_SW: Tensor,
         slots_T: Tensor,
         positions_T: Tensor,
-        num_cached_tokens_T: Tensor,
+        num_stored_tokens_T: Tensor,
         block_size: int,
         /,
     ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from scheduler.errors import RequestError
 
 KIB = 2**10
 MIB = 2**20
+MAX_OUTPUTS = 128  # of one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +153,10 @@ FIELD_BOUNDS: Mapping[str, Bound] = {
     ),
     "tools": Bound(256, "tools", "`tools`", "all are part of the prompt; OpenAI documents 128"),
     "prompt": Bound(
-        128, "prompts", "`prompt`", "each is at least one output, of which a request may have 128"
+        MAX_OUTPUTS,
+        "prompts",
+        "`prompt`",
+        f"each is at least one output, of which a request may have {MAX_OUTPUTS}",
     ),
     "tokenized text": Bound(
         MIB,

@@ -1,11 +1,11 @@
 """The messages that cross a boundary of the engine, one type each, immutable.
 
-    frontend --Request--> driver --StepPlan, StepMask--> every worker
-    frontend <--Deltas--- driver <----StepResult-------- every worker
+    frontend --Request--> driver --StepPlan, StepMask--> every rank
+    frontend <--Deltas--- driver <----StepResult-------- every rank
 
 Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
 schedule. A receiver of a plan or a result checks `epoch` and `step_id`. A batch slot is a row of
-the workers' `BatchState`; a sequence keeps its slot while it runs.
+a rank's `BatchState`; a sequence keeps its slot while it runs.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class Request:
 class AdmittedRows:
     """Rows that enter the batch in a step; every array but the two flat ones has one entry per row.
 
-    The first `num_cached_tokens[i]` tokens are already in shared blocks, which must not be written.
-    The row starts at position `min(num_cached_tokens, num_tokens - 1)`: if even the last token is
-    cached, it runs as a query only.
+    The KV of the first `num_stored_tokens[i]` tokens is in the cache already. It is not written
+    again, since blocks may be shared. The row starts at position `min(num_stored_tokens,
+    num_tokens - 1)`: if even the last token is stored, it runs as a query only.
     """
 
     slots: array[int]
     num_tokens: array[int]
     num_prompt_tokens: array[int]
-    num_cached_tokens: array[int]
+    num_stored_tokens: array[int]
     num_blocks: array[int]
     token_ids: array[int]  # flat, sum(num_tokens)
     block_ids: array[int]  # flat, sum(num_blocks)

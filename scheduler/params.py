@@ -15,7 +15,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from scheduler.bounds import check_bound, check_schema_bounds, check_unicode, short_repr
+from scheduler.bounds import (
+    MAX_OUTPUTS,
+    check_bound,
+    check_schema_bounds,
+    check_unicode,
+    short_repr,
+)
 from scheduler.errors import RequestError
 
 MAX_LOGPROBS = 20
@@ -228,7 +234,7 @@ class SamplingParams:
     n: int | None = _parameter(
         1,
         low=1,
-        high=128,
+        high=MAX_OUTPUTS,
         is_integer=True,
         help="Outputs per request; they share the prompt's blocks, and each has its own seed.",
     )
@@ -352,7 +358,8 @@ def _structure_error(problem: str) -> RequestError:
 
 def derive_seed(seed: int, index: int) -> int:
     """Seed of output number `index` of a request, below `SEED_LIMIT`: the request's own seed modulo
-    that for output 0, a hash of this and the index for the others.
+    that for output 0, a hash of this and the index for the others. Indices from `MAX_OUTPUTS` on
+    are free for other streams of random numbers.
     """
     seed %= SEED_LIMIT
     if index == 0:

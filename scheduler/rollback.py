@@ -5,11 +5,12 @@ before it have stored. What the steps after it have stored, in part or in full, 
 need not: they are run again, and store the same values in the same places. Two kinds of blocks
 are in the way:
 
-    given away since     a sequence that was preempted, or has ended, holds them no more, and the
-                         one that got them counts as computed only what was read
-    published since      the block manager withdraws them from the index, and their owner keeps
-                         them; whoever shares them was admitted after that, so all it has computed
-                         is in steps that are lost: it waits again
+    given away since     A was preempted, or ended, and a lost step gave its block to B. A needs it
+                         no more. B counts as computed only what was read, which is nothing of this
+                         block, so it fills the block itself
+    published since      A filled a block in a lost step, and C was admitted with it as a prefix.
+                         The block manager withdraws it from the index, and A keeps it and fills it
+                         again. C was admitted in a lost step, so it waits again
 
 What is left is a count per sequence.
 """

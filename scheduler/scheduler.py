@@ -360,6 +360,7 @@ class Scheduler:
         for seq in failed_sequences:
             self.finish(seq, "error")
         self.suspects.start_epoch((*self.running, *self.waiting))
+        # Also where the cache is lost: `num_lost_tokens` must not count what was in flight.
         roll_back(self.running, self.submitted_steps)
         kept_sequences: set[Sequence] = set()
         is_cache_kept = cache_survives and not self.suspects.sequences

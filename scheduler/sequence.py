@@ -4,9 +4,13 @@
     num_total      len(token_ids) + num_pending: those in flight included
     num_computed   tokens whose KV is in the cache once all submitted steps have run
 
-        0 ............ num_computed ............ len(token_ids) ....... num_total
-        |  KV stored  |  to be run in next steps, num_pending of them  |
-                         sampled in steps whose result is unread
+While it decodes, with two steps in flight:
+
+        0 ............. len(token_ids) ............ num_computed ........... num_total
+        |  known tokens       |  num_pending tokens, sampled by submitted steps      |
+        |  KV stored once these steps have run           |  to be run by the next one  |
+
+In the middle of its prompt, num_computed is below len(token_ids), and num_pending is 0.
 
 A sequence is only changed by the scheduler.
 """

@@ -108,7 +108,7 @@ def _admitted_rows(admitted_sequences: list[tuple[Sequence, int]]) -> AdmittedRo
         slots=int32_array(seq.slot for seq in sequences),
         num_tokens=int32_array(len(seq.token_ids) for seq in sequences),
         num_prompt_tokens=int32_array(seq.num_prompt_tokens for seq in sequences),
-        num_cached_tokens=int32_array(num_cached for _, num_cached in admitted_sequences),
+        num_stored_tokens=int32_array(num_stored for _, num_stored in admitted_sequences),
         num_blocks=int32_array(len(seq.block_table) for seq in sequences),
         token_ids=token_ids,
         block_ids=block_ids,

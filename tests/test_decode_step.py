@@ -14,7 +14,7 @@ from types import FrameType
 import pytest
 
 from benchmarks.in_process import InProcessExecutor
-from cluster.engine.frontends import Frontends
+from cluster.engine.frontends import FrontendRecords
 from cluster.engine.loop import StepLoop, Submit
 from configs.engine import ResolvedConfig
 from scheduler.engine import Engine
@@ -80,7 +80,7 @@ def test_a_decode_step_runs_no_file_that_the_page_does_not_name(
     config = dataclasses.replace(config_of(tmp_path), attention_backend=backend)
     executor = InProcessExecutor(config)
     engine = engine_of(config, executor)
-    frontends = Frontends(timeout_s=100.0)
+    frontends = FrontendRecords(timeout_s=100.0)
     loop = StepLoop(engine, frontends.deliver, fail)
     request = Request(
         request_id="a",

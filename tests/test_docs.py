@@ -120,6 +120,19 @@ def test_every_test_that_a_page_names_exists_once() -> None:
     assert len(named) > 20, "the pages name tests"
 
 
+def test_every_kernel_of_the_table_is_in_the_file_beside_it() -> None:
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    rows = re.findall(r"(?m)^\| (`[^|]+) \| `([\w/]+\.py)`", page)
+    kernels = [(file, name) for names, file in rows for name in re.findall(r"`(\w+)`", names)]
+    assert len(kernels) > 20
+    sources = {file: (ROOT / "kernels" / file).read_text() for file, _ in kernels}
+    assert [
+        (file, name)
+        for file, name in kernels
+        if not re.search(rf"(?m)^def _?{name}\(", sources[file])
+    ] == []
+
+
 def test_everything_that_is_promised_after_a_fault_is_held_by_a_test() -> None:
     """Each row of the table, and each paragraph that says how."""
     parts = (ROOT / "docs" / "recovery.md").read_text().split("\n## ")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cluster.api.errors import HttpError
-from scheduler.bounds import HTTP_BOUNDS, MIB
+from scheduler.bounds import HTTP_BOUNDS, MAX_OUTPUTS, MIB
 from scheduler.errors import OverloadedError, RequestError
 
 MIN_BODY_BYTES_PER_S = 8192  # of a body, at least
@@ -29,7 +29,7 @@ class ApiLimits:
     max_body_bytes: int = HTTP_BOUNDS["body"].maximum
     max_total_body_bytes: int = HTTP_BOUNDS["bodies"].maximum
     max_small_body_bytes: int = HTTP_BOUNDS["small body"].maximum
-    max_outputs_per_request: int = 128
+    max_outputs_per_request: int = MAX_OUTPUTS
     slow_reader_timeout_s: float = 30.0
     ping_interval_s: float = 15.0
     small_body_delay_s: float = HTTP_BOUNDS["body time"].maximum

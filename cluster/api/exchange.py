@@ -52,7 +52,8 @@ class Exchange:
     """One request and its answer.
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
-    the answer, whatever that becomes. upload: set where a body is wanted. status: None until the
+    the answer, whatever that becomes. upload: set where a body is wanted. arrival_s: when
+    the head of the request was there, by `time.perf_counter`. status: None until the
     answer has begun. writer: that of a stream. last_write_s: when something was last written.
     """
 
@@ -72,6 +73,7 @@ class Exchange:
             given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
             self.answer_headers["x-request-id"] = given_id[:200]
         self.upload: Upload
+        self.arrival_s = time.perf_counter()
         self.status: int | None = None
         self.writer: Writer | None = None
         self.last_write_s = 0.0

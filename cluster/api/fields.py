@@ -1,9 +1,9 @@
-"""The fields of other servers' requests: what becomes of those that no model of ours has.
+"""The fields of other servers' requests: what becomes of those that no request class of ours has.
 
-Tables from which docs/fields.md is made together with the models: fields that change nothing,
-fields that are refused because they would change the answer, other names of fields that are
-honored, and fields that clients are known to send and that may be ignored. `unknown.py` applies
-them; a model of one API may have lists of its own.
+Tables from which docs/fields.md is made together with the request classes: fields that change
+nothing, fields that are refused because they would change the answer, other names of fields that
+are honored, and fields that clients are known to send and that may be ignored, samplers among
+them. `unknown.py` applies them; the class of one API may have lists of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _FIELD_OF_ANOTHER_API = "of another API; this one has its own field for what is 
 _NO_TEMPLATES = "the chat template is the checkpoint's; send token ids to /v1/completions instead"
 _USE_SYSTEM_MESSAGE = "send a message of role system as the first one"
 # Fields of other servers that change the answer in a way that cannot be honored, in every API that
-# has no field of the name. One that is null, false, or an empty text or list asks for nothing.
+# has no field of the name. One that is null, false, an empty text or list, or the one of
+# `NEUTRAL_VALUES`, asks for nothing. Samplers are ignored instead (`_IGNORED_SAMPLERS`).
 FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice"), _CONSTRAINT_NOT_KEPT),
     **dict.fromkeys(("guided_grammar", "guided_json_object", "ebnf"), _CONSTRAINT_NOT_KEPT),
@@ -58,6 +59,7 @@ FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "logits_processors": "the server runs no code of a request",
     "custom_logit_processor": "the server runs no code of a request",
     **dict.fromkeys(("use_beam_search", "num_beams"), "beam search is not supported"),
+    **dict.fromkeys(("guidance_scale", "negative_prompt"), "guidance is not supported"),
     "truncate_prompt_tokens": "a prompt is not shortened",
     **dict.fromkeys(("chat_template", "template"), _NO_TEMPLATES),
     "documents": "documents are not part of the prompt; send them in a message",
@@ -74,6 +76,8 @@ FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "return_hidden_states": "hidden states are not part of answers",
     **REFUSED_FIELDS,
 }
+# What programs send with every request that asks for nothing of the kind.
+NEUTRAL_VALUES: dict[str, object] = {"num_beams": 1, "guidance_scale": 1}
 
 
 def _is_empty(value: Any) -> bool:
@@ -178,13 +182,6 @@ _IGNORED_NAMES_BY_SERVER = {
         mode character instruction_template api_type truncation_length do_sample ban_eos_token
         add_bos_token api_server sampler_order sampler_priority temperature_last legacy_api
     """,
-    "samplers that are not offered": """
-        top_a tfs tfs_z typical typical_p top_n_sigma mirostat mirostat_mode mirostat_tau
-        mirostat_eta dynatemp_range dynatemp_exponent smoothing_factor dry_multiplier dry_base
-        dry_allowed_length dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_threshold
-        epsilon_cutoff eta_cutoff penalty_alpha no_repeat_ngram_size guidance_scale negative_prompt
-        rep_pen_range repetition_penalty_range encoder_repetition_penalty
-    """,
     "DeepSeek, GLM, Qwen's own API": "thinking thinking_budget",
     "Qwen's own API": "incremental_output result_format",
     "Mistral": "safe_prompt prompt_mode",
@@ -197,6 +194,17 @@ _IGNORED_NAMES_BY_SERVER = {
     "Codex": "client_metadata",
     "Azure": "user_security_context",
 }
+# Samplers that are not offered. They only change which token is drawn, and chat programs send a
+# full set of them with every request, in use or not: refused, they would keep such programs out.
+_IGNORED_SAMPLERS = """
+    top_a tfs tfs_z typical typical_p top_n_sigma mirostat mirostat_mode mirostat_tau mirostat_eta
+    dynatemp_range dynatemp_exponent smoothing_factor dry_multiplier dry_base dry_allowed_length
+    dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_threshold epsilon_cutoff eta_cutoff
+    penalty_alpha no_repeat_ngram_size rep_pen_range repetition_penalty_range
+    encoder_repetition_penalty
+"""
+# What each ignored field belongs to.
 IGNORED_FIELDS: dict[str, str] = {
-    name: server for server, names in _IGNORED_NAMES_BY_SERVER.items() for name in names.split()
+    **{n: server for server, names in _IGNORED_NAMES_BY_SERVER.items() for n in names.split()},
+    **dict.fromkeys(_IGNORED_SAMPLERS.split(), "samplers that are not offered"),
 }

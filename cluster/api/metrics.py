@@ -97,7 +97,7 @@ class ApiMetrics:
         )
         self.ttft = Histogram(
             "eagleray_time_to_first_token_seconds",
-            "From a request's arrival to its first token.",
+            "From the arrival of a request that streams to its first token.",
             buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
@@ -105,7 +105,7 @@ class ApiMetrics:
         self._registry.register(self.tokens)
         self.duration = Histogram(
             "eagleray_request_seconds",
-            "From a request's arrival to the end of its answer.",
+            "From a request's arrival to the last token of its answer.",
             buckets=REQUEST_BUCKETS_S,
             registry=self._registry,
         )
@@ -169,11 +169,13 @@ class _TokenMetrics(Collector):
 
 
 class RequestTimer:
-    """Measures the times of one request for the metrics."""
+    """Measures the times of one request for the metrics; of one that arrived at `arrival_s`, by
+    `time.perf_counter`.
+    """
 
-    def __init__(self, metrics: ApiMetrics) -> None:
+    def __init__(self, metrics: ApiMetrics, arrival_s: float) -> None:
         self._metrics = metrics
-        self._began_s = time.perf_counter()
+        self._arrival_s = arrival_s
         self._last_token_s: dict[int, float] = {}
 
     def add_tokens(self, choice_index: int, count: int) -> None:
@@ -185,7 +187,7 @@ class RequestTimer:
         if last_s is not None:
             self._metrics.tokens.observe((now_s - last_s) / count, count)
         elif not self._last_token_s:
-            self._metrics.ttft.observe(now_s - self._began_s)
+            self._metrics.ttft.observe(now_s - self._arrival_s)
         self._last_token_s[choice_index] = now_s
         self._metrics.tokens.add(count)
 
@@ -194,8 +196,8 @@ class RequestTimer:
         return choice_index in self._last_token_s
 
     def end(self) -> None:
-        """The answer is complete."""
-        self._metrics.duration.observe(time.perf_counter() - self._began_s)
+        """All tokens of the answer are there."""
+        self._metrics.duration.observe(time.perf_counter() - self._arrival_s)
 
 
 def merge(families_by_process: Iterable[list[MetricFamily]]) -> list[MetricFamily]:

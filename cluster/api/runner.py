@@ -144,7 +144,7 @@ class Runner:
         return job.make_writer(generations)
 
     async def _answer_whole(self, exchange: Exchange, job: Job) -> None:
-        request_timer = RequestTimer(self._metrics)
+        request_timer = RequestTimer(self._metrics, exchange.arrival_s)
         generations = await self._client.submit_async(job.prompts, job.params)
         try:
             writer = self._make_writer(exchange, job, generations)
@@ -164,7 +164,7 @@ class Runner:
         )
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
-        request_timer = RequestTimer(self._metrics)
+        request_timer = RequestTimer(self._metrics, exchange.arrival_s)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = self._make_writer(exchange, job, generations)
             num_outputs = len(generations[0].outputs)
@@ -179,8 +179,9 @@ class Runner:
                 return not request_timer.has_begun(prompt_index * num_outputs + chunk.index)
 
             def try_send_now(items: list[Item]) -> bool:
-                """What streams bring most often, without a turn of this task. Not how outputs
-                begin: each may repeat a long prompt, and the scores of its tokens.
+                """Write these chunks at once; False, with nothing written, if they may have to
+                wait for a turn of this task. The first chunk of an output always does: it may
+                repeat a long prompt, with the scores of its tokens.
                 """
                 num_tokens = sum(1 + len(chunk.token_ids) for _, chunk in items)
                 if num_tokens > MAX_IMMEDIATE_TOKENS or not exchange.can_write_now:

@@ -1,8 +1,9 @@
-"""What becomes of fields that no model of ours has.
+"""What becomes of fields that no request class of ours has.
 
 Clients add fields with every release, so an unknown field is ignored, and the answer names it. It
 is refused if it looks like a field of ours misspelled, or would change the answer in a way that
-cannot be honored (`fields.py`). Names come from clients: everything made of them is bounded.
+cannot be honored (`fields.py`, where samplers are an exception). Names come from clients:
+everything made of them is bounded.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from typing import Any
 from prometheus_client import Counter
 
 from cluster.api.errors import HttpError
-from cluster.api.fields import ERROR_CODE_BY_FIELD, FIELD_SYNONYMS, IGNORED_FIELDS, ValuePredicate
+from cluster.api.fields import (
+    ERROR_CODE_BY_FIELD,
+    FIELD_SYNONYMS,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+    ValuePredicate,
+)
 from scheduler.bounds import check_bound
 from scheduler.errors import RequestError
 
@@ -183,6 +190,8 @@ def _check_effect(name: str, value: Any, is_possible: ValuePredicate, advice: st
 def _check_refused(name: str, value: Any, reason: str) -> None:
     """Raise unless a field asks for nothing."""
     if value is None or value is False or value in ("", []):
+        return
+    if value == NEUTRAL_VALUES.get(name):
         return
     if name in ERROR_CODE_BY_FIELD:
         details = {"error_code": ERROR_CODE_BY_FIELD[name]}

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.client.driver_handle import DriverHandle, ReplaceDriver, refuse_replacement
-from cluster.client.news import unpack
 from cluster.client.outputs import Generation
 from cluster.client.outstanding import OutstandingRequests
 from cluster.error_kinds import kind_of, reason_of
+from cluster.news import unpack
 from cluster.ray_errors import DriverDiedError, NoAnswerError
 from cluster.timeouts import CALL_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, EngineLostError

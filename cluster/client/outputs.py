@@ -10,9 +10,9 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field, replace
 
-from cluster.client.news import News
 from cluster.client.prompt_entries import PromptEntries
 from cluster.client.text_stream import TextStream
+from cluster.news import News
 from scheduler.errors import EaglerayError, EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from cluster.engine.frontends import Frontends
+from cluster.engine.frontends import FrontendRecords
 from cluster.engine.loop import Finish, NewsByFrontend, RanksLost, RanksReplaced, StepLoop, Submit
 from cluster.engine.report import StartReport
 from cluster.error_kinds import reason_of
@@ -70,7 +70,7 @@ class Driver:
         self._config = config
         self._engine_id = engine_id
         self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor_class)
-        self._frontends = Frontends(config.engine.frontend_timeout_s)
+        self._frontends = FrontendRecords(config.engine.frontend_timeout_s)
         self._grammars = GrammarMatching(
             Path(config.engine.tokenizer or config.model_dir) / "tokenizer.json",
             config.model.vocab_size,
@@ -154,7 +154,7 @@ class Driver:
     async def submit(self, frontend_id: str, requests: list[Request]) -> int:
         """Queue requests, all or none. Raises `RequestError` for one that cannot run,
         `EngineDeadError`. A frontend without an answer may send again: none is queued twice.
-        Returns the number under which the frontend is known (`Frontends`).
+        Returns the number under which the frontend is known (`FrontendRecords`).
         """
         limits, step_loop = self._limits_and_step_loop()
         record_number, new_requests = self._frontends.record_requests(frontend_id, requests, limits)
@@ -173,7 +173,7 @@ class Driver:
             self._step_loop.post(Finish(request_ids=request_ids, reason=reason))
 
     async def poll(self, frontend_id: str, acknowledged_reply_number: int, wait_s: float) -> bytes:
-        """The answer of `Frontends.collect`, pickled because Ray passes bytes on unchanged."""
+        """What `FrontendRecords.collect` returns, pickled, since Ray passes bytes on unchanged."""
         deltas = await self._frontends.collect(frontend_id, acknowledged_reply_number, wait_s)
         return pickle.dumps(deltas, protocol=5)
 

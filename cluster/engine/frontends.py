@@ -1,4 +1,4 @@
-"""The driver's record of its frontends: the requests and news of each, and which have gone silent.
+"""The driver's records of its frontends: the requests and news of each, and which are silent.
 
 Used on the event loop only.
 """
@@ -11,16 +11,16 @@ import itertools
 import time
 from dataclasses import dataclass, field
 
-from cluster.client.news import News
 from cluster.engine.loop import NewsByFrontend
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News
 from scheduler.errors import EaglerayError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
 
 
 @dataclass(slots=True)
-class _Frontend:
+class _FrontendRecord:
     frontend_id: str
     mailbox: Mailbox = field(default_factory=Mailbox)
     news_event: asyncio.Event = field(default_factory=asyncio.Event)
@@ -29,17 +29,18 @@ class _Frontend:
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
 
-class Frontends:
-    """Every frontend that has called recently, each under a number of its own. One that comes back
-    after it was forgotten gets another number, by which it learns that its requests are gone.
+class FrontendRecords:
+    """One record per frontend that has called recently, under a number of its own. A frontend that
+    comes back after it was forgotten gets another number, by which it learns that its requests are
+    gone.
     """
 
-    make_frontend: type[_Frontend] = _Frontend
+    make_record: type[_FrontendRecord] = _FrontendRecord
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: the silence after which a frontend is forgotten with its requests."""
         self._timeout_s = timeout_s
-        self._frontends: dict[int, _Frontend] = {}  # by record number
+        self._frontends: dict[int, _FrontendRecord] = {}  # by record number
         self._record_numbers: dict[str, int] = {}  # by frontend id
         self._new_numbers = itertools.count()
         self._silence_checked_s = time.monotonic()
@@ -62,7 +63,7 @@ class Frontends:
             new_requests[request_id] = request
         if frontend_id not in self._record_numbers:
             self._record_numbers[frontend_id] = next(self._new_numbers)
-            self._frontends[self._record_numbers[frontend_id]] = self.make_frontend(frontend_id)
+            self._frontends[self._record_numbers[frontend_id]] = self.make_record(frontend_id)
         record_number = self._record_numbers[frontend_id]
         frontend = self._frontends[record_number]
         frontend.last_call_s = time.monotonic()
@@ -145,7 +146,7 @@ class Frontends:
             if frontend.request_ids
         }
 
-    def _frontend(self, frontend_id: str) -> _Frontend | None:
+    def _frontend(self, frontend_id: str) -> _FrontendRecord | None:
         record_number = self._record_numbers.get(frontend_id)
         return None if record_number is None else self._frontends[record_number]
 

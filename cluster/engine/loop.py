@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.client.news import News
 from cluster.error_kinds import kind_of, reason_of
+from cluster.news import News
 from scheduler.engine import Engine, Executor
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.messages import EngineStats, Request, TokenLogprobs
@@ -181,7 +181,7 @@ class StepLoop:
                 raise
             if not self._is_stopping:
                 self._on_failed_step(self.engine.scheduler.epoch, reason_of(error))
-                self._lose_ranks()
+                self._pause_steps()
             return
         if step_output is None:
             self.busy_since_s = None
@@ -203,7 +203,7 @@ class StepLoop:
             while self._inbox and isinstance(self._inbox[0], Submit | Finish):
                 self._carry_out(self._inbox.popleft())
 
-    def _lose_ranks(self) -> None:
+    def _pause_steps(self) -> None:
         """Run no steps until there are other ranks."""
         self._has_ranks = False
 
@@ -260,7 +260,7 @@ class StepLoop:
                 self._open_requests.pop(request_id, None)
             return
         if isinstance(command, RanksLost):
-            self._lose_ranks()
+            self._pause_steps()
             return
         if isinstance(command, RanksReplaced):
             self._replace_ranks(command)

@@ -7,7 +7,7 @@ their index. Used on the event loop only.
 
 from __future__ import annotations
 
-from cluster.client.news import News, pack
+from cluster.news import News, pack
 from scheduler.messages import Deltas
 
 

@@ -188,7 +188,7 @@ class RankGroup:
             try:
                 self._get_all(refs, "take over", CALL_TIMEOUT_S)
                 return
-            except LostCallsError:
+            except RankCallsLostError:
                 if is_last_attempt:
                     raise
 
@@ -308,7 +308,7 @@ class RankGroup:
             try:
                 values = self._get_all(calls.refs, action, limit_s, remaining_s)
                 return values[: len(calls.step_refs)]
-            except LostCallsError as error:
+            except RankCallsLostError as error:
                 if self._is_closed or not remaining_s:
                     raise
                 time.sleep(LOST_CALL_PAUSE_S)
@@ -393,14 +393,14 @@ class RankGroup:
             raise _error_of_ranks(error, refs, action, self._rank_maker.num_ranks) from error
 
 
-class LostCallsError(WorkerError):
+class RankCallsLostError(WorkerError):
     """Lost calls to living ranks, or answers, which may be made again. `indices`: of the refs."""
 
     def __init__(self, message: str, indices: list[int]) -> None:
         super().__init__(message)
         self.indices = indices
 
-    def __reduce__(self) -> tuple[type[LostCallsError], tuple[str, list[int]]]:
+    def __reduce__(self) -> tuple[type[RankCallsLostError], tuple[str, list[int]]]:
         return type(self), (str(self), self.indices)
 
 
@@ -440,7 +440,7 @@ def _error_of_ranks(
     """
     causes = failures(refs, limit_s=0.0)
     if causes and all(kind_of(cause) is ErrorKind.LOST_CALL for cause in causes.values()):
-        return LostCallsError(f"{action} failed: {next(iter(causes.values()))}", list(causes))
+        return RankCallsLostError(f"{action} failed: {next(iter(causes.values()))}", list(causes))
     causes = failures(refs, limit_s=1.0)
     for cause in causes.values():
         if isinstance(cause, ClientError):

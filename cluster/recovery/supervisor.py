@@ -200,7 +200,7 @@ class Supervisor:
                 assert self._first_report is not None
                 self._standby.prepare(self._group, self._first_report)
             else:
-                self._lose(reason)
+                self._end_epoch(reason)
         elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that
             self._fence()
         elif recovery.state is RecoveryState.ASSEMBLING:
@@ -216,7 +216,7 @@ class Supervisor:
             return None
         return failed_step[1]
 
-    def _lose(self, reason: str) -> None:
+    def _end_epoch(self, reason: str) -> None:
         """End this epoch."""
         assert self._group is not None
         if self.recovery.note_fault(reason):
@@ -285,10 +285,10 @@ class Supervisor:
             if error is None:
                 self._serve(group)
             elif kind_of(error) is ErrorKind.CALLER_FAULT:  # such as a checkpoint that has changed
-                self._lose(str(error))
+                self._end_epoch(str(error))
                 self._die(str(error))
             else:
-                self._lose(f"the next group could not be assembled: {reason_of(error)}")
+                self._end_epoch(f"the next group could not be assembled: {reason_of(error)}")
             return
         if (
             self._group_watch is None
@@ -299,7 +299,7 @@ class Supervisor:
         if self._group_watch is not None:
             reason = self._group_watch.find_fault(self._assembly_began_s)
             if reason is not None:
-                self._lose(reason)
+                self._end_epoch(reason)
 
     def _serve(self, group: RankGroup) -> None:
         self._assembly = None

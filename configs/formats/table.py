@@ -13,6 +13,10 @@ _FORMATS = (awq, gptq, fp8, compressed_tensors)
 READERS: dict[str, Callable[[Section], StoredFormat]] = {
     format_module.QUANT_METHOD: format_module.read for format_module in _FORMATS
 }
+# How messages call each.
+_FORMAT_NAMES: dict[str, str] = {
+    format_module.QUANT_METHOD: format_module.FORMAT_NAME for format_module in _FORMATS
+}
 SUPPORTED_VARIANTS = tuple(format_module.SUPPORTED_VARIANTS for format_module in _FORMATS)
 
 
@@ -29,6 +33,5 @@ def read_format(raw_config: Mapping[str, Any], source_name: str) -> StoredFormat
             f"{source_name}: quantization_config has quant_method {method!r}; possible are"
             f" {'; '.join(SUPPORTED_VARIANTS)}. Use such a checkpoint, or one that is not quantized"
         )
-    is_acronym = method != compressed_tensors.QUANT_METHOD
-    format_name = method.upper() if is_acronym else method
-    return READERS[method](Section(values=config, source_name=source_name, format_name=format_name))
+    section = Section(values=config, source_name=source_name, format_name=_FORMAT_NAMES[method])
+    return READERS[method](section)

@@ -15,7 +15,7 @@ def look_up_tokens(
     block_table_SW: Tensor,
     slots_T: Tensor,
     positions_T: Tensor,
-    num_cached_tokens_T: Tensor,
+    num_stored_tokens_T: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """As `look_up_tokens_reference`; all tensors are contiguous."""
@@ -26,7 +26,7 @@ def look_up_tokens(
         block_table_SW,
         slots_T,
         positions_T,
-        num_cached_tokens_T,
+        num_stored_tokens_T,
         token_ids_T,
         kv_places_T,
         len(slots_T),
@@ -62,7 +62,7 @@ def _look_up_tokens(
     block_table_SW: tl.tensor,
     slots_T: tl.tensor,
     positions_T: tl.tensor,
-    num_cached_tokens_T: tl.tensor,
+    num_stored_tokens_T: tl.tensor,
     token_ids_T: tl.tensor,
     kv_places_T: tl.tensor,
     num_tokens: tl.tensor,
@@ -75,14 +75,14 @@ def _look_up_tokens(
     mask_T = index_T < num_tokens
     row_slot_T = tl.load(slots_T + index_T, mask=mask_T, other=0).to(tl.int64)
     position_T = tl.load(positions_T + index_T, mask=mask_T, other=0)
-    cached_len_T = tl.load(num_cached_tokens_T + index_T, mask=mask_T, other=0)
+    stored_len_T = tl.load(num_stored_tokens_T + index_T, mask=mask_T, other=0)
     token_id_T = tl.load(tokens_SL + row_slot_T * token_stride + position_T, mask=mask_T, other=0)
     table_offset_T = row_slot_T * table_stride + position_T // block_size
     block_T = tl.load(block_table_SW + table_offset_T, mask=mask_T, other=0).to(tl.int64)
     kv_place_T = block_T * block_size + position_T % block_size
     tl.store(token_ids_T + index_T, token_id_T, mask=mask_T)
     tl.store(
-        kv_places_T + index_T, tl.where(position_T < cached_len_T, -1, kv_place_T), mask=mask_T
+        kv_places_T + index_T, tl.where(position_T < stored_len_T, -1, kv_place_T), mask=mask_T
     )
 
 

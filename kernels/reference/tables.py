@@ -14,18 +14,18 @@ def look_up_tokens_reference(
     block_table_SW: Tensor,
     slots_T: Tensor,
     positions_T: Tensor,
-    num_cached_tokens_T: Tensor,
+    num_stored_tokens_T: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """(token ids, int32 [T]; where each token's KV goes, int64 [T]: -1 for positions below
-    `num_cached_tokens_T`, which lie in shared blocks that are never written).
+    `num_stored_tokens_T`, whose KV is in the cache and is not written again).
 
     The other tensors are int32, on any device.
     """
     blocks_T = block_table_SW[slots_T, positions_T // block_size].to(torch.int64)
     places_T = blocks_T * block_size + positions_T % block_size
     return tokens_SL[slots_T, positions_T], torch.where(
-        positions_T < num_cached_tokens_T, -1, places_T
+        positions_T < num_stored_tokens_T, -1, places_T
     )
 
 

@@ -14,6 +14,7 @@ from cluster.api.fields import (
     FIELDS_OF_OTHER_PATHS,
     FIELDS_REFUSED_EVERYWHERE,
     IGNORED_FIELDS,
+    NEUTRAL_VALUES,
     ValuePredicate,
 )
 from cluster.api.schema import Options, RequestModel
@@ -26,7 +27,9 @@ INTRODUCTION = (
     " because without them the answer would not be what was asked for: what looks like a field of"
     " ours misspelled (`max_token`, `temprature`, `topP`), where the error names the field that is"
     " meant; and what would change the answer in a way that cannot be honored"
-    " ([below](#what-is-refused)).",
+    " ([below](#what-is-refused)). Samplers that are not offered are ignored all the same: they"
+    " only change which token is drawn, and chat programs send a full set of them with every"
+    " request, whether they are in use or not.",
     "The rule holds for the fields of the body and of the objects in it that say how to answer,"
     " such as tools and formats. Unknown keys of messages, their parts and their calls are ignored"
     " silently: clients send back what any server gave them. An unknown field that is null asks for"
@@ -36,7 +39,7 @@ INTRODUCTION = (
     "A switch of thinking (`reasoning_effort`, `enable_thinking`, also in `chat_template_kwargs`)"
     " is a hint: where the chat template has no such switch, it changes nothing. Only a model that"
     " always thinks refuses to be told not to.",
-    "This page is printed from [the tables](../cluster/api/fields.py) and [the models]"
+    "This page is printed from [the tables](../cluster/api/fields.py) and [the request classes]"
     "(../cluster/api/schema.py).",
 )
 SHORT = {path: path.removeprefix("/v1/").removeprefix("/") for path in POST_ENDPOINTS}
@@ -61,7 +64,12 @@ def page() -> str:
     lists = [model.FIELDS_WITHOUT_EFFECT for model in models.values()]
     lines += _table(["field", "possible values"], _rows_without_effect(lists))
     lines += ["", "## What is refused", ""]
-    lines += ["A field that is null or false, or an empty text or list, asks for nothing.", ""]
+    neutral = " and ".join(f"`{name}` {value}" for name, value in NEUTRAL_VALUES.items())
+    lines += [
+        "A field that is null or false, or an empty text or list, asks for nothing, as do"
+        f" {neutral}.",
+        "",
+    ]
     lines += _table(["field", "reason"], _rows_of_refused(models))
     lines += ["", "These are refused where they are not honored, unless they ask for nothing:", ""]
     lines += _table(["field", "reason"], _rows_without_effect([FIELDS_OF_OTHER_PATHS]))

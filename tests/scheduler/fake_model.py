@@ -204,7 +204,7 @@ class Row:
 
     tokens: list[int]
     num_prompt_tokens: int
-    num_cached_tokens: int
+    num_stored_tokens: int
     num_computed: int
     digests: array[int]
     block_table: list[int]
@@ -227,7 +227,7 @@ class FakeRank:
         self.num_holders = [0] * num_blocks  # number of tables that name a block
         self.epoch = 0
         self.num_steps = 0  # ids of this epoch
-        self.num_cached_tokens = 0
+        self.num_stored_tokens = 0
         self.num_written_tokens = 0
         # Step, block, and the cells in it, of what was written since the last result was read.
         self.unread_writes: deque[tuple[int, int, slice]] = deque()
@@ -327,15 +327,15 @@ class FakeRank:
             row = Row(
                 tokens=tokens,
                 num_prompt_tokens=rows.num_prompt_tokens[i],
-                num_cached_tokens=rows.num_cached_tokens[i],
-                num_computed=min(rows.num_cached_tokens[i], len(tokens) - 1),
+                num_stored_tokens=rows.num_stored_tokens[i],
+                num_computed=min(rows.num_stored_tokens[i], len(tokens) - 1),
                 digests=array("Q"),
                 block_table=[],
                 sampling=rows.sampling[i],
             )
             extend_digests(row.digests, tokens, row.sampling.seed)
-            assert 0 <= row.num_cached_tokens <= len(tokens)
-            self.num_cached_tokens += row.num_cached_tokens
+            assert 0 <= row.num_stored_tokens <= len(tokens)
+            self.num_stored_tokens += row.num_stored_tokens
             self.rows[slot] = row
             self._fill_table(row, blocks)
         assert (first_token, first_block) == (
@@ -344,7 +344,7 @@ class FakeRank:
         ), "flat arrays of other lengths"
 
     def _fill_table(self, row: Row, blocks: array[int]) -> None:
-        num_shared, num_kept = divmod(row.num_cached_tokens, self.block_size)
+        num_shared, num_kept = divmod(row.num_stored_tokens, self.block_size)
         for block_id in blocks[:num_shared]:
             self.num_holders[block_id] += 1
             row.block_table.append(block_id)
@@ -377,7 +377,7 @@ class FakeRank:
         assert end <= len(row.block_table) * self.block_size, (
             f"{num_new} new tokens beyond the blocks: {row}"
         )
-        position = max(start, row.num_cached_tokens)
+        position = max(start, row.num_stored_tokens)
         self.num_written_tokens += end - position
         while position < end:
             index, offset = divmod(position, self.block_size)
@@ -404,7 +404,7 @@ class FakeRank:
         return context
 
     def _spoil(self, row: Row, start: int, wrong: bytes) -> None:
-        for position in range(max(start, row.num_cached_tokens), row.num_computed):
+        for position in range(max(start, row.num_stored_tokens), row.num_computed):
             index, offset = divmod(position, self.block_size)
             first = offset * DIGEST_BYTES
             self.blocks[row.block_table[index]][first : first + DIGEST_BYTES] = wrong

@@ -124,9 +124,9 @@ def rows(plan: StepPlan) -> list[tuple[int, int, bool]]:
     ]
 
 
-def cached_of(plan: StepPlan) -> list[int]:
-    """Cached tokens of each admitted row of a plan."""
-    return list(plan.admitted_rows.num_cached_tokens) if plan.admitted_rows else []
+def stored_of(plan: StepPlan) -> list[int]:
+    """Stored tokens of each admitted row of a plan."""
+    return list(plan.admitted_rows.num_stored_tokens) if plan.admitted_rows else []
 
 
 class FakeExecutor:

@@ -262,13 +262,13 @@ class Simulation:
         """The result of a plan is read: what it stores is there."""
         self.rank.note_read(plan.step_id)
         if plan.admitted_rows is not None:
-            for slot, num_tokens, num_cached in zip(
+            for slot, num_tokens, num_stored in zip(
                 plan.admitted_rows.slots,
                 plan.admitted_rows.num_tokens,
-                plan.admitted_rows.num_cached_tokens,
+                plan.admitted_rows.num_stored_tokens,
                 strict=True,
             ):
-                self.num_read[names[slot]] = min(num_cached, num_tokens - 1)
+                self.num_read[names[slot]] = min(num_stored, num_tokens - 1)
         for slot, num_new in zip(plan.slots, plan.num_new_tokens, strict=True):
             self.num_read[names[slot]] += num_new
 
@@ -494,23 +494,23 @@ class Simulation:
             )
         if plan.admitted_rows is not None:
             rows = plan.admitted_rows
-            for slot, count, cached in zip(
-                rows.slots, rows.num_tokens, rows.num_cached_tokens, strict=True
+            for slot, count, stored in zip(
+                rows.slots, rows.num_tokens, rows.num_stored_tokens, strict=True
             ):
-                self._audit_admitted(by_slot[slot], count, cached)
+                self._audit_admitted(by_slot[slot], count, stored)
 
     def _limit_of(self, sequence: Sequence) -> range:
         """Positions a sequence may fill, prompt included."""
         most = sequence.num_prompt_tokens + sequence.sampling.max_tokens
         return range(min(most, self.scenario.limits.max_total_tokens))
 
-    def _audit_admitted(self, client: Client, num_tokens: int, num_cached: int) -> None:
+    def _audit_admitted(self, client: Client, num_tokens: int, num_stored: int) -> None:
         assert num_tokens == len(client.tokens), (
             f"{num_tokens} of {len(client.tokens)} tokens: {client.sequence}"
         )
         if client.num_cached_tokens is None:
             client.num_cached_tokens = min(
-                num_cached, num_tokens - 1, client.request.num_prompt_tokens
+                num_stored, num_tokens - 1, client.request.num_prompt_tokens
             )
         told = client.sequence.num_cached_tokens
         assert told == client.num_cached_tokens, (
@@ -586,7 +586,7 @@ class Simulation:
         report = self.report
         report.tokens_computed, report.tokens_cached = (
             self.rank.num_written_tokens,
-            self.rank.num_cached_tokens,
+            self.rank.num_stored_tokens,
         )
         report.preemptions = self.scheduler.stats.num_preemptions
         report.evictions = self.manager.num_evictions

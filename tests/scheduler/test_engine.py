@@ -60,7 +60,7 @@ def test_cached_prompt_gives_the_tokens_of_the_uncached_run(length: int) -> None
         seq = engine.add(make_request(name, PROMPT[:length], max_tokens=BLOCK + 1))
         run_to_end(engine)
         assert seq.token_ids == alone(PROMPT[:length], BLOCK + 1)
-    assert executor.rank.num_cached_tokens == length // BLOCK * BLOCK
+    assert executor.rank.num_stored_tokens == length // BLOCK * BLOCK
 
 
 def test_conversation_finds_the_blocks_of_the_earlier_answer() -> None:
@@ -71,7 +71,7 @@ def test_conversation_finds_the_blocks_of_the_earlier_answer() -> None:
     second = engine.add(make_request("b", prompt, max_tokens=3))
     run_to_end(engine)
     assert second.token_ids == alone(prompt, 3)
-    assert executor.rank.num_cached_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK
+    assert executor.rank.num_stored_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 5, 20])

@@ -55,6 +55,6 @@ def test_admitted_rows_start_after_what_is_cached() -> None:
         scheduler.add(make_request(name, range(10)))
     admitted = run_step(scheduler).admitted_rows
     assert admitted is not None
-    assert list(admitted.num_tokens) == [10, 10] and list(admitted.num_cached_tokens) == [0, 8]
+    assert list(admitted.num_tokens) == [10, 10] and list(admitted.num_stored_tokens) == [0, 8]
     assert admitted.token_ids.tolist() == [*range(10), *range(10)]
     assert len(admitted.block_ids) == sum(admitted.num_blocks) == 6

@@ -8,7 +8,6 @@ from scheduler.scheduler import Scheduler
 from tests.scheduler.helpers import (
     BLOCK,
     block_ids_of,
-    cached_of,
     give,
     make_limits,
     make_request,
@@ -16,6 +15,7 @@ from tests.scheduler.helpers import (
     num_findable,
     rows,
     run_step,
+    stored_of,
 )
 
 
@@ -89,7 +89,7 @@ def test_twins_admitted_in_one_step_share_their_blocks() -> None:
     plan = must_schedule(scheduler)
     first, second = block_ids_of(plan)
     assert first[:2] == second[:2] and first[2] != second[2]
-    assert cached_of(plan) == [0, 2 * BLOCK]
+    assert stored_of(plan) == [0, 2 * BLOCK]
     assert [count for _, count, _ in rows(plan)] == [10, 2]
 
 
@@ -99,7 +99,7 @@ def test_twin_does_not_share_blocks_of_a_later_chunk() -> None:
     run_step(scheduler)
     scheduler.add(make_request("b", range(20)))
     scheduler.finish(first, "abort")
-    assert cached_of(must_schedule(scheduler)) == [2 * BLOCK]
+    assert stored_of(must_schedule(scheduler)) == [2 * BLOCK]
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
@@ -110,7 +110,7 @@ def test_prompt_cached_to_its_last_token_runs_that_one_as_a_query(blocks: int) -
     hit = scheduler.add(make_request("b", range(blocks * BLOCK)))
     plan = must_schedule(scheduler)
     assert rows(plan)[1] == (hit.slot, 1, True)
-    assert cached_of(plan) == [blocks * BLOCK]
+    assert stored_of(plan) == [blocks * BLOCK]
     assert hit.num_cached_tokens == blocks * BLOCK - 1
 
 
@@ -130,7 +130,7 @@ def test_only_the_first_admission_counts_as_cached_for_the_caller() -> None:
     seq = scheduler.add(make_request("a", range(3 * BLOCK)))
     run_step(scheduler)
     scheduler.queues.requeue(seq, last_step_id=0)
-    assert cached_of(must_schedule(scheduler)) == [3 * BLOCK]
+    assert stored_of(must_schedule(scheduler)) == [3 * BLOCK]
     assert seq.num_cached_tokens == 0
     assert scheduler.stats.num_cached_tokens == 0 and scheduler.stats.num_prompt_tokens == 3 * BLOCK
 
@@ -150,11 +150,11 @@ def test_another_salt_shares_nothing() -> None:
     scheduler = make_scheduler()
     for seed in (0, 1):
         scheduler.add(make_request(f"r{seed}", range(8), seed=seed))
-    assert cached_of(must_schedule(scheduler)) == [0, 0]
+    assert stored_of(must_schedule(scheduler)) == [0, 0]
 
 
 def test_nothing_is_cached_without_prefix_caching() -> None:
     scheduler = make_scheduler(enable_prefix_caching=False)
     for name in "ab":
         scheduler.add(make_request(name, range(8)))
-    assert cached_of(must_schedule(scheduler)) == [0, 0]
+    assert stored_of(must_schedule(scheduler)) == [0, 0]

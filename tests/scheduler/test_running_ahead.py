@@ -12,13 +12,13 @@ from scheduler.scheduler import Scheduler
 from scheduler.sequence import SequenceStatus
 from tests.scheduler.helpers import (
     BLOCK,
-    cached_of,
     give,
     make_limits,
     make_request,
     must_schedule,
     rows,
     run_step,
+    stored_of,
 )
 
 
@@ -143,7 +143,7 @@ def test_full_blocks_of_a_preempted_sequence_are_found_again() -> None:
     run_step(scheduler)
     scheduler.finish(scheduler.running[0], "abort")
     # the tail block went to the sequence that grew
-    assert cached_of(must_schedule(scheduler)) == [BLOCK]
+    assert stored_of(must_schedule(scheduler)) == [BLOCK]
 
 
 def test_preempted_sequence_keeps_its_token_in_flight() -> None:
@@ -245,7 +245,7 @@ def test_new_epoch_forgets_tokens_that_were_not_read() -> None:
 def test_new_epoch_finds_no_cached_blocks() -> None:
     scheduler = busy_scheduler()
     scheduler.start_epoch()
-    assert cached_of(must_schedule(scheduler))[0] == 0
+    assert stored_of(must_schedule(scheduler))[0] == 0
 
 
 def test_result_of_a_lost_epoch_is_refused() -> None:

@@ -52,17 +52,17 @@ class Planner:
         self._appended: list[tuple[int, int]] = []
 
     def admit(
-        self, row: Row, slot: int, shared: list[int] | None = None, num_cached: int = 0
+        self, row: Row, slot: int, shared: list[int] | None = None, num_stored: int = 0
     ) -> None:
-        """Row enters `slot`; its table begins with the `shared` blocks, of which `num_cached`
+        """Row enters `slot`; its table begins with the `shared` blocks, of which `num_stored`
         tokens are filled.
         """
         row.slot, row.blocks = slot, list(shared or [])
         row.length = len(row.tokens)
-        row.computed = min(num_cached, row.length - 1)
+        row.computed = min(num_stored, row.length - 1)
         while len(row.blocks) * self.block_size < row.length:
             row.blocks.append(next(self._block_ids))
-        self._admitted.append((row, num_cached))
+        self._admitted.append((row, num_stored))
 
     def release(self, row: Row) -> None:
         self._released.append(row.slot)
@@ -112,7 +112,7 @@ class Planner:
             slots=int32_array(row.slot for row in rows),
             num_tokens=int32_array(len(row.tokens) for row in rows),
             num_prompt_tokens=int32_array(row.num_prompt for row in rows),
-            num_cached_tokens=int32_array(cached for _, cached in self._admitted),
+            num_stored_tokens=int32_array(num_stored for _, num_stored in self._admitted),
             num_blocks=int32_array(len(row.blocks) for row in rows),
             token_ids=int32_array(token for row in rows for token in row.tokens),
             block_ids=int32_array(block for row in rows for block in row.blocks),

@@ -144,8 +144,8 @@ class Scenario:
         planner.admit(rows["one_token"], slot=6)
         self.steps(4)
         blocks = rows["chunked"].blocks  # long filled
-        planner.admit(rows["shares_two_blocks"], slot=4, shared=blocks[:2], num_cached=2 * BLOCK)
-        planner.admit(rows["full_hit"], slot=5, shared=blocks[:3], num_cached=3 * BLOCK)
+        planner.admit(rows["shares_two_blocks"], slot=4, shared=blocks[:2], num_stored=2 * BLOCK)
+        planner.admit(rows["full_hit"], slot=5, shared=blocks[:3], num_stored=3 * BLOCK)
         self.steps(1)
         self.read_all()
         kept = rows["preempted_cached"].blocks[:2]
@@ -154,7 +154,7 @@ class Scenario:
         self.steps(1)
         self.read_all()
         planner.admit(rows["preempted"], slot=3)
-        planner.admit(rows["preempted_cached"], slot=7, shared=kept, num_cached=2 * BLOCK)
+        planner.admit(rows["preempted_cached"], slot=7, shared=kept, num_stored=2 * BLOCK)
         self.steps(3 * NUM_OUTPUT)
         self.read_all()
         self.executor.check()

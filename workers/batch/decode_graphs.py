@@ -35,7 +35,7 @@ _SMALL_SIZES = (1, 2, 4)
 _SIZE_STEP = 8
 # Rows of up to this many tokens are short.
 _MAX_SHORT_ROW_TOKENS = 512
-# A padding row: any slot, the first position, which counts as cached and so is never written, and
+# A padding row: any slot, the first position, which counts as stored and so is never written, and
 # no tokens to attend to.
 _PADDING_ROW = (0, 0, 1, 0)
 
@@ -119,7 +119,7 @@ class DecodeGraphs:
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
         bound = self.seq_len_bounds[bisect.bisect_left(self.seq_len_bounds, rows.max_seq_len)]
         max_parts = self._batch_state.max_decode_parts(size, bound)
-        numbers = (rows.slots_T, rows.positions_T, rows.num_cached_tokens_T, rows.seq_lens_B)
+        numbers = (rows.slots_T, rows.positions_T, rows.num_stored_tokens_T, rows.seq_lens_B)
         for row_array_S, numbers_R, padding in zip(
             self._row_arrays, numbers, _PADDING_ROW, strict=True
         ):
@@ -135,12 +135,12 @@ class DecodeGraphs:
 
     def _run(self, size: int, max_parts: int) -> None:
         *numbers, part_start_S1, num_live_tokens_1 = self._inputs
-        slots_B, positions_B, num_cached_tokens_B, seq_lens_B = (
+        slots_B, positions_B, num_stored_tokens_B, seq_lens_B = (
             kept_tensor[:size] for kept_tensor in numbers
         )
         part_start_B1 = part_start_S1[: size + 1]
         token_ids_B, kv_places_B = self._batch_state.look_up_tokens(
-            slots_B, positions_B, num_cached_tokens_B
+            slots_B, positions_B, num_stored_tokens_B
         )
         starts_B1 = self._starts_S1[: size + 1]
         attn = AttentionMetadata(

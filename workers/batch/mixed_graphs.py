@@ -152,7 +152,7 @@ def _no_rows() -> StepRows:
     return StepRows(
         slots_T=empty,
         positions_T=empty,
-        num_cached_tokens_T=empty,
+        num_stored_tokens_T=empty,
         query_start_B1=start,
         seq_start_B1=start,
         seq_lens_B=empty,

@@ -35,8 +35,8 @@ _Entries = tuple[Int32Array, Int32Array, Int32Array]  # rows, columns and values
 class StepRows:
     """What one step computes, as int32 arrays on the host.
 
-    slots_T, positions_T, num_cached_tokens_T : per token: its slot, its position, and how many of
-        the slot's tokens are in shared blocks.
+    slots_T, positions_T, num_stored_tokens_T : per token: its slot, its position, and how many of
+        the slot's first tokens have their KV in the cache, where it is not written again.
     query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`.
     slots_B : slot of each row.
     logits_indices_R : last token of each sampling row.
@@ -48,7 +48,7 @@ class StepRows:
 
     slots_T: Int32Array
     positions_T: Int32Array
-    num_cached_tokens_T: Int32Array
+    num_stored_tokens_T: Int32Array
     query_start_B1: Int32Array
     seq_start_B1: Int32Array
     seq_lens_B: Int32Array
@@ -69,7 +69,7 @@ class StepRows:
 
         A row of padding has no tokens to attend to; it follows the decode rows, or all rows. The
         last row is always padding. It owns the tokens of padding, which follow all others and count
-        as cached, so that they are never written. The other rows of padding have no queries.
+        as stored, so that they are never written. The other rows of padding have no queries.
         """
         num_live_rows = self.num_decode_rows
 
@@ -89,7 +89,7 @@ class StepRows:
             self,
             slots_T=pad(self.slots_T, num_tokens),
             positions_T=pad(self.positions_T, num_tokens),
-            num_cached_tokens_T=pad(self.num_cached_tokens_T, num_tokens, 1),
+            num_stored_tokens_T=pad(self.num_stored_tokens_T, num_tokens, 1),
             query_start_B1=_running_sum(query_lens_B),
             seq_start_B1=_running_sum(seq_lens_B),
             seq_lens_B=seq_lens_B,
@@ -145,9 +145,9 @@ class BatchState:
             num_slots, num_kv_heads, dtype=torch.int32, device=device.torch_device
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
-        # Of tokens: all that are known or in flight, prompt, cached, computed; of blocks.
+        # Of tokens: all that are known or in flight, prompt, stored, computed; of blocks.
         self._counts_NS = np.zeros((5, num_slots), np.int32)
-        self.num_tokens_S, self.num_prompt_tokens_S, self.num_cached_tokens_S = self._counts_NS[:3]
+        self.num_tokens_S, self.num_prompt_tokens_S, self.num_stored_tokens_S = self._counts_NS[:3]
         self.num_computed_tokens_S, self.num_table_blocks_S = self._counts_NS[3:]
 
     def apply(self, plan: StepPlan) -> None:
@@ -174,23 +174,23 @@ class BatchState:
         start_B = self.num_computed_tokens_S[slots_B]
         seq_lens_B = start_B + num_new_tokens_B
         query_start_B1 = _running_sum(num_new_tokens_B)
-        num_cached_tokens_B = self.num_cached_tokens_S[slots_B]
+        num_stored_tokens_B = self.num_stored_tokens_S[slots_B]
         max_query_len = int(num_new_tokens_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
             slots_T = slots_B
             positions_T = start_B
-            num_cached_tokens_T = num_cached_tokens_B
+            num_stored_tokens_T = num_stored_tokens_B
         else:
             num_decode_rows = int((num_new_tokens_B > 1).argmax())
             slots_T = np.repeat(slots_B, num_new_tokens_B)
-            num_cached_tokens_T = np.repeat(num_cached_tokens_B, num_new_tokens_B)
+            num_stored_tokens_T = np.repeat(num_stored_tokens_B, num_new_tokens_B)
             positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
             positions_T += np.repeat(start_B - query_start_B1[:-1], num_new_tokens_B)
         rows = StepRows(
             slots_T=slots_T,
             positions_T=positions_T,
-            num_cached_tokens_T=num_cached_tokens_T,
+            num_stored_tokens_T=num_stored_tokens_T,
             query_start_B1=query_start_B1,
             seq_start_B1=_running_sum(seq_lens_B),
             seq_lens_B=seq_lens_B,
@@ -211,8 +211,8 @@ class BatchState:
         """Put what a step needs. Returns a function that makes the inputs; call it after the upload
         has been sent.
         """
-        slots_T, positions_T, num_cached_tokens_T, slots_B = map(
-            put, (rows.slots_T, rows.positions_T, rows.num_cached_tokens_T, rows.slots_B)
+        slots_T, positions_T, num_stored_tokens_T, slots_B = map(
+            put, (rows.slots_T, rows.positions_T, rows.num_stored_tokens_T, rows.slots_B)
         )
         query_start_B1, seq_start_B1, seq_lens_B = map(
             put, (rows.query_start_B1, rows.seq_start_B1, rows.seq_lens_B)
@@ -227,7 +227,7 @@ class BatchState:
 
         def make_inputs() -> StepInputs:
             token_ids_T, kv_places_T = self.look_up_tokens(
-                slots_T, positions_T, num_cached_tokens_T
+                slots_T, positions_T, num_stored_tokens_T
             )
             num_columns = -(-rows.max_seq_len // self.block_size)
             return StepInputs(
@@ -286,7 +286,7 @@ class BatchState:
         )
 
     def look_up_tokens(
-        self, slots_T: Tensor, positions_T: Tensor, num_cached_tokens_T: Tensor
+        self, slots_T: Tensor, positions_T: Tensor, num_stored_tokens_T: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(token ids, where each token's KV goes), see `Kernels.look_up_tokens`."""
         return self._kernels.look_up_tokens(
@@ -294,7 +294,7 @@ class BatchState:
             self.block_table_SW,
             slots_T,
             positions_T,
-            num_cached_tokens_T,
+            num_stored_tokens_T,
             self.block_size,
         )
 
@@ -317,8 +317,8 @@ class BatchState:
             "computed tokens lie within the block table",
         )
         _demand(
-            self.num_cached_tokens_S <= capacity_tokens_S,
-            "cached tokens lie within the block table",
+            self.num_stored_tokens_S <= capacity_tokens_S,
+            "stored tokens lie within the block table",
         )
         _demand((table >= 0) & (table < self.num_blocks), "block tables name blocks of the cache")
 
@@ -337,7 +337,7 @@ class BatchState:
         slots_A = _ints(rows.slots)
         num_tokens_A = _ints(rows.num_tokens)
         num_blocks_A = _ints(rows.num_blocks)
-        num_cached_tokens_A = _ints(rows.num_cached_tokens)
+        num_stored_tokens_A = _ints(rows.num_stored_tokens)
         num_prompt_tokens_A = _ints(rows.num_prompt_tokens)
         self._check_slots(slots_A, "admitted")
         _demand(~self.is_used_S[slots_A], "an admitted slot is free", slots_A)
@@ -345,18 +345,18 @@ class BatchState:
         _demand(fits_A, "a row has 1 to max_model_len - 1 tokens", num_tokens_A)
         has_prompt_A = (num_prompt_tokens_A >= 1) & (num_prompt_tokens_A <= num_tokens_A)
         _demand(has_prompt_A, "the prompt is part of the tokens", num_prompt_tokens_A)
-        has_cached_A = (num_cached_tokens_A >= 0) & (num_cached_tokens_A <= num_tokens_A)
-        _demand(has_cached_A, "cached tokens are part of the tokens", num_cached_tokens_A)
-        has_blocks_A = num_cached_tokens_A <= num_blocks_A * self.block_size
-        _demand(has_blocks_A, "cached tokens lie in the row's blocks", num_cached_tokens_A)
+        has_stored_A = (num_stored_tokens_A >= 0) & (num_stored_tokens_A <= num_tokens_A)
+        _demand(has_stored_A, "stored tokens are part of the tokens", num_stored_tokens_A)
+        has_blocks_A = num_stored_tokens_A <= num_blocks_A * self.block_size
+        _demand(has_blocks_A, "stored tokens lie in the row's blocks", num_stored_tokens_A)
         _demand(int(num_tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(num_blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.is_used_S[slots_A] = True
         self.num_tokens_S[slots_A] = num_tokens_A
         self.num_prompt_tokens_S[slots_A] = num_prompt_tokens_A
-        self.num_cached_tokens_S[slots_A] = num_cached_tokens_A
-        # If even the last token is cached, it runs again, as a query only.
-        self.num_computed_tokens_S[slots_A] = np.minimum(num_cached_tokens_A, num_tokens_A - 1)
+        self.num_stored_tokens_S[slots_A] = num_stored_tokens_A
+        # If even the last token is stored, it runs again, as a query only.
+        self.num_computed_tokens_S[slots_A] = np.minimum(num_stored_tokens_A, num_tokens_A - 1)
         self.num_table_blocks_S[slots_A] = 0
         return np.repeat(slots_A, num_tokens_A), _ranges(num_tokens_A), _ints(rows.token_ids)
 

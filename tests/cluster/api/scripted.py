@@ -25,10 +25,10 @@ from cluster.api.app import Api
 from cluster.api.connections import server_config
 from cluster.api.endpoints import ServedModel
 from cluster.client.client import Client
-from cluster.client.news import News
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.client.requests import RequestBuilder
 from cluster.client.tokenizer import Tokenizer
+from cluster.news import News
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.errors import EngineDeadError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.api.metrics import (
@@ -48,7 +50,7 @@ def test_tokens_and_the_gaps_between_them_are_counted() -> None:
 
 def test_tokens_that_come_together_share_their_gap_and_the_first_have_none() -> None:
     metrics = ApiMetrics()
-    timing = RequestTimer(metrics)
+    timing = RequestTimer(metrics, time.perf_counter() - 1.0)
     timing.add_tokens(0, 4)
     timing.add_tokens(0, 3)
     timing.add_tokens(1, 1)
@@ -56,6 +58,7 @@ def test_tokens_that_come_together_share_their_gap_and_the_first_have_none() -> 
     assert samples["eagleray_output_tokens_total", ""] == 8
     assert samples["eagleray_inter_token_seconds_count", ""] == 3
     assert samples["eagleray_time_to_first_token_seconds_count", ""] == 1
+    assert 1.0 <= samples["eagleray_time_to_first_token_seconds_sum", ""] < 10.0
 
 
 def test_processes_are_added_up() -> None:

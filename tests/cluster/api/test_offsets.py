@@ -12,9 +12,9 @@ import pytest
 
 from cluster.api.completion_replies import CompletionWriter
 from cluster.api.offsets import Offsets
-from cluster.client.news import News
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
+from cluster.news import News
 from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import END_ID, LIMITS, MODEL, TOKENIZER

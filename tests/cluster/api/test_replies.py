@@ -24,10 +24,10 @@ from cluster.api.replies import (
     json_pieces,
     usage_of,
 )
-from cluster.client.news import News
 from cluster.client.outputs import Chunk, Generation
 from cluster.client.requests import RequestBuilder
 from cluster.grammar.markers import AnswerState
+from cluster.news import News
 from scheduler.messages import TokenLogprobs
 from scheduler.params import SamplingParams
 from tests.cluster.api.scripted import END_ID, LIMITS, MODEL, TOKENIZER, logprobs_of

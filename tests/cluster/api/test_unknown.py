@@ -16,7 +16,12 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from cluster.api.errors import HttpError, anthropic_error_body, openai_error_body
-from cluster.api.fields import FIELD_SYNONYMS, FIELDS_REFUSED_EVERYWHERE, IGNORED_FIELDS
+from cluster.api.fields import (
+    FIELD_SYNONYMS,
+    FIELDS_REFUSED_EVERYWHERE,
+    IGNORED_FIELDS,
+    NEUTRAL_VALUES,
+)
 from cluster.api.messages.schema import MessagesRequest
 from cluster.api.reading import read_request
 from cluster.api.responses.schema import ResponsesRequest
@@ -141,9 +146,12 @@ def test_what_would_change_the_answer_is_refused_in_every_api(name: str) -> None
         if name in model.field_names():
             continue
         nothing: Any
-        for nothing in (None, False, "", []):
+        neutral = NEUTRAL_VALUES.get(name)
+        for nothing in (None, False, "", [], neutral):
             assert ignored({name: nothing}, model) == []
-        for something in ({}, {"a": 1}, "a", ["a"], 1, True):
+        for something in ({}, {"a": 1}, "a", ["a"], 2, 1, True):
+            if something == neutral:
+                continue
             with pytest.raises((RequestError, HttpError), match=f"^{name}: ") as refused:
                 ignored({name: something}, model)
             assert openai_error_body(refused.value)["error"]["param"] == name

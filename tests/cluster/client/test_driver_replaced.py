@@ -331,7 +331,7 @@ def test_requests_of_an_engine_that_is_lost_move_although_its_driver_answers(
     generations = [ask(made, builder, chunks) for _ in range(2)]
     driver.put(generations[0].request_ids[0], 0, *ids("Hello"))
     loss = EngineLostError("the engine has stopped: the checkpoint is damaged")
-    for generation in generations:  # as `Frontends.fail_all` does
+    for generation in generations:  # as `FrontendRecords.fail_all` does
         driver.put(generation.request_ids[0], 0, finish_reason="error", error=loss)
     wait_until(lambda: len(moved) == 2)
     assert moved == generations and not any(each.done_future.done() for each in generations)

@@ -19,12 +19,12 @@ from ray.exceptions import ActorUnavailableError
 
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
-from cluster.client.news import News
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.client.requests import RequestBuilder
 from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News
 from configs.model import ModelConfig
 from configs.paths import SOURCE_ROOT
 from scheduler.errors import EngineDeadError, EngineError, RequestError

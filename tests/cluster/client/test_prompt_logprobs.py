@@ -6,9 +6,9 @@ from array import array
 
 import pytest
 
-from cluster.client.news import News, unpack
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News, unpack
 from scheduler.errors import EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs, int32_array
 from scheduler.params import ResolvedSampling

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from cluster.client.news import News
 from cluster.engine import driver as driver_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
 from cluster.engine.loop import Finish
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News
 from cluster.ranks.group import GroupReport
 from cluster.recovery.states import Recovery
 from cluster.scheduler_limits import limits_of

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.client.news import News, unpack
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News, unpack
 from scheduler.errors import EngineDeadError
 from scheduler.messages import Deltas, TokenLogprobs
 

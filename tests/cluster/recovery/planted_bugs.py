@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.client.frontend import Frontend
-from cluster.client.news import News, pack
-from cluster.engine.frontends import Frontends, _Frontend
+from cluster.engine.frontends import FrontendRecords, _FrontendRecord
 from cluster.engine.loop import Command, RanksLost, RanksReplaced, StepLoop
 from cluster.engine.mailbox import Mailbox
+from cluster.news import News, pack
 from cluster.recovery.states import Recovery, RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from scheduler.errors import EaglerayError
@@ -24,11 +24,11 @@ from tests.cluster.recovery.simulator import Parts
 class NoFence(Supervisor):
     """The next group starts while processes of the last one may still be alive."""
 
-    def _lose(self, why: str) -> None:
+    def _end_epoch(self, why: str) -> None:
         group = self._group
         assert group is not None
         close, group.close = group.close, lambda **_: None  # type: ignore[method-assign]
-        super()._lose(why)
+        super()._end_epoch(why)
         group.close = close  # type: ignore[method-assign]
 
 
@@ -160,7 +160,7 @@ class NewReplacesSent(Mailbox):
         return pack(self._last_reply_number, self._unacknowledged_news)
 
 
-class DeliversOnlyTheLast(Frontends):
+class DeliversOnlyTheLast(FrontendRecords):
     """News that has not been fetched yet is overwritten."""
 
     def deliver(self, news: dict[int, dict[str, News]]) -> None:
@@ -172,7 +172,7 @@ class DeliversOnlyTheLast(Frontends):
         super().deliver(news)
 
 
-class SendsTwice(Frontends):
+class SendsTwice(FrontendRecords):
     """A request that is sent again is queued again."""
 
     def record_requests(
@@ -182,7 +182,7 @@ class SendsTwice(Frontends):
         return record_number, requests
 
 
-class GivesNumbersAgain(Frontends):
+class GivesNumbersAgain(FrontendRecords):
     """A frontend that comes back after it was forgotten does not learn it."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -219,7 +219,7 @@ def _parts_of(broken: type) -> Parts:
         (StepLoop, "loop"),
         (Supervisor, "supervisor"),
         (Recovery, "recovery"),
-        (Frontends, "frontends"),
+        (FrontendRecords, "frontends"),
         (Frontend, "frontend"),
     ):
         if issubclass(broken, base):
@@ -227,13 +227,13 @@ def _parts_of(broken: type) -> Parts:
             return Parts(**changed)
 
     @dataclass(slots=True)
-    class BrokenFrontend(_Frontend):
+    class BrokenRecord(_FrontendRecord):
         mailbox: Mailbox = field(default_factory=broken)
 
-    class BrokenFrontends(Frontends):
-        make_frontend = BrokenFrontend
+    class BrokenRecords(FrontendRecords):
+        make_record = BrokenRecord
 
-    return Parts(frontends=BrokenFrontends)
+    return Parts(frontends=BrokenRecords)
 
 
 PLANTED = {

@@ -35,7 +35,7 @@ from cluster.client import frontend as frontend_module
 from cluster.client.frontend import Frontend
 from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.engine import loop as loop_module
-from cluster.engine.frontends import Frontends
+from cluster.engine.frontends import FrontendRecords
 from cluster.engine.loop import Finish, RanksLost, RanksReplaced, StepLoop, Submit
 from cluster.ranks.group import GroupReport
 from cluster.ray_errors import DriverDiedError, LostCallError, NoAnswerError
@@ -64,7 +64,7 @@ class Parts:
     loop: type[StepLoop] = StepLoop
     supervisor: type[Supervisor] = Supervisor
     recovery: type[Recovery] = Recovery
-    frontends: type[Frontends] = Frontends
+    frontends: type[FrontendRecords] = FrontendRecords
     frontend: type[Frontend] = Frontend
 
 

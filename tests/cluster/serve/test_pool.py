@@ -19,9 +19,9 @@ import pytest
 import cluster.serve.leases as leases_module
 import cluster.serve.pool as pool_module
 from cluster.client.client import Client
-from cluster.client.news import News
 from cluster.client.outputs import Generation, OutputFollower
-from cluster.engine.frontends import Frontends
+from cluster.engine.frontends import FrontendRecords
+from cluster.news import News
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
@@ -50,7 +50,7 @@ class FakeDriver:
         self.has: list[Generation] = []
         self.not_needed: list[Generation] = []
         self.frontend: FakeFrontend | None = None
-        self.admitted = Frontends(timeout_s=60.0)
+        self.admitted = FrontendRecords(timeout_s=60.0)
         self.hangs = False
         self.goes_on = threading.Event()
 

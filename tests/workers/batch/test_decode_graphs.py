@@ -88,7 +88,7 @@ def test_a_fully_cached_prompt_is_replayed_and_writes_nothing(make: Any) -> None
     pair.planner.admit(first, slot=0)
     pair.step([(first, 8)])
     again = Row(list(range(8)), 8)
-    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_cached=8)
+    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_stored=8)
     before = pair.with_graphs.cache.tensor.clone()
     assert pair.step([(again, 1)]) == 1
     assert torch.equal(before, pair.with_graphs.cache.tensor)

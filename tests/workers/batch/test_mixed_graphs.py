@@ -100,7 +100,7 @@ def test_a_fully_cached_prompt_writes_nothing_beside_one_that_is_not(make: MakeR
     first = prompt(pair, 0, 8)
     pair.step([(first, 8)])
     again, other = Row(first.tokens[:8], 8), prompt(pair, 2, 5)
-    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_cached=8)
+    pair.planner.admit(again, slot=1, shared=first.blocks[:2], num_stored=8)
     assert pair.step([(again, 1), (other, 5)]) == 10
     assert again.output == first.output[:1]
 

@@ -42,7 +42,7 @@ def make_state(config: ResolvedConfig, num_blocks: int) -> BatchState:
 @dataclass
 class NaiveRow:
     tokens: list[int]
-    cached: int
+    stored: int
     computed: int
     blocks: list[int] = field(default_factory=list)
 
@@ -64,11 +64,11 @@ class NaiveState:
 
     def admit(self, rows: AdmittedRows) -> None:
         tokens, blocks = list(rows.token_ids), list(rows.block_ids)
-        for slot, num, cached, num_blocks in zip(
-            rows.slots, rows.num_tokens, rows.num_cached_tokens, rows.num_blocks, strict=True
+        for slot, num, stored, num_blocks in zip(
+            rows.slots, rows.num_tokens, rows.num_stored_tokens, rows.num_blocks, strict=True
         ):
             self.rows[slot] = NaiveRow(
-                tokens[:num], cached, min(cached, num - 1), blocks[:num_blocks]
+                tokens[:num], stored, min(stored, num - 1), blocks[:num_blocks]
             )
             tokens, blocks = tokens[num:], blocks[num_blocks:]
 
@@ -88,7 +88,7 @@ class NaiveState:
                 )
                 out["tokens"].append(row.tokens[position])
                 out["positions"].append(position)
-                out["slots"].append(-1 if position < row.cached else place)
+                out["slots"].append(-1 if position < row.stored else place)
             row.computed += new
             out["starts"].append(len(out["tokens"]))
             out["lens"].append(row.computed)
@@ -212,7 +212,7 @@ def test_next_step_reads_the_sampled_token_from_the_table(config: ResolvedConfig
 def test_full_hit_runs_its_last_token_and_writes_nothing(config: ResolvedConfig) -> None:
     state, planner = make_state(config, NUM_BLOCKS), Planner(4)
     row = Row(list(range(8)), 8)
-    planner.admit(row, slot=0, shared=[20, 21], num_cached=8)
+    planner.admit(row, slot=0, shared=[20, 21], num_stored=8)
     plan = planner.step([(row, 8)])
     state.apply(plan)
     inputs = prepare(state, plan)
@@ -224,7 +224,7 @@ def test_slot_offsets_do_not_overflow_32_bits(config: ResolvedConfig) -> None:
     config = dataclasses.replace(config, block_size=4096)
     state, planner = make_state(config, 2**31 - 1), Planner(4096)
     row = Row([1], 1)
-    planner.admit(row, slot=0, shared=[2**31 - 2], num_cached=0)
+    planner.admit(row, slot=0, shared=[2**31 - 2], num_stored=0)
     plan = planner.step([(row, 1)])
     state.apply(plan)
     assert prepare(state, plan).attn.kv_places_T.tolist() == [(2**31 - 2) * 4096]
@@ -235,7 +235,7 @@ def admitted(**changes: Any) -> AdmittedRows:
         "slots": [2],
         "num_tokens": [5],
         "num_prompt_tokens": [5],
-        "num_cached_tokens": [0],
+        "num_stored_tokens": [0],
         "num_blocks": [2],
         "token_ids": [1, 2, 3, 4, 5],
         "block_ids": [7, 8],
@@ -271,9 +271,9 @@ BROKEN = {
         admitted_rows=admitted(num_tokens=[0], num_blocks=[0], token_ids=[])
     ),
     "the prompt is part of": plan_of(admitted_rows=admitted(num_prompt_tokens=[6])),
-    "cached tokens are part of": plan_of(admitted_rows=admitted(num_cached_tokens=[6])),
-    "cached tokens lie in": plan_of(
-        admitted_rows=admitted(num_cached_tokens=[5], num_blocks=[1], block_ids=[7])
+    "stored tokens are part of": plan_of(admitted_rows=admitted(num_stored_tokens=[6])),
+    "stored tokens lie in": plan_of(
+        admitted_rows=admitted(num_stored_tokens=[5], num_blocks=[1], block_ids=[7])
     ),
     "token_ids holds": plan_of(admitted_rows=admitted(token_ids=[1, 2])),
     "block_ids holds": plan_of(admitted_rows=admitted(block_ids=[7])),
