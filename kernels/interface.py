@@ -199,8 +199,8 @@ class SamplingKernels(Protocol):
     def unpack_value_and_id(self, packed: Tensor, /) -> tuple[Tensor, Tensor]:
         """(values, ids) of `pack_value_and_id`."""
 
-    def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Weights within the limit, summed per block and per row."""
+    def block_weights(self, gap_rows: GapRows, gap_limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Weights within the gap limit, the largest gap kept, summed per block and per row."""
 
     def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int, /
@@ -210,18 +210,18 @@ class SamplingKernels(Protocol):
         """
 
     def pick_column(
-        self, gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
+        self, gap_rows: GapRows, gap_limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
     ) -> Tensor:
         """The column that the target weight lies in; -1 where another rank has it."""
 
     def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""
 
-    def limits_from_lists(
-        self, list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor, /
+    def gap_limits_from_lists(
+        self, lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor, /
     ) -> tuple[Tensor, Tensor]:
-        """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
-        every rank.
+        """(gap limit of top-k, top-p and min-p together, weight each rank keeps), from the lists
+        of every rank.
         """
 
     def mask_columns(
@@ -232,7 +232,7 @@ class SamplingKernels(Protocol):
     def gap_histogram(
         self,
         gap_rows: GapRows,
-        limit_R: Tensor,
+        gap_limit_R: Tensor,
         prefix_R: Tensor,
         radix_pass: int,
         by_weight: bool,

@@ -246,11 +246,11 @@ def kept_tokens(logits_V: torch.Tensor, sampling: ResolvedSampling) -> set[int]:
     if rows.filters is None:
         return set(range(len(logits_V)))
     best_1, _, block_max_1X = KERNELS.row_best(logits_V[None])
-    limit_1, _ = sampler._limits(
+    gap_limit_1, _ = sampler._gap_limits(
         _gap_rows(logits_V[None], block_max_1X, best_1, rows), rows.filters
     )
     gaps_1V = kernels.token_gaps(logits_V[None], best_1, rows.temperature_R)
-    return set((kernels.token_weights(gaps_1V, limit_1)[0] > 0).nonzero()[:, 0].tolist())
+    return set((kernels.token_weights(gaps_1V, gap_limit_1)[0] > 0).nonzero()[:, 0].tolist())
 
 
 def test_temperature_so_small_that_logits_overflow_is_greedy() -> None:
