@@ -29,7 +29,7 @@ class Executor(Protocol):
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step. Results are read in order."""
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Give a step its mask, which depends on the result of the step before it. Called before
         `launch` if that result has been read by then, otherwise after it.
         """
@@ -234,7 +234,7 @@ class Engine:
             elif answer is not None:
                 rows.append(row)
                 masks.append(answer)
-        self.executor.mask(
+        self.executor.send_mask(
             StepMask(step_id=step.step_id, epoch=step.epoch, rows=rows, masks=tuple(masks))
         )
 

@@ -178,9 +178,9 @@ class ModelRunner:
             nonlocal mask_s
             mask_wait_began_s = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
-            mask = wait_for_mask()
+            step_mask = wait_for_mask()
             mask_s = time.perf_counter() - mask_wait_began_s
-            return mask
+            return step_mask
 
         sample = self.next_tokens.stage(
             rows, self.uploads.put, timed_mask if plan.mask_flags else None

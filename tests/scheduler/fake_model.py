@@ -144,9 +144,9 @@ class Lane:
         self.waiting.append(plan)
         self._run_ready()
 
-    def mask(self, mask: StepMask) -> None:
-        assert mask.step_id not in self._masks, f"two masks for step {mask.step_id}"
-        self._masks[mask.step_id] = mask
+    def put_mask(self, step_mask: StepMask) -> None:
+        assert step_mask.step_id not in self._masks, f"two masks for step {step_mask.step_id}"
+        self._masks[step_mask.step_id] = step_mask
         self._run_ready()
 
     def clear(self) -> None:
@@ -254,10 +254,12 @@ class FakeRank:
         self.epoch += 1
         self.num_steps = 0
 
-    def run(self, plan: StepPlan, mask: StepMask | None = None) -> StepResult:
+    def run(self, plan: StepPlan, step_mask: StepMask | None = None) -> StepResult:
         """Execute a plan at once."""
-        assert (mask is not None) == bool(plan.mask_flags), f"{mask} for {plan}"
-        masks = dict(zip(mask.rows, mask.masks, strict=True)) if mask is not None else {}
+        assert (step_mask is not None) == bool(plan.mask_flags), f"{step_mask} for {plan}"
+        masks = (
+            dict(zip(step_mask.rows, step_mask.masks, strict=True)) if step_mask is not None else {}
+        )
         assert (plan.step_id, plan.epoch) == (
             self.num_steps,
             self.epoch,

@@ -235,14 +235,14 @@ class Simulation:
         if not self.is_poisoned:
             self.lane.launch(plan)
 
-    def mask(self, mask: StepMask) -> None:
-        assert mask.epoch == self.scheduler.epoch
-        assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted_steps), (
-            f"the mask of step {mask.step_id} came before the result of an earlier one"
+    def send_mask(self, step_mask: StepMask) -> None:
+        assert step_mask.epoch == self.scheduler.epoch
+        assert all(step.step_id >= step_mask.step_id for step in self.scheduler.submitted_steps), (
+            f"the mask of step {step_mask.step_id} came before the result of an earlier one"
         )
         if self.lane.waiting:  # otherwise the step is launched next, and may be lost then
             self._maybe_lose()
-        self.lane.mask(mask)
+        self.lane.put_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Steps run when they are launched."""

@@ -121,17 +121,20 @@ class Sampler:
         if slot in self.state.penalized_slots:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
-    def row_masks(self, mask: StepMask) -> RowMasks | None:
+    def row_masks(self, step_mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
-        if not mask.masks or self.shard.num_columns == 0:
+        if not step_mask.masks or self.shard.num_columns == 0:
             return None
         first_word, first_bit = divmod(self.shard.start, 32)
         end_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
-            [np.frombuffer(mask_bytes, np.int32)[first_word:end_word] for mask_bytes in mask.masks]
+            [
+                np.frombuffer(mask_bytes, np.int32)[first_word:end_word]
+                for mask_bytes in step_mask.masks
+            ]
         )
         return RowMasks(
-            rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),
+            rows_R=self.state.upload(np.asarray(step_mask.rows, np.int64)),
             words_RW=self.state.upload(words_RW),
             first_bit=first_bit,
         )

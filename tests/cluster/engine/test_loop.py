@@ -55,7 +55,7 @@ class Executor:
                 limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
             )
         )
-        self.mask = self.lane.mask
+        self.send_mask = self.lane.put_mask
 
     def launch(self, plan: StepPlan) -> None:
         self.lane.launch(plan)

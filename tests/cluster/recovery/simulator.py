@@ -159,10 +159,10 @@ class Group:
         assert self.lane is not None, "a group that was not started runs a step"
         self.lane.launch(plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         if not (self.is_closed or self.is_dead):
             assert self.lane is not None
-            self.lane.mask(mask)
+            self.lane.put_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Steps run when they are launched."""
