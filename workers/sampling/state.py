@@ -118,21 +118,22 @@ class SamplingBatch:
 
 
 class StaticSamplingRows:
-    """The parameters of up to `max_rows` rows in arrays that never move, and tensors like them: the
-    static inputs of the graphs that sample. Rows of padding are sampled with what an earlier step
-    wrote for them, or with what is written here: always with numbers that every kind takes.
+    """The parameters of up to `max_sampling_rows` rows in arrays that never move, and tensors like
+    them: the static inputs of the graphs that sample. Rows of padding are sampled with what an
+    earlier step wrote for them, or with what is written here: always with numbers that every kind
+    takes.
     """
 
-    def __init__(self, max_rows: int, keep: PutFunction) -> None:
+    def __init__(self, max_sampling_rows: int, keep: PutFunction) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            "position": np.zeros(max_rows, np.int64),
-            "is_drawn": np.zeros(max_rows, np.bool_),
-            "seed": np.zeros(max_rows, np.int64),
-            "top_k": np.ones(max_rows, np.int64),
-            "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
-            "temperature": np.ones(max_rows, np.float32),
-            "min_p_gap_limit": np.full(max_rows, math.inf, np.float32),
-            "top_p_bound": np.full(max_rows, math.inf, np.float32),
+            "position": np.zeros(max_sampling_rows, np.int64),
+            "is_drawn": np.zeros(max_sampling_rows, np.bool_),
+            "seed": np.zeros(max_sampling_rows, np.int64),
+            "top_k": np.ones(max_sampling_rows, np.int64),
+            "top_p": np.full(max_sampling_rows, TOP_P_ONE, np.int64),
+            "temperature": np.ones(max_sampling_rows, np.float32),
+            "min_p_gap_limit": np.full(max_sampling_rows, math.inf, np.float32),
+            "top_p_bound": np.full(max_sampling_rows, math.inf, np.float32),
         }
         self._tensors = {name: keep(values_S) for name, values_S in self.arrays.items()}
 
