@@ -78,18 +78,19 @@ class GroupedCodes:
     """A weight of codes of which groups of consecutive inputs, all of one size, share a scale.
     "int8": whole numbers of 8 bits, in one group: code * scale. "int4": whole numbers of 4 bits,
     which also share a zero point: (code - zero) * scale. "fp8": e4m3 numbers of 8 bits: code *
-    scale. Once packed, in the layout of the backend.
+    scale. Once packed, types and shapes are the backend's own: its `pack_weight` says which.
+    Before, with W words and G groups in a row:
 
-    words_YW: int8 between -127 and 127; int32, eight codes of 4 bits in a word, in the order of
-        `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
-    zeros_YG: uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
-    scale_YG: float32; float16 or bfloat16 with codes of 4 bits.
+    words: [Y, W], int8 between -127 and 127; int32, eight codes of 4 bits in a word, in the order
+        of `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
+    zeros: [Y, G], uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
+    scale: [Y, G], float32; float16 or bfloat16 with codes of 4 bits.
     num_rows: Y.
     """
 
-    words_YW: Tensor
-    zeros_YG: Tensor | None
-    scale_YG: Tensor
+    words: Tensor
+    zeros: Tensor | None
+    scale: Tensor
     num_rows: int
 
 
