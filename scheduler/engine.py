@@ -218,7 +218,7 @@ class Engine:
             for row, seq in enumerate(step.sampling_sequences)
             if seq.grammar
             and seq.status is not SequenceStatus.FINISHED
-            and step.step_id >= seq.valid_from_step
+            and step.step_id >= seq.first_kept_step_id
         }
         sequences = list(sequence_by_row.values())
         if quick_sequences := [seq for seq in sequences if self.grammars.is_quick(seq)]:

@@ -65,7 +65,7 @@ class Sequence:
     num_tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False
-    valid_from_step: int = 0  # what earlier steps of this epoch sample for it is void
+    first_kept_step_id: int = 0  # what earlier steps of this epoch sample for it is void
     num_retracted: int = 0  # tokens that they compute, but that `num_computed` counts no more
     admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
     # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
