@@ -184,7 +184,9 @@ class Engine:
         if plan is None or not plan.mask_flags:
             return plan
         constrained_sequences = [
-            seq for seq in self.scheduler.submitted_steps[-1].sampling_sequences if seq.grammar
+            seq
+            for seq in self.scheduler.submitted_steps[-1].sampling_sequences
+            if seq.structural_tag
         ]
         if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending == 1]:
             self.grammars.masks(ready_sequences, 0.0)
@@ -216,7 +218,7 @@ class Engine:
         sequence_by_row = {
             row: seq
             for row, seq in enumerate(step.sampling_sequences)
-            if seq.grammar
+            if seq.structural_tag
             and seq.status is not SequenceStatus.FINISHED
             and step.step_id >= seq.first_kept_step_id
         }
@@ -244,7 +246,7 @@ class Engine:
 
     def _forget(self, ended_sequences: list[Sequence]) -> None:
         for seq in ended_sequences:
-            if seq.grammar:
+            if seq.structural_tag:
                 self._held_sequences.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
 

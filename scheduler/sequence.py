@@ -43,7 +43,7 @@ class Sequence:
     sampling: ResolvedSampling = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     cache_salt: str = field(init=False)
-    grammar: bytes = field(init=False)
+    structural_tag: bytes = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
@@ -80,7 +80,7 @@ class Sequence:
         self.sampling = request.sampling
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
-        self.grammar = request.grammar
+        self.structural_tag = request.structural_tag
         self.num_total = self.num_tokens_at_strike = len(self.token_ids)
 
     @property

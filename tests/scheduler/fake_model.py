@@ -45,8 +45,8 @@ def salt_of(seed: int) -> str:
     return SALTS[seed % len(SALTS)]
 
 
-def grammar_of(seed: int) -> bytes:
-    """The grammar that a request of this seed must carry; only large seeds have one."""
+def structural_tag_of(seed: int) -> bytes:
+    """What stands for the structural tag of a request of this seed; only large seeds have one."""
     return b"fake" if seed >= 650 * len(SALTS) else b""
 
 
@@ -108,7 +108,7 @@ class FakeGrammars:
         self._given: dict[str, int] = {}  # length of the sequence by request id
 
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
-        assert all(seq.grammar for seq in sequences), sequences
+        assert all(seq.structural_tag for seq in sequences), sequences
         self.known.update(seq.request_id for seq in sequences)
         return [self._mask(seq) for seq in sequences]
 
@@ -193,7 +193,7 @@ def generate(
             return tokens, "length"
         token = next_token(digests.tobytes(), sampling.seed)
         tokens.append(
-            nearest_allowed(token, allowed(tokens) if grammar_of(sampling.seed) else None)
+            nearest_allowed(token, allowed(tokens) if structural_tag_of(sampling.seed) else None)
         )
         extend_digests(digests, tokens[-1:], sampling.seed)
 

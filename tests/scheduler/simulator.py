@@ -350,7 +350,9 @@ class Simulation:
             client.num_tokens_at_crash = len(client.tokens)
             is_decode_poison = request_id in self.scenario.decode_poison
             most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
-            if client.request.grammar:  # its mask may be late, and then it runs beside others
+            if (
+                client.request.structural_tag
+            ):  # its mask may be late, and then it runs beside others
                 most += MAX_STRIKES_BESIDE_OTHERS
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
@@ -431,7 +433,7 @@ class Simulation:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 arrival_s=self.clock_s,
-                grammar=request.grammar,
+                structural_tag=request.structural_tag,
             )
             self._add(again)
 

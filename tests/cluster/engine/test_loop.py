@@ -81,7 +81,7 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
         engine, told.append, died.append, on_failed_step=lambda epoch, why: lost.append(why)
     )
     requests = [make_request(name, [1, 2, 3]) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad")
     loop.post(Submit(record_number=1, requests=requests))
     loop.run_once()
     errors = {name: n.error for news in told for name, n in news[1].items() if n.error}
@@ -253,7 +253,7 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
 
     loop = StepLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad")
     loop.post(Submit(record_number=1, requests=requests))
     loop.run_once()
     loop.run_once()
@@ -352,7 +352,7 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
         lambda error: None,
         on_failed_step=lambda epoch, why: lost.append(why),
     )
-    constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
+    constrained = dataclasses.replace(make_request("a", [1, 2, 3]), structural_tag=b"g")
     loop.post(Submit(record_number=1, requests=[constrained]))
     loop.run_once()
     assert "Resource temporarily unavailable" in lost[0] and num_unfinished(engine) == 1

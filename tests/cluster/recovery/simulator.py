@@ -466,7 +466,7 @@ class World:
             sampling=drawn.sampling,
             cache_salt=drawn.cache_salt,
             news_interval=self.rng.choice((0, 1, 1, 3)),
-            grammar=drawn.grammar,
+            structural_tag=drawn.structural_tag,
         )
         chunks: list[Chunk] = []
         follower = OutputFollower(request, 0, None, chunks.append)
