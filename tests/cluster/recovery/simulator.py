@@ -293,9 +293,9 @@ class Driver:
 
     def _submit(self, frontend_id: str, requests: list[Request]) -> int:
         limits = self.world.scenario.limits
-        number, fresh = self.frontends.record_requests(frontend_id, requests, limits)
+        number, fresh = self.frontends.register_requests(frontend_id, requests, limits)
         if fresh:
-            self.loop.post(Submit(record_number=number, requests=fresh))
+            self.loop.post(Submit(registration_number=number, requests=fresh))
         return number
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
