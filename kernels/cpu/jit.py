@@ -72,13 +72,13 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-def _make_flip(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
-    sign_shift = integer(8 * integer(0).itemsize - 1)
-    magnitude_mask = np.iinfo(integer).max
+def _make_flip(int_type: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
+    sign_shift = int_type(8 * int_type(0).itemsize - 1)
+    magnitude_mask = np.iinfo(int_type).max
 
     @inlined_jit
     def flip(bits: Any) -> Any:
-        return integer(bits ^ integer(integer(bits >> sign_shift) & integer(magnitude_mask)))
+        return int_type(bits ^ int_type(int_type(bits >> sign_shift) & int_type(magnitude_mask)))
 
     return flip  # type: ignore[no-any-return]
 

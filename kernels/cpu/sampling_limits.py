@@ -248,6 +248,7 @@ def gap_histogram(
     by_weight: bool,
     histogram_RSX: Array,
 ) -> None:
+    """Tokens, or their weights, by a digit of their gap: one histogram for each part of a row."""
     num_rows, num_parts, _ = histogram_RSX.shape
     arguments = (gap_rows, gap_limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX)
     parallel_for(num_rows * num_parts, _count_part, arguments)

@@ -143,6 +143,7 @@ def row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Arra
 
 @inlined_jit
 def gap_of(logit: Any, max_logit: Any, temperature: Any) -> Any:
+    """How far a logit lies below the largest one, in units of the temperature."""
     return (max_logit - logit) / temperature
 
 
