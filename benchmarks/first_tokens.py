@@ -108,7 +108,7 @@ class VirtualRanks:
         factor = self.noise.lognormvariate(0.0, 0.05)
         return factor * self.noise.uniform(1.2, 1.8) if self.noise.random() < 0.005 else factor
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         raise AssertionError("no request here has a grammar")
 
     def wait(self, step_id: int, limit_s: float) -> None:

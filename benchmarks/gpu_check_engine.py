@@ -88,8 +88,8 @@ class RecordingExecutor:
             if self.forbid_waits:
                 torch.cuda.set_sync_debug_mode("default")
 
-    def mask(self, mask: StepMask) -> None:
-        self.inner.mask(mask)
+    def send_mask(self, step_mask: StepMask) -> None:
+        self.inner.send_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         self.inner.wait(step_id, limit_s)

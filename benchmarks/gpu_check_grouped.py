@@ -56,12 +56,12 @@ def drawn(check: Check, form: str, size_in: int, size_out: int, group: int) -> G
     scale_YG = (1 + torch.rand(size_out, groups, device=check.device)) / (8 * size_in**0.5)
     if form == FP8:
         codes_YX = to_fp8(4 * check.normal(size_out, size_in))
-        return GroupedCodes(words_YW=codes_YX, zeros_YG=None, scale_YG=scale_YG, num_rows=size_out)
+        return GroupedCodes(words=codes_YX, zeros=None, scale=scale_YG, num_rows=size_out)
     shape = (size_out, size_in // CODES_PER_WORD)
     return GroupedCodes(
-        words_YW=ints(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
-        zeros_YG=ints(4, 12, (size_out, groups), dtype=torch.uint8),
-        scale_YG=scale_YG.to(torch.float16),
+        words=ints(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
+        zeros=ints(4, 12, (size_out, groups), dtype=torch.uint8),
+        scale=scale_YG.to(torch.float16),
         num_rows=size_out,
     )
 

@@ -233,19 +233,19 @@ def _same_lists(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     top_p_R = torch.tensor(
         [TOP_P_ONE * 9 // 10, TOP_P_ONE, TOP_P_ONE // 2, TOP_P_ONE, 1], device=device
     )[:num_rows]
-    min_p_limit_R = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device)[
-        :num_rows
-    ]
+    min_p_gap_limit_R = torch.tensor(
+        [torch.inf, torch.inf, torch.inf, 2.0, torch.inf], device=device
+    )[:num_rows]
     want_RK = SAMPLING_REFERENCE.list_nearest(gap_rows, top_k_R, 50)
     with poisoned():
         got_RK = kernels.list_nearest(gap_rows, top_k_R, 50)
-        limit_R, kept_weight_NR = kernels.limits_from_lists(
-            want_RK[None], top_k_R, top_p_R, min_p_limit_R
+        gap_limit_R, kept_weight_NR = kernels.gap_limits_from_lists(
+            want_RK[None], top_k_R, top_p_R, min_p_gap_limit_R
         )
-    want_limit_R, want_kept_NR = SAMPLING_REFERENCE.limits_from_lists(
-        want_RK[None], top_k_R, top_p_R, min_p_limit_R
+    want_gap_limit_R, want_kept_NR = SAMPLING_REFERENCE.gap_limits_from_lists(
+        want_RK[None], top_k_R, top_p_R, min_p_gap_limit_R
     )
-    row = equal((got_RK, want_RK), (limit_R, want_limit_R))
+    row = equal((got_RK, want_RK), (gap_limit_R, want_gap_limit_R))
     return worst_of(row, near(kept_weight_NR, want_kept_NR, 50))
 
 
@@ -275,11 +275,11 @@ def _same_histograms(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
 
 def _same_weights(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     rows = []
-    for limit in (torch.inf, 3.0, 0.0):
-        limit_R = torch.full_like(gap_rows.max_R, limit)
+    for gap_limit in (torch.inf, 3.0, 0.0):
+        gap_limit_R = torch.full_like(gap_rows.max_R, gap_limit)
         with poisoned():
-            got = kernels.block_weights(gap_rows, limit_R)
-        want = SAMPLING_REFERENCE.block_weights(gap_rows, limit_R)
+            got = kernels.block_weights(gap_rows, gap_limit_R)
+        want = SAMPLING_REFERENCE.block_weights(gap_rows, gap_limit_R)
         rows += [near(got[0], want[0], 128), near(got[1], want[1], gap_rows.logits_BV.shape[1])]
         rows.append(equal((got[0].sum(dim=1), got[1])))
     return worst_of(*rows)
@@ -289,12 +289,12 @@ def _same_picks(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
     """The column at which the running sum of the kernel's own weights, each taken alone, exceeds an
     index.
     """
-    limit_R = torch.full_like(gap_rows.max_R, 20.0)
+    gap_limit_R = torch.full_like(gap_rows.max_R, 20.0)
     weights_RV = torch.stack(
-        [_weights_alone(kernels, gap_rows, r, limit_R) for r in range(len(limit_R))]
+        [_weights_alone(kernels, gap_rows, r, gap_limit_R) for r in range(len(gap_limit_R))]
     )
     with poisoned():
-        sums_RX, total_R = kernels.block_weights(gap_rows, limit_R)
+        sums_RX, total_R = kernels.block_weights(gap_rows, gap_limit_R)
     running_RV = weights_RV.cumsum(dim=1)
     rows = [equal((running_RV[:, -1], total_R))]
     middle_R = (torch.rand_like(gap_rows.max_R).double() * total_R).to(torch.int64)
@@ -310,13 +310,13 @@ def _same_picks(kernels: SamplingKernels, gap_rows: GapRows) -> Row:
         place_R = (running_RV <= target_weight_R[:, None]).sum(dim=1)
         want_R = torch.where((target_weight_R >= 0) & (target_weight_R < total_R), place_R, -1)
         with poisoned():
-            got_R = kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
+            got_R = kernels.pick_column(gap_rows, gap_limit_R, sums_RX, target_weight_R)
         rows.append(equal((got_R, want_R)))
     return worst_of(*rows)
 
 
 def _weights_alone(
-    kernels: SamplingKernels, gap_rows: GapRows, place: int, limit_R: torch.Tensor
+    kernels: SamplingKernels, gap_rows: GapRows, place: int, gap_limit_R: torch.Tensor
 ) -> torch.Tensor:
     """Weights of the tokens of one row, int64 [V], each computed as the one token of a row of its
     own.
@@ -332,4 +332,4 @@ def _weights_alone(
         temperature_R=gap_rows.temperature_R[place].repeat(num_rows),
     )
     with poisoned():
-        return kernels.block_weights(alone, limit_R[place].repeat(num_rows))[1]
+        return kernels.block_weights(alone, gap_limit_R[place].repeat(num_rows))[1]

@@ -168,7 +168,7 @@ _KINDS = {
             "_unpack",
             "_near_gaps",
             "_make_list",
-            "_limits_from_lists",
+            "_gap_limits_from_lists",
         ),
         *("_target_weight", "_pick_column", "_gap_histogram", "topk", "TopK", "sort"),
     ),

@@ -34,9 +34,9 @@ class InProcessExecutor:
         """Start a step; `result` raises what goes wrong."""
         self.worker.launch(plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Give a step its mask; on a CPU, before it is launched."""
-        self.worker.mask(mask)
+        self.worker.put_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Does not wait: nothing is planned meanwhile."""

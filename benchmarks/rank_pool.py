@@ -109,10 +109,10 @@ class PoolExecutor:
         for rank in range(self.size):
             self.pool.send(rank, "launch", plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Give a step its mask, before it is launched: the processes answer calls in order."""
         for rank in range(self.size):
-            self.pool.send(rank, "mask", mask)
+            self.pool.send(rank, "put_mask", step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Does not wait: nothing is planned meanwhile."""

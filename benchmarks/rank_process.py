@@ -94,7 +94,7 @@ class RankProcess:
         assert self.worker is not None and self.worker._runner is not None
         kernels, group = self.worker._runner.model.kernels, self.worker._group
         # A replay of recorded layers calls none of the kernels.
-        self.worker._runner.layers.max_rows = 0
+        self.worker._runner.layers.max_recorded_rows = 0
         self.seconds = defaultdict[str, float](float)
         for name in ("linear", *_KERNELS):
             self._clock(kernels, name, name)

@@ -78,18 +78,19 @@ class GroupedCodes:
     """A weight of codes of which groups of consecutive inputs, all of one size, share a scale.
     "int8": whole numbers of 8 bits, in one group: code * scale. "int4": whole numbers of 4 bits,
     which also share a zero point: (code - zero) * scale. "fp8": e4m3 numbers of 8 bits: code *
-    scale. Once packed, in the layout of the backend.
+    scale. Once packed, types and shapes are the backend's own: its `pack_weight` says which.
+    Before, with W words and G groups in a row:
 
-    words_YW: int8 between -127 and 127; int32, eight codes of 4 bits in a word, in the order of
-        `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
-    zeros_YG: uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
-    scale_YG: float32; float16 or bfloat16 with codes of 4 bits.
+    words: [Y, W], int8 between -127 and 127; int32, eight codes of 4 bits in a word, in the order
+        of `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
+    zeros: [Y, G], uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
+    scale: [Y, G], float32; float16 or bfloat16 with codes of 4 bits.
     num_rows: Y.
     """
 
-    words_YW: Tensor
-    zeros_YG: Tensor | None
-    scale_YG: Tensor
+    words: Tensor
+    zeros: Tensor | None
+    scale: Tensor
     num_rows: int
 
 
@@ -199,8 +200,8 @@ class SamplingKernels(Protocol):
     def unpack_value_and_id(self, packed: Tensor, /) -> tuple[Tensor, Tensor]:
         """(values, ids) of `pack_value_and_id`."""
 
-    def block_weights(self, gap_rows: GapRows, limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Weights within the limit, summed per block and per row."""
+    def block_weights(self, gap_rows: GapRows, gap_limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Weights within the gap limit, the largest gap kept, summed per block and per row."""
 
     def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int, /
@@ -210,18 +211,18 @@ class SamplingKernels(Protocol):
         """
 
     def pick_column(
-        self, gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
+        self, gap_rows: GapRows, gap_limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor, /
     ) -> Tensor:
         """The column that the target weight lies in; -1 where another rank has it."""
 
     def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
         """The top_k smallest gaps of each row."""
 
-    def limits_from_lists(
-        self, list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor, /
+    def gap_limits_from_lists(
+        self, lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor, /
     ) -> tuple[Tensor, Tensor]:
-        """(limit of top-k, top-p and min-p together, weight each rank keeps), from the lists of
-        every rank.
+        """(gap limit of top-k, top-p and min-p together, weight each rank keeps), from the lists
+        of every rank.
         """
 
     def mask_columns(
@@ -232,7 +233,7 @@ class SamplingKernels(Protocol):
     def gap_histogram(
         self,
         gap_rows: GapRows,
-        limit_R: Tensor,
+        gap_limit_R: Tensor,
         prefix_R: Tensor,
         radix_pass: int,
         by_weight: bool,

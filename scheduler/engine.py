@@ -29,7 +29,7 @@ class Executor(Protocol):
     def result(self, step_id: int) -> StepResult:
         """Wait for a launched step. Results are read in order."""
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Give a step its mask, which depends on the result of the step before it. Called before
         `launch` if that result has been read by then, otherwise after it.
         """
@@ -184,7 +184,9 @@ class Engine:
         if plan is None or not plan.mask_flags:
             return plan
         constrained_sequences = [
-            seq for seq in self.scheduler.submitted_steps[-1].sampling_sequences if seq.grammar
+            seq
+            for seq in self.scheduler.submitted_steps[-1].sampling_sequences
+            if seq.structural_tag
         ]
         if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending == 1]:
             self.grammars.masks(ready_sequences, 0.0)
@@ -216,9 +218,9 @@ class Engine:
         sequence_by_row = {
             row: seq
             for row, seq in enumerate(step.sampling_sequences)
-            if seq.grammar
+            if seq.structural_tag
             and seq.status is not SequenceStatus.FINISHED
-            and step.step_id >= seq.valid_from_step
+            and step.step_id >= seq.first_kept_step_id
         }
         sequences = list(sequence_by_row.values())
         if quick_sequences := [seq for seq in sequences if self.grammars.is_quick(seq)]:
@@ -234,7 +236,7 @@ class Engine:
             elif answer is not None:
                 rows.append(row)
                 masks.append(answer)
-        self.executor.mask(
+        self.executor.send_mask(
             StepMask(step_id=step.step_id, epoch=step.epoch, rows=rows, masks=tuple(masks))
         )
 
@@ -244,7 +246,7 @@ class Engine:
 
     def _forget(self, ended_sequences: list[Sequence]) -> None:
         for seq in ended_sequences:
-            if seq.grammar:
+            if seq.structural_tag:
                 self._held_sequences.pop(seq.request_id, None)
                 self.grammars.forget(seq.request_id)
 

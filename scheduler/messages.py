@@ -32,8 +32,9 @@ class Request:
     until the request ends, then all tokens at once. Meanwhile the engine loop sends everything held
     back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the client
     built it, as Unix time in seconds: resubmitted requests keep their place in line. Only requests
-    with the same `cache_salt` share blocks. `grammar` says what its output must match, for the
-    driver's `Grammars`; empty if any output will do.
+    with the same `cache_salt` share blocks. `structural_tag` is the grammar that its output must
+    match, for the driver's `Grammars`: the JSON of a structural tag of xgrammar; empty if any
+    output will do.
     """
 
     request_id: str
@@ -43,7 +44,7 @@ class Request:
     cache_salt: str = ""
     news_interval: int = 1
     arrival_s: float = 0.0
-    grammar: bytes = b""
+    structural_tag: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

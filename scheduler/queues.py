@@ -92,7 +92,7 @@ class Queues:
             *(
                 seq
                 for seq in self.running
-                if not seq.waits_for_mask or seq.valid_from_step > oldest_step_id
+                if not seq.waits_for_mask or seq.first_kept_step_id > oldest_step_id
             ),
             *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
@@ -108,7 +108,7 @@ class Queues:
             seq.num_pending = 0
             seq.num_total = len(seq.token_ids)
             seq.last_step_id = seq.admitted_step_id = -1
-            seq.valid_from_step = seq.num_retracted = 0
+            seq.first_kept_step_id = seq.num_retracted = 0
         for seq in self.running:
             seq.lacks_row, seq.is_held = True, False
         self.released_slots.clear()

@@ -126,7 +126,7 @@ class Scheduler:
         known tokens, whose KV is in its blocks by then: its row is released, and admitted again in
         place.
         """
-        seq.valid_from_step = self._last_step_id + 1
+        seq.first_kept_step_id = self._last_step_id + 1
         seq.num_pending = 0
         seq.num_total = len(seq.token_ids)
         if seq.status is RUNNING:
@@ -316,7 +316,7 @@ class Scheduler:
         output_sequences = output.sequences
         output_token_ids = output.token_ids
         for seq, token_id in zip(step.sampling_sequences, sampled_token_ids, strict=True):
-            if seq.status is FINISHED or step_id < seq.valid_from_step:
+            if seq.status is FINISHED or step_id < seq.first_kept_step_id:
                 continue  # it ran one step too many, or without its mask
             token_ids = seq.token_ids
             token_ids.append(token_id)

@@ -47,7 +47,7 @@ class Sequence:
     sampling: ResolvedSampling = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     cache_salt: str = field(init=False)
-    grammar: bytes = field(init=False)
+    structural_tag: bytes = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Sequence:
     num_tokens_at_strike: int = field(init=False)  # or where it began
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False
-    valid_from_step: int = 0  # what earlier steps of this epoch sample for it is void
+    first_kept_step_id: int = 0  # what earlier steps of this epoch sample for it is void
     num_retracted: int = 0  # tokens that they compute, but that `num_computed` counts no more
     admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
     # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
@@ -84,7 +84,7 @@ class Sequence:
         self.sampling = request.sampling
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
-        self.grammar = request.grammar
+        self.structural_tag = request.structural_tag
         self.num_total = self.num_tokens_at_strike = len(self.token_ids)
 
     @property

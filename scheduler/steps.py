@@ -64,11 +64,11 @@ class StepDraft:
 
     def _mask_flags(self) -> bytes:
         """See `StepPlan.mask_flags`."""
-        if not any(seq.grammar for seq in self.sampling_sequences):
+        if not any(seq.structural_tag for seq in self.sampling_sequences):
             return b""
         sampling_sequences = iter(self.sampling_sequences)
         return bytes(
-            1 if samples_token and next(sampling_sequences).grammar else 0
+            1 if samples_token and next(sampling_sequences).structural_tag else 0
             for samples_token in self.sampling_flags
         )
 

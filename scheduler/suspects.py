@@ -112,10 +112,10 @@ def _is_cleared(seq: Sequence) -> bool:
 def _asks_the_same(seq: Sequence, other: Sequence) -> bool:
     """Whether the next steps of both do the same, but for the seed."""
     sampling = dataclasses.replace(seq.sampling, seed=other.sampling.seed)
-    return (sampling, seq.token_ids, seq.grammar) == (
+    return (sampling, seq.token_ids, seq.structural_tag) == (
         other.sampling,
         other.token_ids,
-        other.grammar,
+        other.structural_tag,
     )
 
 

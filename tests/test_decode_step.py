@@ -88,8 +88,8 @@ def test_a_decode_step_runs_no_file_that_the_page_does_not_name(
         num_prompt_tokens=3,
         sampling=ResolvedSampling(seed=0, max_tokens=20, top_k=20, top_p=0.9),
     )
-    frontends.record_requests("frontend", [request], engine.scheduler.limits)
-    loop.post(Submit(record_number=0, requests=[request]))
+    frontends.register_requests("frontend", [request], engine.scheduler.limits)
+    loop.post(Submit(registration_number=0, requests=[request]))
     for _ in range(4):
         loop.run_once()
     with recorded_files() as files:

@@ -48,10 +48,10 @@ class StepHandover:
             )
         return outcome
 
-    def put_mask(self, mask: StepMask) -> None:
+    def put_mask(self, step_mask: StepMask) -> None:
         """The mask of a step, which may be launched later."""
         with self._change_condition:
-            self._masks[mask.epoch, mask.step_id] = mask
+            self._masks[step_mask.epoch, step_mask.step_id] = step_mask
             self._change_condition.notify_all()
 
     def take_mask(self, plan: StepPlan, limit_s: float) -> StepMask:

@@ -5,7 +5,8 @@ Owns the KV cache, the batch state and the sampler; the model is passed in.
 are computed only for the last token of sampling rows, and for prompts whose log probabilities are
 wanted. Where the device has graphs, the model is one graph in a decode step and in a step with
 prompts of few tokens, and sampling is another. Never talks to the driver. Legend: T tokens of the
-step, B rows, R sampling rows, E hidden size, V this rank's shard of the vocabulary.
+step, B rows, M rows of the largest graph, padding included, R sampling rows, E hidden size, V this
+rank's shard of the vocabulary.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scheduler.messages import PromptLogprobs, StepMask, StepPlan, TokenLogprobs
 from scheduler.params import MAX_LOGPROBS, ResolvedSampling
 from workers.batch.decode_graphs import DecodeGraphs
 from workers.batch.kv_cache import KVCache, guard_allocation
-from workers.batch.mixed_graphs import MixedGraphs, max_rows
+from workers.batch.mixed_graphs import MixedGraphs, max_graph_rows
 from workers.batch.recorded_layers import RecordedLayers
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
@@ -137,8 +138,8 @@ class ModelRunner:
 
     def _capture(self, config: ResolvedConfig) -> None:
         model = self.model
-        self._hidden_SE = torch.zeros(
-            max_rows(config),
+        self._static_hidden_ME = torch.zeros(
+            max_graph_rows(config),
             config.model.hidden_size,
             dtype=model.dtype,
             device=self.device.torch_device,
@@ -150,12 +151,12 @@ class ModelRunner:
             self.batch_state,
             self.device,
             self.uploads,
-            self._hidden_SE,
+            self._static_hidden_ME,
         )
         self.decode_graphs = DecodeGraphs(*parts)
         self.mixed_graphs = MixedGraphs(*parts)
         largest_graph = self.decode_graphs.capture(self.mixed_graphs.capture())
-        self.next_tokens.capture(self._hidden_SE, largest_graph)
+        self.next_tokens.capture(self._static_hidden_ME, largest_graph)
 
     @torch.inference_mode()
     def run(
@@ -178,9 +179,9 @@ class ModelRunner:
             nonlocal mask_s
             mask_wait_began_s = time.perf_counter()
             assert wait_for_mask is not None, "only plans without masked rows go without"
-            mask = wait_for_mask()
+            step_mask = wait_for_mask()
             mask_s = time.perf_counter() - mask_wait_began_s
-            return mask
+            return step_mask
 
         sample = self.next_tokens.stage(
             rows, self.uploads.put, timed_mask if plan.mask_flags else None
@@ -224,7 +225,7 @@ class ModelRunner:
         graph has the hidden states.
         """
         if scored_rows is None and (replay := self._stage_graph(rows)) is not None:
-            hidden_RE = self._hidden_SE[: len(rows.sampling_slots_R)]
+            hidden_RE = self._static_hidden_ME[: len(rows.sampling_slots_R)]
 
             def replay_graph() -> tuple[Tensor, None]:
                 replay()

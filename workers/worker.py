@@ -235,9 +235,9 @@ class Worker:
             self._next_step_id = plan.step_id + 1
         self._handover.put_outcome(plan, outcome)
 
-    def mask(self, mask: StepMask) -> None:
+    def put_mask(self, step_mask: StepMask) -> None:
         """Take the mask of a step, which may be launched later. Any thread may call."""
-        self._handover.put_mask(mask)
+        self._handover.put_mask(step_mask)
 
     def result(self, step_id: int, epoch: int) -> StepResult:
         """Wait for the tokens of a step, which may be launched later. Rank 0's result has the

@@ -59,7 +59,7 @@ FIELDS_REFUSED_EVERYWHERE: dict[str, str] = {
     "logits_processors": "the server runs no code of a request",
     "custom_logit_processor": "the server runs no code of a request",
     **dict.fromkeys(("use_beam_search", "num_beams"), "beam search is not supported"),
-    **dict.fromkeys(("guidance_scale", "negative_prompt"), "guidance is not supported"),
+    "guidance_scale": "guidance is not supported",
     "truncate_prompt_tokens": "a prompt is not shortened",
     **dict.fromkeys(("chat_template", "template"), _NO_TEMPLATES),
     "documents": "documents are not part of the prompt; send them in a message",
@@ -201,7 +201,7 @@ _IGNORED_SAMPLERS = """
     dynatemp_range dynatemp_exponent smoothing_factor dry_multiplier dry_base dry_allowed_length
     dry_penalty_last_n dry_sequence_breakers xtc_probability xtc_threshold epsilon_cutoff eta_cutoff
     penalty_alpha no_repeat_ngram_size rep_pen_range repetition_penalty_range
-    encoder_repetition_penalty
+    encoder_repetition_penalty negative_prompt
 """
 # What each ignored field belongs to.
 IGNORED_FIELDS: dict[str, str] = {

@@ -114,8 +114,8 @@ class DriverHandle:
         while True:
             actor = self.actor
             try:
-                record_number = self._submit_to(actor, requests, refs)
-                if self._accept(actor, requests, record_number):
+                registration_number = self._submit_to(actor, requests, refs)
+                if self._accept(actor, requests, registration_number):
                     return
             except (DriverDiedError, NoAnswerError) as error:
                 self.replace_driver(actor, error)
@@ -181,20 +181,20 @@ class DriverHandle:
         if request_ids:
             self._run_on_sender(self._send_finish, self.actor, request_ids, reason, *submit_refs)
 
-    def _accept(self, actor: Any, requests: list[Request], record_number: int) -> bool:
+    def _accept(self, actor: Any, requests: list[Request], registration_number: int) -> bool:
         """Note that this driver has the requests. False if it has been replaced since."""
         with self._change_condition:
             if actor is self.actor:
-                self._outstanding_requests.accept(requests, record_number)
+                self._outstanding_requests.accept(requests, registration_number)
             return actor is self.actor
 
     def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> int:
         """Returns the number under which the driver knows this frontend."""
         arguments, limit_s = (self._frontend_id, requests), self._answer_limit_s
-        record_number: int = self._answer(
+        registration_number: int = self._answer(
             actor.submit, "submit requests", *arguments, limit_s=limit_s, refs=refs
         )
-        return record_number
+        return registration_number
 
     def _send_lost_requests(self) -> None:
         """Send the driver the accepted requests that it does not have. It takes nothing twice."""

@@ -35,7 +35,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def __init__(self, change_condition: threading.Condition) -> None:
         super().__init__()
         self._change_condition = change_condition
-        self._record_number = -1  # the largest from the present driver
+        self._registration_number = -1  # the largest from the present driver
 
     def add(self, generations: Iterable[Generation]) -> None:
         """Wait for the outputs of these generations that have not ended."""
@@ -43,17 +43,17 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
             for output in generation.unfinished_outputs:
                 self[output.request.request_id] = OutstandingRequest(generation, output)
 
-    def accept(self, requests: Iterable[Request], record_number: int) -> None:
+    def accept(self, requests: Iterable[Request], registration_number: int) -> None:
         """The driver has accepted these requests, of the frontend that it knew under this number
         then; those that have ended meanwhile are ignored.
         """
-        if record_number > self._record_number:
+        if registration_number > self._registration_number:
             self.note_lost()
-            self._record_number = record_number
+            self._registration_number = registration_number
         for request in requests:
             if request.request_id in self:
                 self[request.request_id].is_accepted = True
-                self[request.request_id].is_lost = record_number < self._record_number
+                self[request.request_id].is_lost = registration_number < self._registration_number
         self._change_condition.notify_all()
 
     def note_lost(self) -> None:
@@ -64,7 +64,7 @@ class OutstandingRequests(dict[str, OutstandingRequest]):
     def note_new_driver(self) -> None:
         """There is another driver, which has none of them."""
         self.note_lost()
-        self._record_number = -1
+        self._registration_number = -1
 
     @property
     def has_accepted_requests(self) -> bool:

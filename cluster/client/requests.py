@@ -24,7 +24,7 @@ from cluster.client.text_stream import TextStream
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.calls import CallStructure, candidate_formats
 from cluster.grammar.compiler import GrammarCompiler
-from cluster.grammar.formats import format_after_thinking, format_of, source_of
+from cluster.grammar.formats import format_after_thinking, format_of, structural_tag_of
 from cluster.grammar.markers import THINKING_SWITCH, AnswerState, answer_state_after
 from configs.model import ModelConfig
 from scheduler.bounds import check_bound
@@ -77,7 +77,9 @@ class RequestBuilder:
         rendered_prompt = self._render(parse_prompt(prompt))
         token_ids = self._token_ids(rendered_prompt, self.limits.max_total_tokens)
         params = self.parameters(requested_params)
-        grammar, loosened_tools = self._grammar(params.structured_outputs, rendered_prompt)
+        structural_tag, loosened_tools = self._structural_tag(
+            params.structured_outputs, rendered_prompt
+        )
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
             news_interval = params.stream_interval or 1
@@ -95,7 +97,7 @@ class RequestBuilder:
                 cache_salt=rendered_prompt.cache_salt,
                 news_interval=news_interval,
                 arrival_s=arrival_s,
-                grammar=grammar,
+                structural_tag=structural_tag,
             )
             check_request(request, self.limits)
             text_stream = self._text_stream(params, rendered_prompt)
@@ -135,11 +137,11 @@ class RequestBuilder:
         if self._grammar_compiler is not None:
             self._grammar_compiler.close()
 
-    def _grammar(
+    def _structural_tag(
         self, structure: StructuredOutputs | None, prompt: ParsedPrompt
     ) -> tuple[bytes, tuple[str, ...]]:
-        """(the grammar, empty for an output without one; the tools whose arguments need not match
-        their schemas). Only answers in a conversation may begin with reasoning.
+        """(the structural tag, empty for an output without a grammar; the tools whose arguments
+        need not match their schemas). Only answers in a conversation may begin with reasoning.
         """
         if structure is None:
             return b"", ()
@@ -158,13 +160,13 @@ class RequestBuilder:
         if prompt.conversation is not None:
             state = self._answer_state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
-            source = source_of(format_after_thinking(format_of(structure), state))
-            return self._grammar_compiler.check(source), ()
+            structural_tag = structural_tag_of(format_after_thinking(format_of(structure), state))
+            return self._grammar_compiler.check(structural_tag), ()
         refusal: RequestError | None = None
         for candidate in candidate_formats(structure):
-            source = source_of(format_after_thinking(candidate.format, state))
+            structural_tag = structural_tag_of(format_after_thinking(candidate.format, state))
             try:
-                return self._grammar_compiler.check(source), candidate.loosened_tools
+                return self._grammar_compiler.check(structural_tag), candidate.loosened_tools
             except RequestError as error:
                 refusal = refusal or error
         assert refusal is not None, "the last candidate is refused with a reason"

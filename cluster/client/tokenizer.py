@@ -74,13 +74,13 @@ class Tokenizer:
         self, text: str, max_num_tokens: int | None, field: str, *, add_special_tokens: bool
     ) -> list[int]:
         try:
-            self._check_length(text, max_num_tokens, field)
+            self._check_far_too_long(text, max_num_tokens, field)
             ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
             return ids
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the {field} cannot be encoded: {error}", field) from None
 
-    def _check_length(self, text: str, max_num_tokens: int | None, field: str) -> None:
+    def _check_far_too_long(self, text: str, max_num_tokens: int | None, field: str) -> None:
         """Raise `PromptTooLongError` if even the beginning of a text has twice as many tokens as
         are possible. A token takes 350 bytes while it is encoded.
         """

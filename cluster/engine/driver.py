@@ -157,10 +157,12 @@ class Driver:
         Returns the number under which the frontend is known (`FrontendRecords`).
         """
         limits, step_loop = self._limits_and_step_loop()
-        record_number, new_requests = self._frontends.record_requests(frontend_id, requests, limits)
+        registration_number, new_requests = self._frontends.register_requests(
+            frontend_id, requests, limits
+        )
         if new_requests:
-            step_loop.post(Submit(record_number=record_number, requests=new_requests))
-        return record_number
+            step_loop.post(Submit(registration_number=registration_number, requests=new_requests))
+        return registration_number
 
     async def finish(
         self, request_ids: list[str], reason: str, frontend_id: str, *submit_refs: int

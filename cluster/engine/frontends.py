@@ -30,9 +30,9 @@ class _FrontendRecord:
 
 
 class FrontendRecords:
-    """One record per frontend that has called recently, under a number of its own. A frontend that
-    comes back after it was forgotten gets another number, by which it learns that its requests are
-    gone.
+    """One record per frontend that has called recently, under the number of its registration. A
+    frontend that comes back after it was forgotten is registered anew under another number, by
+    which it learns that its requests are gone.
     """
 
     make_record: type[_FrontendRecord] = _FrontendRecord
@@ -40,15 +40,15 @@ class FrontendRecords:
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: the silence after which a frontend is forgotten with its requests."""
         self._timeout_s = timeout_s
-        self._frontends: dict[int, _FrontendRecord] = {}  # by record number
-        self._record_numbers: dict[str, int] = {}  # by frontend id
+        self._frontends: dict[int, _FrontendRecord] = {}  # by registration number
+        self._registration_numbers: dict[str, int] = {}  # by frontend id
         self._new_numbers = itertools.count()
         self._silence_checked_s = time.monotonic()
 
-    def record_requests(
+    def register_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> tuple[int, list[Request]]:
-        """Record the requests of a frontend, all or none. Returns the number under which it is
+        """Register the requests of a frontend, all or none. Returns the number under which it is
         known, and the requests to queue: without any that it has sent before, since it sends
         requests again if it got no answer. Raises `RequestError` for one that cannot run.
         """
@@ -61,14 +61,14 @@ class FrontendRecords:
             if request_id in new_requests or self._is_running(request_id):
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
             new_requests[request_id] = request
-        if frontend_id not in self._record_numbers:
-            self._record_numbers[frontend_id] = next(self._new_numbers)
-            self._frontends[self._record_numbers[frontend_id]] = self.make_record(frontend_id)
-        record_number = self._record_numbers[frontend_id]
-        frontend = self._frontends[record_number]
+        if frontend_id not in self._registration_numbers:
+            self._registration_numbers[frontend_id] = next(self._new_numbers)
+            self._frontends[self._registration_numbers[frontend_id]] = self.make_record(frontend_id)
+        registration_number = self._registration_numbers[frontend_id]
+        frontend = self._frontends[registration_number]
         frontend.last_call_s = time.monotonic()
         frontend.request_ids.update(new_requests)
-        return record_number, list(new_requests.values())
+        return registration_number, list(new_requests.values())
 
     def remove(self, frontend_id: str, request_ids: list[str]) -> None:
         """Forget requests that a frontend no longer needs."""
@@ -101,8 +101,8 @@ class FrontendRecords:
 
     def deliver(self, news: NewsByFrontend) -> None:
         """Put the news of a step into the mailboxes and wake the polls that wait for them."""
-        for record_number, frontend_news in news.items():
-            frontend = self._frontends.get(record_number)
+        for registration_number, frontend_news in news.items():
+            frontend = self._frontends.get(registration_number)
             if frontend is None:
                 continue  # it went silent and was forgotten
             for request_id, request_news in frontend_news.items():
@@ -139,7 +139,7 @@ class FrontendRecords:
             if now_s - frontend.last_call_s > self._timeout_s
         ]
         for frontend in silent_frontends:
-            del self._frontends[self._record_numbers.pop(frontend.frontend_id)]
+            del self._frontends[self._registration_numbers.pop(frontend.frontend_id)]
         return {
             frontend.frontend_id: list(frontend.request_ids)
             for frontend in silent_frontends
@@ -147,8 +147,8 @@ class FrontendRecords:
         }
 
     def _frontend(self, frontend_id: str) -> _FrontendRecord | None:
-        record_number = self._record_numbers.get(frontend_id)
-        return None if record_number is None else self._frontends[record_number]
+        registration_number = self._registration_numbers.get(frontend_id)
+        return None if registration_number is None else self._frontends[registration_number]
 
     def _was_sent_before(self, frontend_id: str, request_id: str) -> bool:
         """Whether this frontend sent this request before and can still get its news."""

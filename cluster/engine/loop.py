@@ -36,14 +36,14 @@ MAX_HOLD_BACK_S = 2.0
 logger = logging.getLogger("eagleray.driver")
 
 Logprobs = list[TokenLogprobs | None]
-NewsByFrontend = dict[int, dict[str, News]]  # record number, then request id
+NewsByFrontend = dict[int, dict[str, News]]  # registration number, then request id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
     """Queue requests of one frontend."""
 
-    record_number: int
+    registration_number: int
     requests: list[Request]
 
 
@@ -78,7 +78,7 @@ class _OpenRequest:
     news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent`.
     """
 
-    record_number: int
+    registration_number: int
     news_interval: int
     num_sent: int
     unsent_logprobs: Logprobs = field(default_factory=list)
@@ -236,7 +236,7 @@ class StepLoop:
         request = self._open_requests.pop(seq.request_id)
         news = _news_of(seq, seq.num_output_tokens, [])
         news.error = error
-        self._deliver({request.record_number: {seq.request_id: news}})
+        self._deliver({request.registration_number: {seq.request_id: news}})
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is a command or a step to run. False when the loop should stop."""
@@ -267,21 +267,21 @@ class StepLoop:
             return
         for request in command.requests:
             try:
-                self._add(request, command.record_number)
+                self._add(request, command.registration_number)
             except RequestError as error:  # the driver has checked it, so only this one fails
                 refusal = News(first_index=0, finish_reason="error", error=error)
-                self._deliver({command.record_number: {request.request_id: refusal}})
+                self._deliver({command.registration_number: {request.request_id: refusal}})
 
-    def _add(self, request: Request, record_number: int) -> None:
+    def _add(self, request: Request, registration_number: int) -> None:
         seq = self.engine.add(request)
         if seq.finish_reason is not None:  # it was sent again with all its tokens
             end_news = News(first_index=seq.num_output_tokens, finish_reason=seq.finish_reason)
-            self._deliver({record_number: {request.request_id: end_news}})
+            self._deliver({registration_number: {request.request_id: end_news}})
             return
         if not self._open_requests:
             self._all_sent_at_s = time.monotonic()
         self._open_requests[request.request_id] = _OpenRequest(
-            record_number, request.news_interval, seq.num_output_tokens
+            registration_number, request.news_interval, seq.num_output_tokens
         )
 
     def _news(self, step_output: StepOutput) -> NewsByFrontend:
@@ -305,9 +305,9 @@ class StepLoop:
                 if request.unsent_logprobs:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
                 request.num_sent = num_tokens
-                frontend_news = news.get(request.record_number)
+                frontend_news = news.get(request.registration_number)
                 if frontend_news is None:
-                    frontend_news = news[request.record_number] = {}
+                    frontend_news = news[request.registration_number] = {}
                 frontend_news[request_id] = request_news
         self._add_scored_prompts(step_output.prompt_logprobs, news)
         for seq in step_output.finished_sequences:
@@ -318,7 +318,7 @@ class StepLoop:
         """Add log probabilities of prompts. They may be large, so they are never held back."""
         for seq, prompt_logprobs in scores:
             request = self._open_requests[seq.request_id]
-            frontend_news = news.setdefault(request.record_number, {})
+            frontend_news = news.setdefault(request.registration_number, {})
             if seq.request_id not in frontend_news:
                 frontend_news[seq.request_id] = _news_of(seq, request.num_sent, [])
             frontend_news[seq.request_id].prompt_logprobs = prompt_logprobs

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.grammar.formats import (
-    MAX_SOURCE_BYTES,
+    MAX_STRUCTURAL_TAG_BYTES,
     CallFormat,
     Format,
     format_of,
     one_of,
     possible_calls_format,
     required_calls_format,
-    source_of,
+    structural_tag_of,
 )
 from cluster.grammar.schemas import ANY_OBJECT, honored_schema, loosened_schema
 from scheduler.errors import RequestError
@@ -86,7 +86,7 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
         for index in any_object_indices:
             chosen_calls[index] = CallFormat(name=calls[index].name, schema=ANY_OBJECT)
         whole_format = _answer_format(structure, chosen_calls, no_call_format)
-        excess = len(source_of(whole_format).encode()) - MAX_SOURCE_BYTES
+        excess = len(structural_tag_of(whole_format).encode()) - MAX_STRUCTURAL_TAG_BYTES
         if excess <= 0:
             names = (calls[index].name for index in sorted(dropped_indices | any_object_indices))
             yield FormatCandidate(format=whole_format, loosened_tools=tuple(names))
@@ -100,8 +100,8 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
     if excess > 0:
         raise RequestError(
             f"structured_outputs: the schemas of the tools are {excess} bytes larger than the"
-            f" {MAX_SOURCE_BYTES} that are possible; give fewer tools, or shorter schemas to those"
-            " with strict",
+            f" {MAX_STRUCTURAL_TAG_BYTES} that are possible; give fewer tools, or shorter schemas"
+            " to those with strict",
             "tools",
         )
 

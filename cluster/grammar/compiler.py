@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.grammar.formats import MAX_SOURCE_BYTES
+from cluster.grammar.formats import MAX_STRUCTURAL_TAG_BYTES
 from cluster.grammar.helper import Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 
@@ -40,38 +40,40 @@ class GrammarCompiler:
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
     def check(self, structural_tag: str) -> bytes:
-        """The grammar as it is sent. Raises `RequestError` for one that is not possible, is too
-        large, or takes more time or memory than it may, `OverloadedError` if too many slow ones are
-        being compiled, and `RequestFailedError` if none can be compiled here.
+        """The structural tag as it is sent. Raises `RequestError` for one that is not possible, is
+        too large, or takes more time or memory than it may, `OverloadedError` if too many slow ones
+        are being compiled, and `RequestFailedError` if none can be compiled here.
         """
-        source = structural_tag.encode()
-        if len(source) > MAX_SOURCE_BYTES:
-            raise _refusal(f"it is larger than {MAX_SOURCE_BYTES} bytes")
-        if self._is_known_possible(source):
-            return source
+        encoded_tag = structural_tag.encode()
+        if len(encoded_tag) > MAX_STRUCTURAL_TAG_BYTES:
+            raise _refusal(f"it is larger than {MAX_STRUCTURAL_TAG_BYTES} bytes")
+        if self._is_known_possible(encoded_tag):
+            return encoded_tag
         with self._quick_compile_lock:
-            if self._is_known_possible(source) or self._compiles(structural_tag, QUICK_COMPILE_S):
-                return source
+            if self._is_known_possible(encoded_tag) or self._compiles(
+                structural_tag, QUICK_COMPILE_S
+            ):
+                return encoded_tag
         self._enter_slow_queue()
         try:
             with self._slow_compile_lock:
-                if self._is_known_possible(source) or self._compiles(
+                if self._is_known_possible(encoded_tag) or self._compiles(
                     structural_tag, COMPILE_TIMEOUT_S
                 ):
-                    return source
+                    return encoded_tag
         finally:
             with self._lock:
                 self._num_slow_compiles -= 1
         reason = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
-        raise self._remember_refusal(source, reason)
+        raise self._remember_refusal(encoded_tag, reason)
 
     def close(self) -> None:
         """End the helper."""
         self._helper.close()
 
-    def _is_known_possible(self, source: bytes) -> bool:
+    def _is_known_possible(self, encoded_tag: bytes) -> bool:
         """Whether it was compiled before. Raises the `RequestError` of a remembered refusal."""
-        digest = _digest(source)
+        digest = _digest(encoded_tag)
         with self._lock:
             if digest in self._possible_digests:
                 self._possible_digests.move_to_end(digest)
@@ -89,17 +91,17 @@ class GrammarCompiler:
             raise RequestFailedError(
                 f"structured_outputs: no grammar can be compiled here: {error}"
             ) from None
-        source = structural_tag.encode()
+        encoded_tag = structural_tag.encode()
         try:
             child.call(limit_s, "check", structural_tag)
         except HelperTimeoutError:
             return False
         except (HelperError, HelperLostError) as error:
-            raise self._remember_refusal(source, f"it cannot be compiled: {error}") from None
+            raise self._remember_refusal(encoded_tag, f"it cannot be compiled: {error}") from None
         finally:
             child.close()
         with self._lock:
-            self._possible_digests[_digest(source)] = None
+            self._possible_digests[_digest(encoded_tag)] = None
             while len(self._possible_digests) > _MAX_CACHED_VERDICTS:
                 self._possible_digests.popitem(last=False)
         return True
@@ -114,16 +116,16 @@ class GrammarCompiler:
                 )
             self._num_slow_compiles += 1
 
-    def _remember_refusal(self, source: bytes, reason: str) -> EaglerayError:
+    def _remember_refusal(self, encoded_tag: bytes, reason: str) -> EaglerayError:
         with self._lock:
-            self._refusals[_digest(source)] = time.monotonic(), reason
+            self._refusals[_digest(encoded_tag)] = time.monotonic(), reason
             while len(self._refusals) > _MAX_CACHED_VERDICTS:
                 self._refusals.popitem(last=False)
         return _refusal(reason)
 
 
-def _digest(source: bytes) -> bytes:
-    return hashlib.sha256(source).digest()
+def _digest(encoded_tag: bytes) -> bytes:
+    return hashlib.sha256(encoded_tag).digest()
 
 
 def _refusal(reason: str) -> RequestError:

@@ -53,12 +53,12 @@ class Follower:
     def __init__(
         self,
         helper: Helper,
-        grammar: bytes,
+        structural_tag: bytes,
         lock: threading.Lock,
         on_answers: Callable[[list[FollowedSequence]], None],
     ) -> None:
         """A thread that holds the lock calls `on_answers` with sequences that have answers."""
-        self.grammar = grammar
+        self.structural_tag = structural_tag
         self.num_followed_seqs = 0
         self.is_quick = False  # loaded, and every mask came quickly
         self._helper = helper
@@ -188,7 +188,7 @@ class Follower:
         if self._child is None:
             self._child = self._helper.fork(CHILD_MEMORY_BYTES)
             try:
-                self._child.call(LOAD_LIMIT_S, "load", self.grammar)
+                self._child.call(LOAD_LIMIT_S, "load", self.structural_tag)
             except HelperTimeoutError:
                 raise HelperError(f"it takes longer than {LOAD_LIMIT_S:g} s to load") from None
         return self._child

@@ -19,7 +19,7 @@ from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]
 
-MAX_SOURCE_BYTES = 64 * 1024  # of a structural tag
+MAX_STRUCTURAL_TAG_BYTES = 64 * 1024
 _MAX_WHITESPACE = 10  # in a row: enough to indent, but too few to go on forever
 
 
@@ -87,8 +87,8 @@ def format_after_thinking(answer: Format, state: AnswerState) -> Format:
     return answer
 
 
-def source_of(answer: Format) -> str:
-    """The structural tag as text, the same for the same format."""
+def structural_tag_of(answer: Format) -> str:
+    """The structural tag, as JSON, the same for the same format."""
     return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
 
 

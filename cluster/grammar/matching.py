@@ -29,7 +29,7 @@ class GrammarMatching:
         self._lock = threading.Lock()
         self._unanswered_seqs: set[FollowedSequence] = set()  # what `masks` waits for
         self._all_answered_condition = threading.Condition(self._lock)
-        self._followers: dict[bytes, Follower] = {}  # by grammar
+        self._followers: dict[bytes, Follower] = {}  # by structural tag
         self._idle_followers: OrderedDict[bytes, Follower] = OrderedDict()  # the longest idle first
         self._followed_by_request: dict[str, FollowedSequence] = {}  # by request id
         self._sequence_numbers = itertools.count()
@@ -56,13 +56,13 @@ class GrammarMatching:
         followed_seq = self._followed_by_request.pop(request_id, None)
         if followed_seq is None:
             return
-        follower, grammar = followed_seq.follower, followed_seq.follower.grammar
+        follower, structural_tag = followed_seq.follower, followed_seq.follower.structural_tag
         with self._lock:
             follower.forget(followed_seq)
             if follower.num_followed_seqs == 0:
-                self._idle_followers[grammar] = self._followers.pop(grammar)
+                self._idle_followers[structural_tag] = self._followers.pop(structural_tag)
                 if not follower.is_quick:
-                    self._idle_followers.pop(grammar).close()
+                    self._idle_followers.pop(structural_tag).close()
                 elif len(self._idle_followers) > MAX_IDLE_FOLLOWERS:
                     self._idle_followers.popitem(last=False)[1].close()
 
@@ -77,7 +77,7 @@ class GrammarMatching:
         """The caller holds the lock."""
         followed_seq = self._followed_by_request.get(seq.request_id)
         if followed_seq is None:
-            follower = self._follower(seq.grammar)
+            follower = self._follower(seq.structural_tag)
             follower.num_followed_seqs += 1
             followed_seq = FollowedSequence(next(self._sequence_numbers), seq, follower)
             self._followed_by_request[seq.request_id] = followed_seq
@@ -85,12 +85,14 @@ class GrammarMatching:
             followed_seq.follower.ask(followed_seq)
         return followed_seq
 
-    def _follower(self, grammar: bytes) -> Follower:
+    def _follower(self, structural_tag: bytes) -> Follower:
         """The follower of a grammar, a new one if there is none."""
-        follower = self._followers.get(grammar) or self._idle_followers.pop(grammar, None)
+        follower = self._followers.get(structural_tag) or self._idle_followers.pop(
+            structural_tag, None
+        )
         if follower is None:
-            follower = Follower(self._helper, grammar, self._lock, self._note_answers)
-        self._followers[grammar] = follower
+            follower = Follower(self._helper, structural_tag, self._lock, self._note_answers)
+        self._followers[structural_tag] = follower
         return follower
 
     def _note_answers(self, answered_seqs: list[FollowedSequence]) -> None:

@@ -13,13 +13,13 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 ErrorMaker = Callable[[str], Exception]
 
-# Keywords with schemas by name, a list of schemas, and a schema.
-SCHEMA_MAP_KEYWORDS = (
+# Keywords with subschemas by name, with a list of them, and with one.
+SUBSCHEMA_MAP_KEYWORDS = (
     *("properties", "patternProperties", "dependentSchemas"),
     *("$defs", "definitions"),
 )
-SCHEMA_LIST_KEYWORDS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
-SCHEMA_KEYWORDS = (
+SUBSCHEMA_LIST_KEYWORDS = ("prefixItems", "anyOf", "oneOf", "allOf", "items")
+SINGLE_SUBSCHEMA_KEYWORDS = (
     *("items", "additionalProperties", "propertyNames", "additionalItems", "contains"),
     *("unevaluatedProperties", "unevaluatedItems", "not", "if", "then", "else"),
 )
@@ -27,15 +27,15 @@ SCHEMA_KEYWORDS = (
 
 def subschemas_of(schema: Mapping[str, Any]) -> Iterator[Any]:
     """The values directly in a schema that are schemas, or should be."""
-    for name in SCHEMA_MAP_KEYWORDS:
+    for name in SUBSCHEMA_MAP_KEYWORDS:
         schema_map = schema.get(name)
         if isinstance(schema_map, Mapping):
             yield from schema_map.values()
-    for name in SCHEMA_LIST_KEYWORDS:
+    for name in SUBSCHEMA_LIST_KEYWORDS:
         parts = schema.get(name)
         if isinstance(parts, list):
             yield from parts
-    for name in SCHEMA_KEYWORDS:
+    for name in SINGLE_SUBSCHEMA_KEYWORDS:
         if name in schema:
             yield schema[name]
 
@@ -49,7 +49,7 @@ class References:
         self._root = root
         self._base_uri_by_schema_id: dict[int, str] = {}
         self._schemas_by_uri: dict[str, Any] = {"": root}  # by address, with an anchor
-        self._copies: list[Mapping[str, Any]] = []  # kept, so that their ids stay theirs
+        self._copies_kept_alive: list[Mapping[str, Any]] = []  # so that id() is not reused
         unvisited = [(root, "")]
         while unvisited:
             schema, base_uri = unvisited.pop()
@@ -69,7 +69,7 @@ class References:
         """A copy of a schema, in whose place it stands from now on."""
         if id(schema) in self._base_uri_by_schema_id:
             self._base_uri_by_schema_id[id(copy)] = self._base_uri_by_schema_id[id(schema)]
-            self._copies.append(copy)
+            self._copies_kept_alive.append(copy)
         return copy
 
     def target(self, schema: Mapping[str, Any], reference: str) -> Any:
@@ -156,8 +156,8 @@ def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any
         if not missing_ids:
             satisfiable_ids.add(id(schema))
             unvisited += dependents.pop(id(schema), ())
-        for part in missing_ids:
-            dependents.setdefault(part, []).append(schema)
+        for missing_id in missing_ids:
+            dependents.setdefault(missing_id, []).append(schema)
     return satisfiable_ids
 
 
@@ -188,7 +188,7 @@ def _missing_ids(
         if not missing_ids:
             return []
         missing_ids_per_type.append(missing_ids)
-    return [part for missing_ids in missing_ids_per_type for part in missing_ids]
+    return [missing_id for missing_ids in missing_ids_per_type for missing_id in missing_ids]
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:

@@ -213,16 +213,16 @@ class RankActor:
         return pickle.dumps(worker.result(plan.step_id, plan.epoch), protocol=5)
 
     @ray.method(concurrency_group="masks")
-    def mask(self, *pieces: bytes) -> None:
+    def put_mask(self, *pieces: bytes) -> None:
         """Give a step its mask, a pickled `StepMask`. The masks come in order of their steps; one
         that comes again is ignored.
         """
-        mask: StepMask = pickle.loads(b"".join(pieces))
+        step_mask: StepMask = pickle.loads(b"".join(pieces))
         with self._order_condition:
-            is_repeated = mask.step_id < self._next_mask_step_id
-            self._next_mask_step_id = max(self._next_mask_step_id, mask.step_id + 1)
+            is_repeated = step_mask.step_id < self._next_mask_step_id
+            self._next_mask_step_id = max(self._next_mask_step_id, step_mask.step_id + 1)
         if not is_repeated:
-            self._wait_for_worker().mask(mask)
+            self._wait_for_worker().put_mask(step_mask)
 
     def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
         """Move to other cores when engines on this machine start or end. Never returns."""

@@ -58,11 +58,11 @@ class StepCalls:
         arguments = arguments_of(self._pickled_plan)
         self.step_refs = [actor.step.remote(*arguments) for actor in self._actors]
 
-    def send_mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Send the mask to every rank. Pickle stores a mask that several rows share once."""
-        self._pickled_mask = pickle.dumps(mask, protocol=5)
+        self._pickled_mask = pickle.dumps(step_mask, protocol=5)
         arguments = arguments_of(self._pickled_mask)
-        self._mask_refs = [actor.mask.remote(*arguments) for actor in self._actors]
+        self._mask_refs = [actor.put_mask.remote(*arguments) for actor in self._actors]
 
     @property
     def refs(self) -> list[ray.ObjectRef[Any]]:
@@ -82,4 +82,4 @@ class StepCalls:
             self.step_refs[rank] = actor.step.remote(*pieces_of(self._pickled_plan))
         else:
             logger.warning("the call with a mask to rank %d was lost and is made again", rank)
-            self._mask_refs[rank] = actor.mask.remote(*pieces_of(self._pickled_mask))
+            self._mask_refs[rank] = actor.put_mask.remote(*pieces_of(self._pickled_mask))

@@ -255,10 +255,10 @@ class RankGroup:
         if not self._is_closed:
             self._calls_of(plan.step_id).send_plan(plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         """Send a mask to every rank. A rank that does not get it fails the step."""
         if not self._is_closed:
-            self._calls_of(mask.step_id).send_mask(mask)
+            self._calls_of(step_mask.step_id).send_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Wait until a step has ended on one of the ranks, for at most `limit_s`."""

@@ -69,7 +69,7 @@ def minimal_local_ray() -> Iterator[None]:
         setattr(Node, name, _start_nothing)
     original_popen = services.ConsolePopen
     if sys.platform == "linux":  # elsewhere Ray ends them by their group
-        services.ConsolePopen = _PopenInOwnGroup
+        setattr(services, "ConsolePopen", _PopenInOwnGroup)  # noqa: B010
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def minimal_local_ray() -> Iterator[None]:
             del os.environ[name]
         for name, method in original_methods.items():
             setattr(Node, name, method)
-        services.ConsolePopen = original_popen
+        setattr(services, "ConsolePopen", original_popen)  # noqa: B010
 
 
 def check_local_ray_alive() -> None:

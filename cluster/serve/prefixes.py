@@ -88,17 +88,18 @@ class PrefixTable:
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
         num_hashes_by_engine = self._num_matching_hashes_by_engine(hashes)
         engines_by_hash = self._engines_by_hash
-        session_engines = set[str]()
+        affine_engines = set[str]()
         if hashed_session is not None:
-            session_engines = engines_by_hash.get(hashed_session) or self._rendezvous_engine(
+            affine_engines = engines_by_hash.get(hashed_session) or self._rendezvous_engine(
                 hashed_session, candidates
             )
 
         def preference(engine: str) -> tuple[bool, bool, int, int, int]:
             num_open_requests = self._num_open_requests[engine]
-            is_full, is_new_to_session = num_open_requests > max_load, engine not in session_engines
+            is_full = num_open_requests > max_load
+            lacks_session_affinity = engine not in affine_engines
             load = (num_open_requests, self._last_choice_number[engine])
-            return is_full, is_new_to_session, -num_hashes_by_engine[engine], *load
+            return is_full, lacks_session_affinity, -num_hashes_by_engine[engine], *load
 
         chosen_engine = min(sorted(candidates), key=preference)
         self._engine_by_request[request] = chosen_engine

@@ -60,9 +60,9 @@ class CpuGrouped:
     def _run_dummy_product(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
         words, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8)
         weight = GroupedCodes(
-            words_YW=words.view(torch.uint8) if self._is_e4m3 else words,
-            zeros_YG=None if self._is_e4m3 else zero,
-            scale_YG=torch.zeros(1, 1, dtype=scale_dtype),
+            words=words.view(torch.uint8) if self._is_e4m3 else words,
+            zeros=None if self._is_e4m3 else zero,
+            scale=torch.zeros(1, 1, dtype=scale_dtype),
             num_rows=1,
         )
         x = torch.zeros(1, len(E4M3_SHIFTS) if self._is_e4m3 else CODES_PER_WORD, dtype=dtype)
@@ -70,16 +70,16 @@ class CpuGrouped:
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
         """The weight in panels: int32 words [N, W, P], zero points and scales [N, G, P]."""
-        words_NWP = _pack_panels(weight.words_YW.view(torch.int32))
-        scale_NGP = _pack_panels(weight.scale_YG)
+        words_NWP = _pack_panels(weight.words.view(torch.int32))
+        scale_NGP = _pack_panels(weight.scale)
         if self._is_e4m3:
             scale_NGP *= E4M3_UNIT
             for bytes_WP4 in words_NWP.view(torch.uint8).unflatten(2, (PANEL_FEATURES, -1)):
                 bytes_WP4[:, :, 1:3] = bytes_WP4[:, :, 1:3].flip(2)  # see `E4M3_SHIFTS`
         return GroupedCodes(
-            words_YW=words_NWP,
-            zeros_YG=None if weight.zeros_YG is None else _pack_panels(weight.zeros_YG),
-            scale_YG=scale_NGP,
+            words=words_NWP,
+            zeros=None if weight.zeros is None else _pack_panels(weight.zeros),
+            scale=scale_NGP,
             num_rows=weight.num_rows,
         )
 
@@ -89,19 +89,19 @@ class CpuGrouped:
         if not _HAS_DOT_PRODUCTS and x_TX.dtype is not torch.float32:
             refuse_recording()
             x_TX = x_TX.to(torch.float32)
-        words, zeros, scale = weight.words_YW, weight.zeros_YG, weight.scale_YG
-        is_half = scale.dtype is torch.float16
-        arrays = (
-            as_array(words.view(torch.uint32) if self._is_e4m3 else words),
-            as_array(_NO_ZEROS if zeros is None else zeros),
-            as_array(scale.view(torch.int16) if is_half else scale),
+        words_NWP, zeros_NGP, scale_NGP = weight.words, weight.zeros, weight.scale
+        is_half = scale_NGP.dtype is torch.float16
+        packed_arrays = (
+            as_array(words_NWP.view(torch.uint32) if self._is_e4m3 else words_NWP),
+            as_array(_NO_ZEROS if zeros_NGP is None else zeros_NGP),
+            as_array(scale_NGP.view(torch.int16) if is_half else scale_NGP),
         )
         x, out = as_array(contiguous(x_TX)), as_array(out_TY)
-        sums = keep(np.zeros((len(x), scale.shape[1]), np.float32))
+        sums = keep(np.zeros((len(x), scale_NGP.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         for first_row in range(0, len(x), CACHED_ROWS):
             rows = slice(first_row, first_row + CACHED_ROWS)
-            _linear(x[rows], sums[rows], arrays, bias, out[rows])
+            _linear(x[rows], sums[rows], packed_arrays, bias, out[rows])
         return out_TY
 
 

@@ -43,8 +43,8 @@ _NO_BIAS = torch.empty(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedInt8Codes(GroupedCodes):
-    """`words_YW` in oneDNN's layout. excess_Y: int32, what the unsigned codes add to each
-    product.
+    """`words` in oneDNN's layout, `scale` as before packing. excess_Y: int32, what the unsigned
+    codes add to each product.
     """
 
     excess_Y: Tensor
@@ -52,7 +52,7 @@ class PackedInt8Codes(GroupedCodes):
     @property
     def address(self) -> int | None:
         """Where the panels lie, if the layout is the known one."""
-        return panel_address(self.words_YW)
+        return panel_address(self.words)
 
 
 class CpuInt8:
@@ -63,7 +63,7 @@ class CpuInt8:
         codes = torch.zeros(PANEL_FEATURES, PANEL_FEATURES, dtype=torch.int8)
         scale = torch.ones(PANEL_FEATURES, 1)
         weight = self.pack_weight(
-            GroupedCodes(words_YW=codes, zeros_YG=None, scale_YG=scale, num_rows=PANEL_FEATURES)
+            GroupedCodes(words=codes, zeros=None, scale=scale, num_rows=PANEL_FEATURES)
         )
         x = torch.zeros(
             max_few_rows(PANEL_FEATURES, PANEL_FEATURES) + 1, PANEL_FEATURES, dtype=dtype
@@ -72,17 +72,17 @@ class CpuInt8:
 
     def pack_weight(self, weight: GroupedCodes, /) -> PackedInt8Codes:
         """The weight in oneDNN's layout, which only `linear` can read."""
-        codes_YX = weight.words_YW
-        assert weight.scale_YG.shape[1] == 1, "one scale per row"
-        packed_YX = torch.ops.onednn.qlinear_prepack(codes_YX, None)
+        codes_YX = weight.words
+        assert weight.scale.shape[1] == 1, "one scale per row"
+        packed_words = torch.ops.onednn.qlinear_prepack(codes_YX, None)
         if has_dot_products():
-            set_panel_address(packed_YX, packed_address(codes_YX, packed_YX))
+            set_panel_address(packed_words, packed_address(codes_YX, packed_words))
         # In numpy, because torch would first copy all codes to the wider type.
         sum_Y = torch.from_numpy(as_array(codes_YX).sum(axis=1, dtype=np.int32))
         return PackedInt8Codes(
-            words_YW=packed_YX,
-            zeros_YG=None,
-            scale_YG=weight.scale_YG,
+            words=packed_words,
+            zeros=None,
+            scale=weight.scale,
             num_rows=weight.num_rows,
             excess_Y=sum_Y * _ZERO_CODE,
         )
@@ -95,7 +95,7 @@ class CpuInt8:
         scale_T = empty((num_rows,), torch.float32)
         out_TY = empty((num_rows, size_out), x_TX.dtype)
         x, codes, out = as_array(contiguous(x_TX)), as_array(codes_TX), as_array(out_TY)
-        scale_Y = as_array(weight.scale_YG).reshape(-1)
+        scale_Y = as_array(weight.scale).reshape(-1)
         scales = as_array(weight.excess_Y), scale_Y, as_array(scale_T)
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         if weight.address is not None and num_rows <= max_few_rows(size_in, size_out):
@@ -108,7 +108,7 @@ class CpuInt8:
         refuse_recording()
         sums_TY = torch.ops.onednn.qlinear_pointwise(
             *(codes_TX, 1.0, _ZERO_CODE),
-            *(weight.words_YW, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
+            *(weight.words, torch.ones(size_out), torch.zeros(size_out, dtype=torch.int32)),
             *(None, 1.0, 0, torch.float32),
             *("none", [], ""),
         )

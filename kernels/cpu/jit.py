@@ -72,13 +72,13 @@ def bits_of_float(typing_context: Any, value: Any) -> Any:
     return types.uint32(types.float32), generate
 
 
-def _make_flip(integer: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
-    sign_shift = integer(8 * integer(0).itemsize - 1)
-    magnitude_mask = np.iinfo(integer).max
+def _make_flip(int_type: type[np.signedinteger[Any]]) -> Callable[[Any], Any]:
+    sign_shift = int_type(8 * int_type(0).itemsize - 1)
+    magnitude_mask = np.iinfo(int_type).max
 
     @inlined_jit
     def flip(bits: Any) -> Any:
-        return integer(bits ^ integer(integer(bits >> sign_shift) & integer(magnitude_mask)))
+        return int_type(bits ^ int_type(int_type(bits >> sign_shift) & int_type(magnitude_mask)))
 
     return flip  # type: ignore[no-any-return]
 
@@ -122,18 +122,18 @@ def _widen(value):  # type: ignore[no-untyped-def]
     return lambda value: value
 
 
-def narrow(value: Any, dtype_example: Any) -> Any:
-    """float32 converted to the element type of `dtype_example`; bfloat16 and 8-bit numbers
+def narrow(value: Any, target_element: Any) -> Any:
+    """float32 converted to the type of `target_element`; bfloat16 and 8-bit numbers
     (`kernels/reference/fp8.py`) round to nearest, ties to even.
     """
     raise NotImplementedError("for compiled code")
 
 
 @overload(narrow, inline="always")
-def _narrow(value, dtype_example):  # type: ignore[no-untyped-def]
-    if dtype_example == types.uint16:
+def _narrow(value, target_element):  # type: ignore[no-untyped-def]
+    if target_element == types.uint16:
 
-        def to_bfloat16(value, dtype_example):  # type: ignore[no-untyped-def]
+        def to_bfloat16(value, target_element):  # type: ignore[no-untyped-def]
             bits = bits_of_float(value)
             return np.uint16(
                 (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
@@ -141,9 +141,9 @@ def _narrow(value, dtype_example):  # type: ignore[no-untyped-def]
             )
 
         return to_bfloat16
-    if dtype_example == types.uint8:
+    if target_element == types.uint8:
 
-        def to_fp8(value, dtype_example):  # type: ignore[no-untyped-def]
+        def to_fp8(value, target_element):  # type: ignore[no-untyped-def]
             bits = np.int64(bits_of_float(value))
             magnitude = bits & 0x7FFFFFFF
             if magnitude < 0x3C800000:  # below the smallest normal number: in units of 2**-9
@@ -155,7 +155,7 @@ def _narrow(value, dtype_example):  # type: ignore[no-untyped-def]
             return np.uint8(((bits >> 24) & 0x80) | clamped_code)
 
         return to_fp8
-    return lambda value, dtype_example: value
+    return lambda value, target_element: value
 
 
 _LOG2_E = np.float32(1.4426950408889634)

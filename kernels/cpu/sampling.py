@@ -37,52 +37,52 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return max_B, column_B, block_max_BX
 
 
-def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
+def block_weights(gap_rows: GapRows, gap_limit_R: Tensor) -> tuple[Tensor, Tensor]:
     sums_RX = torch.empty(len(gap_rows.rows_R), gap_rows.block_max_BX.shape[1], dtype=torch.int64)
     total_R = torch.empty(len(gap_rows.rows_R), dtype=torch.int64)
     sampling_weights.block_weights(
-        _as_gap_arrays(gap_rows), limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
+        _as_gap_arrays(gap_rows), gap_limit_R.numpy(), sums_RX.numpy(), total_R.numpy()
     )
     return sums_RX, total_R
 
 
 def pick_column(
-    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+    gap_rows: GapRows, gap_limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
 ) -> Tensor:
     column_R = torch.empty_like(target_weight_R)
-    arrays = (tensor.numpy() for tensor in (limit_R, sums_RX, target_weight_R, column_R))
+    arrays = (tensor.numpy() for tensor in (gap_limit_R, sums_RX, target_weight_R, column_R))
     sampling_weights.pick_column(_as_gap_arrays(gap_rows), *arrays)
     return column_R
 
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
-    list_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
-    sampling_limits.list_nearest(_as_gap_arrays(gap_rows), top_k_R.numpy(), list_RK.numpy())
-    return list_RK
+    lists_RK = torch.empty(len(gap_rows.rows_R), max_top_k, dtype=torch.int64)
+    sampling_limits.list_nearest(_as_gap_arrays(gap_rows), top_k_R.numpy(), lists_RK.numpy())
+    return lists_RK
 
 
-def limits_from_lists(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
+def gap_limits_from_lists(
+    lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    limit_R = torch.empty_like(min_p_limit_R)
-    kept_weight_NR = torch.empty(list_NRK.shape[:2], dtype=torch.int64)
+    gap_limit_R = torch.empty_like(min_p_gap_limit_R)
+    kept_weight_NR = torch.empty(lists_NRK.shape[:2], dtype=torch.int64)
     arrays = (
         tensor.numpy()
-        for tensor in (list_NRK, top_k_R, top_p_R, min_p_limit_R, limit_R, kept_weight_NR)
+        for tensor in (lists_NRK, top_k_R, top_p_R, min_p_gap_limit_R, gap_limit_R, kept_weight_NR)
     )
-    sampling_limits.limits_from_lists(*arrays)
-    return limit_R, kept_weight_NR
+    sampling_limits.gap_limits_from_lists(*arrays)
+    return gap_limit_R, kept_weight_NR
 
 
 def gap_histogram(
-    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows, gap_limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
     # One histogram per task; with few rows, each row is split so that every thread has a part.
     num_parts = -(-get_num_threads() // max(1, num_rows))
     histogram_RSX = torch.zeros(num_rows, num_parts, 1 << num_bits, dtype=torch.int64)
-    bounds, histogram = (limit_R.numpy(), prefix_R.numpy()), histogram_RSX.numpy()
+    bounds, histogram = (gap_limit_R.numpy(), prefix_R.numpy()), histogram_RSX.numpy()
     sampling_limits.gap_histogram(
         _as_gap_arrays(gap_rows), *bounds, shift, num_bits, by_weight, histogram
     )
@@ -109,9 +109,11 @@ def run_each_once(dtype: torch.dtype) -> None:
         temperature_R=max_B + 1,
     )
     ones_R = column_B + 1
-    limit_R, _ = limits_from_lists(list_nearest(gap_rows, ones_R, 1)[None], ones_R, ones_R, max_B)
-    gap_histogram(gap_rows, limit_R, column_B.to(torch.int32), 0, False)
-    pick_column(gap_rows, limit_R, block_weights(gap_rows, limit_R)[0], column_B)
+    gap_limit_R, _ = gap_limits_from_lists(
+        list_nearest(gap_rows, ones_R, 1)[None], ones_R, ones_R, max_B
+    )
+    gap_histogram(gap_rows, gap_limit_R, column_B.to(torch.int32), 0, False)
+    pick_column(gap_rows, gap_limit_R, block_weights(gap_rows, gap_limit_R)[0], column_B)
     if dtype is torch.float32:  # adjusted logits are float32
         mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 

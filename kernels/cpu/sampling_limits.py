@@ -69,16 +69,16 @@ def _compute_gaps(logits: Array, max_logit: Any, temperature: Any, gaps: Array) 
 
 @exact_jit
 def _gaps_within(
-    logits: Array, block_gaps: Array, limit: Any, max_logit: Any, temperature: Any
+    logits: Array, block_gaps: Array, gap_limit: Any, max_logit: Any, temperature: Any
 ) -> Array:
     """Gaps of every token of the blocks whose nearest token is within the limit."""
     num_blocks = 0
     for block in range(len(block_gaps)):
-        num_blocks += block_gaps[block] <= limit
+        num_blocks += block_gaps[block] <= gap_limit
     gaps = np.empty(BLOCK_COLUMNS * num_blocks, np.float32)
     num_gaps = 0
     for block in range(len(block_gaps)):
-        if block_gaps[block] <= limit:
+        if block_gaps[block] <= gap_limit:
             block_logits = logits[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
             _compute_gaps(
                 block_logits, max_logit, temperature, gaps[num_gaps : num_gaps + len(block_logits)]
@@ -88,13 +88,13 @@ def _gaps_within(
 
 
 @exact_jit
-def _list_row(r: int, gap_rows: GapArrays, top_k_R: Array, list_RK: Array) -> None:
+def _list_row(r: int, gap_rows: GapArrays, top_k_R: Array, lists_RK: Array) -> None:
     logits_BV, block_max_BX, rows_R, max_R, temperature_R = gap_rows
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
     max_logit = max_R[r]
     temperature = temperature_R[r]
     top_k = top_k_R[r]
-    list_K = list_RK[r]
+    list_K = lists_RK[r]
     block_gaps = np.empty(len(block_max_X), np.float32)
     _compute_gaps(block_max_X, max_logit, temperature, block_gaps)
     nearest_gaps = np.full(top_k, INFINITY, np.float32)
@@ -112,8 +112,8 @@ def _list_row(r: int, gap_rows: GapArrays, top_k_R: Array, list_RK: Array) -> No
 
 
 @exact_entry_jit
-def list_nearest(gap_rows: GapArrays, top_k_R: Array, list_RK: Array) -> None:
-    parallel_for(len(top_k_R), _list_row, (gap_rows, top_k_R, list_RK))
+def list_nearest(gap_rows: GapArrays, top_k_R: Array, lists_RK: Array) -> None:
+    parallel_for(len(top_k_R), _list_row, (gap_rows, top_k_R, lists_RK))
 
 
 @exact_jit
@@ -129,47 +129,49 @@ def _top_p_target(weight: Any, top_p: Any) -> Any:
 
 
 @exact_jit
-def _limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
+def _gap_limit_of_list(entries: Array, top_k: Any, top_p: Any) -> Any:
     """Limit of top-k, then top-p, from the entries of all ranks, ascending."""
     num_kept_entries, num_tokens, kept_weight = 0, np.int64(0), np.int64(0)
     while num_kept_entries < len(entries) and num_tokens < top_k:
         num_tokens += entries[num_kept_entries] & _LOW_32_BITS
         num_kept_entries += 1
-    limit = _gap_of_entry(entries[num_kept_entries - 1]) if num_tokens >= top_k else INFINITY
-    while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= limit:
+    gap_limit = _gap_of_entry(entries[num_kept_entries - 1]) if num_tokens >= top_k else INFINITY
+    while num_kept_entries < len(entries) and _gap_of_entry(entries[num_kept_entries]) <= gap_limit:
         num_kept_entries += 1
     for i in range(num_kept_entries):
-        kept_weight += weight_of(_gap_of_entry(entries[i]), limit) * (entries[i] & _LOW_32_BITS)
+        kept_weight += weight_of(_gap_of_entry(entries[i]), gap_limit) * (entries[i] & _LOW_32_BITS)
     if top_p < TOP_P_ONE:
         missing_weight = _top_p_target(kept_weight, top_p)
         for i in range(num_kept_entries):
-            missing_weight -= weight_of(_gap_of_entry(entries[i]), limit) * (
+            missing_weight -= weight_of(_gap_of_entry(entries[i]), gap_limit) * (
                 entries[i] & _LOW_32_BITS
             )
             if missing_weight <= 0:
                 return _gap_of_entry(entries[i])
-    return limit
+    return gap_limit
 
 
 @exact_entry_jit
-def limits_from_lists(
-    list_NRK: Array,
+def gap_limits_from_lists(
+    lists_NRK: Array,
     top_k_R: Array,
     top_p_R: Array,
-    min_p_limit_R: Array,
-    limit_R: Array,
+    min_p_gap_limit_R: Array,
+    gap_limit_R: Array,
     kept_weight_NR: Array,
 ) -> None:
-    num_ranks, num_rows, _ = list_NRK.shape
+    num_ranks, num_rows, _ = lists_NRK.shape
     for r in range(num_rows):
-        entries = list_NRK[:, r].copy().reshape(-1)
+        entries = lists_NRK[:, r].copy().reshape(-1)
         if num_ranks > 1:
             entries.sort()
-        limit_R[r] = min(_limit_of_list(entries, top_k_R[r], top_p_R[r]), min_p_limit_R[r])
+        gap_limit_R[r] = min(
+            _gap_limit_of_list(entries, top_k_R[r], top_p_R[r]), min_p_gap_limit_R[r]
+        )
         for n in range(num_ranks):
             kept_weight_NR[n, r] = 0
-            for entry in list_NRK[n, r]:
-                kept_weight_NR[n, r] += weight_of(_gap_of_entry(entry), limit_R[r]) * (
+            for entry in lists_NRK[n, r]:
+                kept_weight_NR[n, r] += weight_of(_gap_of_entry(entry), gap_limit_R[r]) * (
                     entry & _LOW_32_BITS
                 )
 
@@ -178,29 +180,29 @@ def limits_from_lists(
 
 
 @exact_jit
-def _compact(gaps: Array, limit: Any, prefix: int, prefix_shift: int) -> int:
+def _compact(gaps: Array, gap_limit: Any, prefix: int, prefix_shift: int) -> int:
     """Move the gaps that count to the front, without branches; returns how many there are."""
     num_counted_gaps = 0
     for i in range(len(gaps)):
         gap = gaps[i]
         gaps[num_counted_gaps] = gap
-        num_counted_gaps += (gap <= limit) & (
+        num_counted_gaps += (gap <= gap_limit) & (
             np.int64(bits_of_float(gap)) >> prefix_shift == prefix
         )
     return num_counted_gaps
 
 
 @exact_jit
-def _compute_weights(gaps: Array, limit: Any, weights: Array) -> None:
+def _compute_weights(gaps: Array, gap_limit: Any, weights: Array) -> None:
     for i in range(len(gaps)):
-        weights[i] = weight_of(gaps[i], limit)
+        weights[i] = weight_of(gaps[i], gap_limit)
 
 
 @exact_jit
 def _count_part(
     task: int,
     gap_rows: GapArrays,
-    limit_R: Array,
+    gap_limit_R: Array,
     prefix_R: Array,
     shift: int,
     num_bits: int,
@@ -214,7 +216,7 @@ def _count_part(
     logits_V, block_max_X = logits_BV[rows_R[r]], block_max_BX[rows_R[r]]
     max_logit = max_R[r]
     temperature = temperature_R[r]
-    gap_limit = limit_R[r]
+    gap_limit = gap_limit_R[r]
     prefix = prefix_R[r]
     histogram_X = histogram_RSX[r, part]
     num_blocks = len(block_max_X)
@@ -239,15 +241,16 @@ def _count_part(
 @exact_entry_jit
 def gap_histogram(
     gap_rows: GapArrays,
-    limit_R: Array,
+    gap_limit_R: Array,
     prefix_R: Array,
     shift: int,
     num_bits: int,
     by_weight: bool,
     histogram_RSX: Array,
 ) -> None:
+    """Tokens, or their weights, by a digit of their gap: one histogram for each part of a row."""
     num_rows, num_parts, _ = histogram_RSX.shape
-    arguments = (gap_rows, limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX)
+    arguments = (gap_rows, gap_limit_R, prefix_R, shift, num_bits, by_weight, histogram_RSX)
     parallel_for(num_rows * num_parts, _count_part, arguments)
 
 

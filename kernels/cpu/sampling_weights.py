@@ -143,26 +143,27 @@ def row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Arra
 
 @inlined_jit
 def gap_of(logit: Any, max_logit: Any, temperature: Any) -> Any:
+    """How far a logit lies below the largest one, in units of the temperature."""
     return (max_logit - logit) / temperature
 
 
 @inlined_jit
-def weight_of(gap: Any, limit: Any) -> Any:
+def weight_of(gap: Any, gap_limit: Any) -> Any:
     """The one function from gap to weight; a NaN gap lies within no limit."""
     weight = np.int64(exp_nonpositive(-gap) * _WEIGHT_ONE)
-    return weight if gap <= limit else np.int64(0)
+    return weight if gap <= gap_limit else np.int64(0)
 
 
 @exact_jit
-def _sum_of_weights(logits: Array, max_logit: Any, temperature: Any, limit: Any) -> Any:
+def _sum_of_weights(logits: Array, max_logit: Any, temperature: Any, gap_limit: Any) -> Any:
     total = np.int64(0)
     for i in range(len(logits)):
-        total += weight_of(gap_of(widen(logits[i]), max_logit, temperature), limit)
+        total += weight_of(gap_of(widen(logits[i]), max_logit, temperature), gap_limit)
     return total
 
 
 @exact_jit
-def _weights_of_blocks(task: int, gap_rows: GapArrays, limit_R: Array, sums_RX: Array) -> None:
+def _weights_of_blocks(task: int, gap_rows: GapArrays, gap_limit_R: Array, sums_RX: Array) -> None:
     """The weight of each of `_BLOCKS_PER_TASK` blocks of one row; a block beyond the limit is not
     read.
     """
@@ -172,19 +173,19 @@ def _weights_of_blocks(task: int, gap_rows: GapArrays, limit_R: Array, sums_RX: 
     logits_V, block_max_X = logits_BV[row], block_max_BX[row]
     max_logit = max_R[r]
     temperature = temperature_R[r]
-    limit = min(limit_R[r], _WEIGHTLESS_GAP)
+    gap_limit = min(gap_limit_R[r], _WEIGHTLESS_GAP)
     for block in range(first_block, min(first_block + _BLOCKS_PER_TASK, len(sums_X))):
         sums_X[block] = 0
-        if gap_of(block_max_X[block], max_logit, temperature) <= limit:
+        if gap_of(block_max_X[block], max_logit, temperature) <= gap_limit:
             logits = logits_V[block * BLOCK_COLUMNS : (block + 1) * BLOCK_COLUMNS]
-            sums_X[block] = _sum_of_weights(logits, max_logit, temperature, limit)
+            sums_X[block] = _sum_of_weights(logits, max_logit, temperature, gap_limit)
 
 
 @exact_entry_jit
-def block_weights(gap_rows: GapArrays, limit_R: Array, sums_RX: Array, total_R: Array) -> None:
+def block_weights(gap_rows: GapArrays, gap_limit_R: Array, sums_RX: Array, total_R: Array) -> None:
     num_rows, num_blocks = sums_RX.shape
     parallel_for(
-        num_rows * _num_tasks(num_blocks), _weights_of_blocks, (gap_rows, limit_R, sums_RX)
+        num_rows * _num_tasks(num_blocks), _weights_of_blocks, (gap_rows, gap_limit_R, sums_RX)
     )
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()
@@ -192,7 +193,7 @@ def block_weights(gap_rows: GapArrays, limit_R: Array, sums_RX: Array, total_R: 
 
 @exact_entry_jit
 def pick_column(
-    gap_rows: GapArrays, limit_R: Array, sums_RX: Array, target_weight_R: Array, column_R: Array
+    gap_rows: GapArrays, gap_limit_R: Array, sums_RX: Array, target_weight_R: Array, column_R: Array
 ) -> None:
     logits_BV, _, rows_R, max_R, temperature_R = gap_rows
     for r in range(len(rows_R)):
@@ -208,7 +209,7 @@ def pick_column(
             block * BLOCK_COLUMNS, min((block + 1) * BLOCK_COLUMNS, logits_BV.shape[1])
         ):
             gap = gap_of(widen(logits_BV[rows_R[r], column]), max_R[r], temperature_R[r])
-            weight_left -= weight_of(gap, limit_R[r])
+            weight_left -= weight_of(gap, gap_limit_R[r])
             if weight_left < 0:
                 column_R[r] = column
                 break

@@ -89,17 +89,17 @@ class TritonGrouped(ReferenceGrouped):
         """Words [Y, W], int16 or int32, of whole blocks; scales with zero points, int32 [G, Y], of
         groups that `_packed_group_size` gives; no other zero points.
         """
-        num_groups, scale_YG = weight.scale_YG.shape[1], weight.scale_YG.to(torch.float32)
-        codes_per_word = 1 if weight.zeros_YG is None else CODES_PER_WORD
-        group_size = codes_per_word * weight.words_YW.shape[1] // num_groups
+        num_groups, scale_YG = weight.scale.shape[1], weight.scale.to(torch.float32)
+        codes_per_word = 1 if weight.zeros is None else CODES_PER_WORD
+        group_size = codes_per_word * weight.words.shape[1] // num_groups
         repeats = 1 if num_groups == 1 else group_size // _packed_group_size(group_size)
         scale_YG = scale_YG.view(torch.int32)
-        if weight.zeros_YG is not None:
-            scale_YG = scale_YG | weight.zeros_YG
+        if weight.zeros is not None:
+            scale_YG = scale_YG | weight.zeros
         return GroupedCodes(
-            words_YW=_pack_blocks(weight),
-            zeros_YG=None,
-            scale_YG=scale_YG.repeat_interleave(repeats, 1).T.contiguous(),
+            words=_pack_blocks(weight),
+            zeros=None,
+            scale=scale_YG.repeat_interleave(repeats, 1).T.contiguous(),
             num_rows=weight.num_rows,
         )
 
@@ -128,7 +128,7 @@ def _packed_group_size(group_size: int) -> int:
 
 def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
-    num_groups = len(weight.scale_YG)
+    num_groups = len(weight.scale)
     if num_groups == 1:
         num_blocks: int = triton.cdiv(size_in, _BLOCK_INPUTS)
         return num_blocks * _BLOCK_INPUTS
@@ -137,7 +137,7 @@ def _group_size(weight: GroupedCodes, size_in: int) -> int:
 
 def _pack_blocks(weight: GroupedCodes) -> Tensor:
     """The words [Y, W] of a weight that is not packed; the last block is filled with zeros."""
-    words_YW, is_e4m3 = weight.words_YW, weight.zeros_YG is None
+    words_YW, is_e4m3 = weight.words, weight.zeros is None
     size_in = words_YW.shape[1] * (1 if is_e4m3 else CODES_PER_WORD)
     num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     dtype, bits_per_code = (torch.int32, 8) if is_e4m3 else (torch.int16, 4)
@@ -176,7 +176,7 @@ def _multiply_in_registers(
     if num_parts > 1:
         sums_PTY = out_TY.new_empty(num_parts, num_rows, size_out, dtype=torch.float32)
     _multiply_codes[(triton.cdiv(num_rows, tile_config.rows) * num_panels * num_parts,)](
-        *(x_TX, weight.words_YW, weight.scale_YG),
+        *(x_TX, weight.words, weight.scale),
         bias_Y if num_parts == 1 else None,
         sums_PTY,
         *(num_rows, size_in, size_out, num_blocks, blocks_per_part),
@@ -219,7 +219,7 @@ def _multiply_widened(
         features = slice(first_feature, min(first_feature + tile_features, size_out))
         num_features = features.stop - first_feature
         _widen_codes[(triton.cdiv(num_features, _FEATURES_PER_WIDENING) * num_blocks,)](
-            *(weight.words_YW, weight.scale_YG, tile_YX),
+            *(weight.words, weight.scale, tile_YX),
             *(first_feature, num_features, size_in, size_out, num_blocks),
             GROUP_SIZE=min(group_size, _BLOCK_INPUTS),
             BLOCKS_PER_GROUP=max(1, group_size // _BLOCK_INPUTS),

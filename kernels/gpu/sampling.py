@@ -92,8 +92,8 @@ def unpack_value_and_id(packed: Tensor) -> tuple[Tensor, Tensor]:
     return values, ids
 
 
-def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
-    sums_RX = _sums_within_limit(gap_rows, limit_R, by_weight=True)
+def block_weights(gap_rows: GapRows, gap_limit_R: Tensor) -> tuple[Tensor, Tensor]:
+    sums_RX = _sums_within_gap_limit(gap_rows, gap_limit_R, by_weight=True)
     return sums_RX, sums_RX.sum(dim=1)
 
 
@@ -118,16 +118,18 @@ def target_weight(
 
 
 def pick_column(
-    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+    gap_rows: GapRows, gap_limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
 ) -> Tensor:
-    assert limit_R.is_contiguous() and sums_RX.is_contiguous() and target_weight_R.is_contiguous()
+    assert (
+        gap_limit_R.is_contiguous() and sums_RX.is_contiguous() and target_weight_R.is_contiguous()
+    )
     column_R = torch.empty_like(target_weight_R)
     _pick_column[(len(target_weight_R),)](
         gap_rows.logits_BV,
         gap_rows.rows_R,
         gap_rows.max_R,
         gap_rows.temperature_R,
-        limit_R,
+        gap_limit_R,
         sums_RX,
         target_weight_R,
         column_R,
@@ -170,56 +172,56 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     nearest_gaps_RK = functional.pad(
         nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
     )
-    limit_R = nearest_gaps_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    counts_RX = _sums_within_limit(gap_rows, limit_R, by_weight=False)
-    list_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_blocks_RX.device)
+    gap_limit_R = nearest_gaps_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
+    counts_RX = _sums_within_gap_limit(gap_rows, gap_limit_R, by_weight=False)
+    lists_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_blocks_RX.device)
     _make_list[(num_rows,)](
         nearest_gaps_RK,
         top_k_R,
         counts_RX,
-        list_RK,
+        lists_RK,
         max_top_k,
         num_blocks,
         PADDED_BLOCKS=_padded_size(num_blocks),
         PADDED_TOP_K=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
     )
-    return list_RK
+    return lists_RK
 
 
-def limits_from_lists(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
+def gap_limits_from_lists(
+    lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    num_ranks, num_rows, max_top_k = list_NRK.shape
-    list_RC = (
-        list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else list_NRK[0]
+    num_ranks, num_rows, max_top_k = lists_NRK.shape
+    lists_RC = (
+        lists_NRK.transpose(0, 1).flatten(1).sort(dim=1).values if num_ranks > 1 else lists_NRK[0]
     )
-    limit_R = torch.empty_like(min_p_limit_R)
-    kept_weight_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=limit_R.device)
-    _limits_from_lists[(num_rows,)](
-        list_NRK,
-        list_RC,
+    gap_limit_R = torch.empty_like(min_p_gap_limit_R)
+    kept_weight_NR = torch.empty(num_ranks, num_rows, dtype=torch.int64, device=gap_limit_R.device)
+    _gap_limits_from_lists[(num_rows,)](
+        lists_NRK,
+        lists_RC,
         top_k_R,
         top_p_R,
-        min_p_limit_R,
-        limit_R,
+        min_p_gap_limit_R,
+        gap_limit_R,
         kept_weight_NR,
         num_ranks,
         max_top_k,
         PADDED_ENTRIES=_padded_size(num_ranks * max_top_k),
         num_warps=8,
     )
-    return limit_R, kept_weight_NR
+    return gap_limit_R, kept_weight_NR
 
 
 def gap_histogram(
-    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows, gap_limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
-        num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=limit_R.device
+        num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=gap_limit_R.device
     )
     _gap_histogram[_grid(num_rows, num_blocks)](
         gap_rows.logits_BV,
@@ -227,7 +229,7 @@ def gap_histogram(
         gap_rows.rows_R,
         gap_rows.max_R,
         gap_rows.temperature_R,
-        limit_R,
+        gap_limit_R,
         prefix_R,
         histogram_RSX,
         gap_rows.logits_BV.shape[1],
@@ -251,18 +253,18 @@ def _padded_size(length: int) -> int:
     return max(_MIN_PADDED_SIZE, 1 << (length - 1).bit_length())
 
 
-def _sums_within_limit(gap_rows: GapRows, limit_R: Tensor, by_weight: bool) -> Tensor:
+def _sums_within_gap_limit(gap_rows: GapRows, gap_limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
     num_rows = len(gap_rows.rows_R)
     num_blocks = gap_rows.block_max_BX.shape[1]
-    sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=limit_R.device)
+    sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=gap_limit_R.device)
     _block_sums[_grid(num_rows, num_blocks)](
         gap_rows.logits_BV,
         gap_rows.block_max_BX,
         gap_rows.rows_R,
         gap_rows.max_R,
         gap_rows.temperature_R,
-        limit_R,
+        gap_limit_R,
         sums_RX,
         gap_rows.logits_BV.shape[1],
         BY_WEIGHT=by_weight,
@@ -288,14 +290,14 @@ def _gaps(logits, max_logit, temperature):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _weights(gaps, limit):  # type: ignore[no-untyped-def]
+def _weights(gaps, gap_limit):  # type: ignore[no-untyped-def]
     """The one function from gap to weight; a NaN gap lies within no limit.
 
     The exponential by Cody and Waite's reduction x = n log 2 + r, then the polynomial of the Cephes
     library's `expf` (Moshier 1989), within 2 units in the last place. The scale 2**(n + 40) is
     exact.
     """
-    is_within = (gaps <= limit) & (gaps <= _WEIGHTLESS_GAP)
+    is_within = (gaps <= gap_limit) & (gaps <= _WEIGHTLESS_GAP)
     x = tl.where(is_within, -gaps, 0.0)
     n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
     r = tl.fma(n, -_LN2_LOW, tl.fma(n, -_LN2_HIGH, x))
@@ -401,14 +403,14 @@ def _unpack_value_and_id(packed, values, ids, num_rows, ROWS: tl.constexpr):  # 
     tl.store(ids + rows, 0x7FFFFFFF - (packed_value & 0xFFFFFFFF), mask=mask)
 
 
-@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R"])
+@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "gap_limit_R"])
 def _block_sums(  # type: ignore[no-untyped-def]
     logits_BV,
     block_max_BX,
     rows_R,
     max_R,
     temperature_R,
-    limit_R,
+    gap_limit_R,
     sums_RX,
     num_columns,
     BY_WEIGHT: tl.constexpr,
@@ -418,7 +420,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
     row = tl.load(rows_R + r)
     max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
-    limit = tl.load(limit_R + r)
+    gap_limit = tl.load(gap_limit_R + r)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
@@ -426,7 +428,7 @@ def _block_sums(  # type: ignore[no-untyped-def]
             _block_gaps(
                 block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
             )
-            <= limit
+            <= gap_limit
         )
         sums_X = tl.zeros([TILE], tl.int64)
         if tl.max(is_near_X.to(tl.int32), 0) > 0:
@@ -438,7 +440,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
                 max_logit,
                 temperature,
             )
-            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else (gaps_XC <= limit).to(tl.int64)
+            amounts_XC = (
+                _weights(gaps_XC, gap_limit) if BY_WEIGHT else (gaps_XC <= gap_limit).to(tl.int64)
+            )
             sums_X = tl.sum(amounts_XC, 1)
         tl.store(sums_RX + r * num_blocks + blocks_X, sums_X, mask=blocks_X < num_blocks)
 
@@ -486,13 +490,15 @@ def _target_weight(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize=["rows_R", "max_R", "temperature_R", "limit_R", "target_weight_R"])
+@triton.jit(
+    do_not_specialize=["rows_R", "max_R", "temperature_R", "gap_limit_R", "target_weight_R"]
+)
 def _pick_column(  # type: ignore[no-untyped-def]
     logits_BV,
     rows_R,
     max_R,
     temperature_R,
-    limit_R,
+    gap_limit_R,
     sums_RX,
     target_weight_R,
     column_R,
@@ -514,7 +520,7 @@ def _pick_column(  # type: ignore[no-untyped-def]
     logits_C = tl.load(
         logits_BV + row * num_columns + columns_C, mask=columns_C < num_columns, other=-_INFINITY
     )
-    weights_C = _weights(_gaps(logits_C, max_logit, temperature), tl.load(limit_R + r))
+    weights_C = _weights(_gaps(logits_C, max_logit, temperature), tl.load(gap_limit_R + r))
     place_in_block = tl.sum((tl.cumsum(weights_C, 0) <= weight_left).to(tl.int32), 0)
     in_shard = (target_weight >= 0) & (target_weight < tl.sum(sums_X, 0))
     tl.store(
@@ -557,7 +563,7 @@ def _make_list(  # type: ignore[no-untyped-def]
     nearest_gaps_RK,
     top_k_R,
     counts_RX,
-    list_RK,
+    lists_RK,
     max_top_k,
     num_blocks,
     PADDED_BLOCKS: tl.constexpr,
@@ -573,16 +579,16 @@ def _make_list(  # type: ignore[no-untyped-def]
         nearest_gaps_RK + r * max_top_k + entries_K, mask=entries_K <= last_entry, other=_INFINITY
     )
     bits_K = gaps_K.to(tl.int32, bitcast=True)
-    num_within_limit = tl.sum(
+    num_within_gap_limit = tl.sum(
         tl.load(counts_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
     )
     counts_K = tl.where(
         bits_K < _INFINITY_BITS,
-        tl.where(entries_K == last_entry, num_within_limit - last_entry, 1),
+        tl.where(entries_K == last_entry, num_within_gap_limit - last_entry, 1),
         0,
     )
     tl.store(
-        list_RK + r * max_top_k + entries_K,
+        lists_RK + r * max_top_k + entries_K,
         (bits_K.to(tl.int64) << 32) + counts_K,
         mask=entries_K < max_top_k,
     )
@@ -594,8 +600,8 @@ def _entry_gaps(list_C):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _entry_weights(list_C, limit):  # type: ignore[no-untyped-def]
-    return _weights(_entry_gaps(list_C), limit) * list_C.to(tl.int32)
+def _entry_weights(list_C, gap_limit):  # type: ignore[no-untyped-def]
+    return _weights(_entry_gaps(list_C), gap_limit) * list_C.to(tl.int32)
 
 
 @triton.jit
@@ -613,22 +619,22 @@ def _top_p_target(weight, top_p):  # type: ignore[no-untyped-def]
 
 @triton.jit(
     do_not_specialize=[
-        "list_NRK",
-        "list_RC",
+        "lists_NRK",
+        "lists_RC",
         "top_k_R",
         "top_p_R",
-        "min_p_limit_R",
+        "min_p_gap_limit_R",
         "num_ranks",
         "max_top_k",
     ]
 )
-def _limits_from_lists(  # type: ignore[no-untyped-def]
-    list_NRK,
-    list_RC,
+def _gap_limits_from_lists(  # type: ignore[no-untyped-def]
+    lists_NRK,
+    lists_RC,
     top_k_R,
     top_p_R,
-    min_p_limit_R,
-    limit_R,
+    min_p_gap_limit_R,
+    gap_limit_R,
     kept_weight_NR,
     num_ranks,
     max_top_k,
@@ -639,23 +645,23 @@ def _limits_from_lists(  # type: ignore[no-untyped-def]
     entries_C = tl.arange(0, PADDED_ENTRIES)
     num_entries = num_ranks * max_top_k
     list_C = tl.load(
-        list_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_EMPTY_ENTRY
+        lists_RC + r * num_entries + entries_C, mask=entries_C < num_entries, other=_EMPTY_ENTRY
     )
     gaps_C = _entry_gaps(list_C)
-    limit = _gap_at_target(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
-    weights_C = _entry_weights(list_C, limit)
-    top_p_limit = _gap_at_target(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
-    limit = tl.minimum(limit, tl.where(top_p < _TOP_P_ONE, top_p_limit, _INFINITY))
-    limit = tl.minimum(limit, tl.load(min_p_limit_R + r))
-    tl.store(limit_R + r, limit)
+    gap_limit = _gap_at_target(gaps_C, list_C.to(tl.int32), tl.load(top_k_R + r))
+    weights_C = _entry_weights(list_C, gap_limit)
+    top_p_gap_limit = _gap_at_target(gaps_C, weights_C, _top_p_target(tl.sum(weights_C, 0), top_p))
+    gap_limit = tl.minimum(gap_limit, tl.where(top_p < _TOP_P_ONE, top_p_gap_limit, _INFINITY))
+    gap_limit = tl.minimum(gap_limit, tl.load(min_p_gap_limit_R + r))
+    tl.store(gap_limit_R + r, gap_limit)
     for rank in range(num_ranks):
         rank_row = rank * num_rows + r
         list_C = tl.load(
-            list_NRK + rank_row * max_top_k + entries_C,
+            lists_NRK + rank_row * max_top_k + entries_C,
             mask=entries_C < max_top_k,
             other=_EMPTY_ENTRY,
         )
-        tl.store(kept_weight_NR + rank_row, tl.sum(_entry_weights(list_C, limit), 0))
+        tl.store(kept_weight_NR + rank_row, tl.sum(_entry_weights(list_C, gap_limit), 0))
 
 
 @triton.jit(
@@ -663,7 +669,7 @@ def _limits_from_lists(  # type: ignore[no-untyped-def]
         "rows_R",
         "max_R",
         "temperature_R",
-        "limit_R",
+        "gap_limit_R",
         "prefix_R",
         "shift",
         "num_bits",
@@ -676,7 +682,7 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     rows_R,
     max_R,
     temperature_R,
-    limit_R,
+    gap_limit_R,
     prefix_R,
     histogram_RSX,
     num_columns,
@@ -690,7 +696,7 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     row = tl.load(rows_R + r)
     max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
-    limit, prefix = tl.load(limit_R + r), tl.load(prefix_R + r)
+    gap_limit, prefix = tl.load(gap_limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
     num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
@@ -699,7 +705,7 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
             block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
         )
         gap_prefixes_X = nearest_gap_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
-        is_near_X = (nearest_gap_X <= limit) & (gap_prefixes_X <= prefix)
+        is_near_X = (nearest_gap_X <= gap_limit) & (gap_prefixes_X <= prefix)
         if tl.max(is_near_X.to(tl.int32), 0) > 0:
             gaps_XC = _tile_gaps(
                 logits_BV + row * num_columns,
@@ -710,8 +716,8 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
                 temperature,
             )
             gap_prefixes_XC = gaps_XC.to(tl.int32, bitcast=True) >> shift
-            is_counted_XC = (gaps_XC <= limit) & ((gap_prefixes_XC >> num_bits) == prefix)
-            amounts_XC = _weights(gaps_XC, limit) if BY_WEIGHT else is_counted_XC.to(tl.int64)
+            is_counted_XC = (gaps_XC <= gap_limit) & ((gap_prefixes_XC >> num_bits) == prefix)
+            amounts_XC = _weights(gaps_XC, gap_limit) if BY_WEIGHT else is_counted_XC.to(tl.int64)
             digits_XC = gap_prefixes_XC & ((1 << num_bits) - 1)
             is_counted_XC = is_counted_XC & (amounts_XC > 0)
             tl.atomic_add(histogram_X + digits_XC, amounts_XC, mask=is_counted_XC, sem="relaxed")

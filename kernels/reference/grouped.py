@@ -74,16 +74,16 @@ def dequantize(weight: GroupedCodes) -> Tensor:
     """The values, [Y, X], of a weight that is not packed: those of 4-bit codes exactly, others
     rounded to float32.
     """
-    group_shape = weight.scale_YG.shape[1], -1
-    if weight.zeros_YG is None:
-        is_int8 = weight.words_YW.dtype is torch.int8
-        numbers_YX = weight.words_YW if is_int8 else from_fp8(weight.words_YW)
+    group_shape = weight.scale.shape[1], -1
+    if weight.zeros is None:
+        is_int8 = weight.words.dtype is torch.int8
+        numbers_YX = weight.words if is_int8 else from_fp8(weight.words)
         unscaled_YGX = numbers_YX.unflatten(1, group_shape)
     else:
-        shifts = int4_device_shifts(weight.words_YW.device)
-        codes_YX = ((weight.words_YW.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
-        unscaled_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros_YG.unsqueeze(2)
-    scale_YG1 = weight.scale_YG.to(torch.float32).unsqueeze(2)
+        shifts = int4_device_shifts(weight.words.device)
+        codes_YX = ((weight.words.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
+        unscaled_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros.unsqueeze(2)
+    scale_YG1 = weight.scale.to(torch.float32).unsqueeze(2)
     values_YGX: Tensor = unscaled_YGX.to(torch.float32) * scale_YG1
     return values_YGX.flatten(1)
 

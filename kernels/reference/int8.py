@@ -49,8 +49,8 @@ class ReferenceInt8(ReferenceGrouped):
     def linear(self, x_TX: Tensor, weight: GroupedCodes, bias_Y: Tensor | None, /) -> Tensor:
         """[T, Y] in the dtype of x. Sums in float64, which are exact below 2**53."""
         codes_TX, scale_T = quantize_rows(x_TX)
-        sums_TY = codes_TX.to(torch.float64) @ weight.words_YW.to(torch.float64).T
-        out_TY = sums_TY.to(torch.float32) * weight.scale_YG.squeeze(1) * scale_T.unsqueeze(1)
+        sums_TY = codes_TX.to(torch.float64) @ weight.words.to(torch.float64).T
+        out_TY = sums_TY.to(torch.float32) * weight.scale.squeeze(1) * scale_T.unsqueeze(1)
         if bias_Y is not None:
             out_TY = out_TY + bias_Y.to(torch.float32)
         return out_TY.to(x_TX.dtype)

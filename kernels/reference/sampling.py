@@ -139,21 +139,23 @@ def token_gaps(logits_RV: Tensor, max_R: Tensor, temperature_R: Tensor) -> Tenso
     return (max_R[:, None] - logits_RV).div_(temperature_R[:, None])
 
 
-def token_weights(gaps_RC: Tensor, limit_R: Tensor | None = None) -> Tensor:
+def token_weights(gaps_RC: Tensor, gap_limit_R: Tensor | None = None) -> Tensor:
     """floor(exp(-gap) * 2**40), int64, and 0 beyond the limit. The exponential is float32, the
     scaling exact.
     """
     weights_RC = gaps_RC.neg().exp_().mul_(float(WEIGHT_ONE)).to(torch.int64)
     return (
-        weights_RC if limit_R is None else torch.where(gaps_RC <= limit_R[:, None], weights_RC, 0)
+        weights_RC
+        if gap_limit_R is None
+        else torch.where(gaps_RC <= gap_limit_R[:, None], weights_RC, 0)
     )
 
 
-def block_weights(gap_rows: GapRows, limit_R: Tensor) -> tuple[Tensor, Tensor]:
+def block_weights(gap_rows: GapRows, gap_limit_R: Tensor) -> tuple[Tensor, Tensor]:
     """Weights within the limit (float32, inclusive): (sums by block [R, X], sums by row [R]),
     int64.
     """
-    sums_RX = _blocks(token_weights(_all_gaps(gap_rows), limit_R), 0).sum(dim=2)
+    sums_RX = _blocks(token_weights(_all_gaps(gap_rows), gap_limit_R), 0).sum(dim=2)
     return sums_RX, sums_RX.sum(dim=1)
 
 
@@ -182,47 +184,49 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
         nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
     )
     last_entry_R1 = top_k_R[:, None] - 1
-    limit_R1 = nearest_gaps_RK.gather(1, last_entry_R1)
+    gap_limit_R1 = nearest_gaps_RK.gather(1, last_entry_R1)
     is_listed_RK = torch.arange(max_top_k, device=nearest_gaps_RK.device) <= last_entry_R1
     nearest_gaps_RK = torch.where(is_listed_RK, nearest_gaps_RK, torch.inf)
-    num_ties_R1 = (gaps_RV == limit_R1).sum(1, keepdim=True) - (nearest_gaps_RK == limit_R1).sum(
-        1, keepdim=True
-    )
+    num_ties_R1 = (gaps_RV == gap_limit_R1).sum(1, keepdim=True) - (
+        nearest_gaps_RK == gap_limit_R1
+    ).sum(1, keepdim=True)
     counts_RK = nearest_gaps_RK.isfinite().to(torch.int64)
-    counts_RK.scatter_add_(1, last_entry_R1, torch.where(limit_R1.isfinite(), num_ties_R1, 0))
+    counts_RK.scatter_add_(1, last_entry_R1, torch.where(gap_limit_R1.isfinite(), num_ties_R1, 0))
     return (nearest_gaps_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
 
 
-def limits_from_lists(
-    list_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_limit_R: Tensor
+def gap_limits_from_lists(
+    lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank keeps,
-    int64 [N, R]).
+    """(gap limit float32 [R] of top-k, then top-p, then min-p over all ranks; weight each rank
+    keeps, int64 [N, R]).
 
-    `list_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
+    `lists_NRK`: `list_nearest` of every rank. No rank keeps a token beyond its own k nearest and
     their ties, so the lists contain everything needed. `top_p_R` int64 in units of 2**-30;
-    `min_p_limit_R` float32, infinite for none.
+    `min_p_gap_limit_R` float32, infinite for none.
     """
     gaps_RC, counts_RC = _entry_gaps_and_counts(
-        list_NRK.transpose(0, 1).flatten(1).sort(dim=1).values
+        lists_NRK.transpose(0, 1).flatten(1).sort(dim=1).values
     )
-    top_k_limit_R = _gap_at_target(gaps_RC, counts_RC, top_k_R)
-    weights_RC = token_weights(gaps_RC, top_k_limit_R) * counts_RC
-    top_p_limit_R = _gap_at_target(
+    top_k_gap_limit_R = _gap_at_target(gaps_RC, counts_RC, top_k_R)
+    weights_RC = token_weights(gaps_RC, top_k_gap_limit_R) * counts_RC
+    top_p_gap_limit_R = _gap_at_target(
         gaps_RC, weights_RC, top_p_target(weights_RC.sum(dim=1), top_p_R)
     )
-    top_p_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_limit_R, torch.inf)
-    limit_R = torch.minimum(torch.minimum(top_k_limit_R, top_p_limit_R), min_p_limit_R)
+    top_p_gap_limit_R = torch.where(top_p_R < TOP_P_ONE, top_p_gap_limit_R, torch.inf)
+    gap_limit_R = torch.minimum(
+        torch.minimum(top_k_gap_limit_R, top_p_gap_limit_R), min_p_gap_limit_R
+    )
     kept_weights = [
-        token_weights(gaps_RK, limit_R) * counts_RK
-        for gaps_RK, counts_RK in map(_entry_gaps_and_counts, list_NRK)
+        token_weights(gaps_RK, gap_limit_R) * counts_RK
+        for gaps_RK, counts_RK in map(_entry_gaps_and_counts, lists_NRK)
     ]
-    return limit_R, torch.stack(kept_weights).sum(dim=2)
+    return gap_limit_R, torch.stack(kept_weights).sum(dim=2)
 
 
-def _entry_gaps_and_counts(list_RC: Tensor) -> tuple[Tensor, Tensor]:
+def _entry_gaps_and_counts(lists_RC: Tensor) -> tuple[Tensor, Tensor]:
     """(gaps, counts) of entries of `list_nearest`."""
-    return (list_RC >> 32).to(torch.int32).view(torch.float32), list_RC & _LOW_32_BITS
+    return (lists_RC >> 32).to(torch.int32).view(torch.float32), lists_RC & _LOW_32_BITS
 
 
 def _gap_at_target(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Tensor:
@@ -235,16 +239,16 @@ def _gap_at_target(gaps_RC: Tensor, amounts_RC: Tensor, target_R: Tensor) -> Ten
 
 
 def gap_histogram(
-    gap_rows: GapRows, limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
+    gap_rows: GapRows, gap_limit_R: Tensor, prefix_R: Tensor, radix_pass: int, by_weight: bool
 ) -> Tensor:
     """Tokens, or their weights, by the digit of this pass, int64 [R, X]: of the gaps up to
-    `limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
+    `gap_limit_R` (float32) that start with the digits found so far, `prefix_R` int32, 0 in pass 0.
     """
     shift, num_bits = RADIX_PASSES[radix_pass]
     gaps_RV = _all_gaps(gap_rows)
     gap_prefixes_RV = gaps_RV.view(torch.int32) >> shift
     digits_RV = (gap_prefixes_RV & ((1 << num_bits) - 1)).to(torch.int64)
-    is_counted_RV = (gaps_RV <= limit_R[:, None]) & (
+    is_counted_RV = (gaps_RV <= gap_limit_R[:, None]) & (
         (gap_prefixes_RV >> num_bits) == prefix_R[:, None]
     )
     amounts_RV = (
@@ -304,7 +308,7 @@ def uniform_below(bits_R: Tensor, total_R: Tensor) -> Tensor:
 
 
 def pick_column(
-    gap_rows: GapRows, limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
+    gap_rows: GapRows, gap_limit_R: Tensor, sums_RX: Tensor, target_weight_R: Tensor
 ) -> Tensor:
     """The column where the running sum of the weights within the limit first exceeds
     `target_weight_R`, int64 [R]; -1 where that weight is not in this shard: below 0, or not below
@@ -312,7 +316,7 @@ def pick_column(
 
     `sums_RX`: from `block_weights`, for backends that look into one block alone.
     """
-    running_sum_RV = token_weights(_all_gaps(gap_rows), limit_R).cumsum(dim=1)
+    running_sum_RV = token_weights(_all_gaps(gap_rows), gap_limit_R).cumsum(dim=1)
     column_R = (running_sum_RV <= target_weight_R[:, None]).sum(dim=1)
     in_shard_R = (target_weight_R >= 0) & (column_R < running_sum_RV.shape[1])
     return torch.where(in_shard_R, column_R, -1)

@@ -112,6 +112,7 @@ def test_a_scaling_added_by_its_old_key_holds_beside_the_new_one() -> None:
     assert (added.rope_type, added.factor, added.theta) == ("linear", 2.0, 5000.0)
     both_old = {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 700.0}
     theirs = Qwen3Config.from_dict(without() | both_old).rope_parameters
+    assert isinstance(theirs, dict)
     assert read(**both_old).rope.theta == theirs["rope_theta"] == 700.0
 
 

@@ -28,7 +28,7 @@ from kernels.select import select_backend
 
 torch.manual_seed(0)
 codes, zeros, scale = quantize_groups(torch.randn(192, 256), 64)
-weight = GroupedCodes(words_YW=pack_codes(codes), zeros_YG=zeros, scale_YG=scale, num_rows=192)
+weight = GroupedCodes(words=pack_codes(codes), zeros=zeros, scale=scale, num_rows=192)
 int4 = select_backend("cpu", "cpu").quantized["int4"]
 print(int4.linear(torch.randn(1, 256), int4.pack_weight(weight), None).tolist())
 """

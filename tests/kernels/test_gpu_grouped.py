@@ -44,9 +44,9 @@ def drawn(size_out: int, size_in: int, group_size: int, dtype: torch.dtype) -> G
     codes = torch.randint(0, 254 if is_e4m3 else 16, (size_out, size_in), generator=draws)
     zeros_YG = torch.randint(0, 16, (size_out, groups), generator=draws).to(torch.uint8)
     return GroupedCodes(
-        words_YW=(E4M3_CODES[codes] if is_e4m3 else pack_codes(codes)).to(DEVICE),
-        zeros_YG=None if is_e4m3 else zeros_YG.to(DEVICE),
-        scale_YG=(torch.rand(size_out, groups, generator=draws) + 0.5).to(DEVICE, dtype),
+        words=(E4M3_CODES[codes] if is_e4m3 else pack_codes(codes)).to(DEVICE),
+        zeros=None if is_e4m3 else zeros_YG.to(DEVICE),
+        scale=(torch.rand(size_out, groups, generator=draws) + 0.5).to(DEVICE, dtype),
         num_rows=size_out,
     )
 
@@ -85,7 +85,7 @@ def test_scales_may_be_bfloat16_and_a_bias_missing(num_rows: int) -> None:
 def test_products_of_codes_are_exact_where_sums_are(num_rows: int) -> None:
     """Whole numbers: each code, less each zero point, times each input comes out as it should."""
     weight = drawn(40, 256, 64, torch.bfloat16)
-    weight.scale_YG.fill_(1)
+    weight.scale.fill_(1)
     x = torch.randint(-2, 3, (num_rows, 256), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     expected = x.double() @ dequantize(weight).double().T
     assert expected.abs().max() < 2048
@@ -139,17 +139,17 @@ def test_nothing_waits_for_the_device(num_rows: int, form: str) -> None:
 def test_every_e4m3_number_is_widened_exactly(num_rows: int, dtype: torch.dtype) -> None:
     """At each place of a word."""
     weight = GroupedCodes(
-        words_YW=torch.stack([E4M3_CODES.roll(place) for place in range(4)], 1)
+        words=torch.stack([E4M3_CODES.roll(place) for place in range(4)], 1)
         .repeat_interleave(32, 1)
         .to(DEVICE),
-        zeros_YG=None,
-        scale_YG=torch.ones(len(E4M3_CODES), 1, device=DEVICE),
+        zeros=None,
+        scale=torch.ones(len(E4M3_CODES), 1, device=DEVICE),
         num_rows=len(E4M3_CODES),
     )
     for place in range(0, 128, 32):
         x = torch.zeros(num_rows, 128, dtype=dtype, device=DEVICE)
         x[:, place] = 1
-        numbers = weight.words_YW[:, place].view(torch.float8_e4m3fn)
+        numbers = weight.words[:, place].view(torch.float8_e4m3fn)
         assert torch.equal(product(x, weight), numbers.to(dtype).expand(num_rows, -1))
 
 
@@ -158,12 +158,10 @@ def test_scales_of_e4m3_numbers_keep_every_bit(num_rows: int) -> None:
     """Only those of 4-bit codes share their word with zero points."""
     one = torch.ones(40, 128).to(torch.float8_e4m3fn).view(torch.uint8)
     scale = torch.rand(40, 1, generator=torch.Generator().manual_seed(0)) + 0.5
-    weight = GroupedCodes(
-        words_YW=one.to(DEVICE), zeros_YG=None, scale_YG=scale.to(DEVICE), num_rows=40
-    )
+    weight = GroupedCodes(words=one.to(DEVICE), zeros=None, scale=scale.to(DEVICE), num_rows=40)
     x = torch.zeros(num_rows, 128, device=DEVICE)
     x[:, 70] = 1
-    assert torch.equal(product(x, weight), weight.scale_YG.T.expand(num_rows, -1))
+    assert torch.equal(product(x, weight), weight.scale.T.expand(num_rows, -1))
 
 
 @pytest.mark.parametrize(

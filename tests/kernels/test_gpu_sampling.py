@@ -21,7 +21,7 @@ from kernels.interface import GapRows, SamplingKernels
 from kernels.reference import sampling as reference
 from kernels.reference.sampling import BLOCK_COLUMNS, TOP_P_ONE
 from tests.kernels.gpu_device import DEVICE
-from tests.kernels.test_sampling_backends import KINDS, assert_same_best, limits_of, make_logits
+from tests.kernels.test_sampling_backends import KINDS, assert_same_best, gap_limits_of, make_logits
 from tests.kernels.test_sampling_backends import make_rows as make_cpu_rows
 
 # The interpreter uses numpy, which warns about float arithmetic that the kernels rely on.
@@ -83,22 +83,24 @@ def test_how_rows_are_chosen_and_spread_changes_no_weight_and_no_count(
     monkeypatch.setattr(GPU, "_NUM_HISTOGRAMS", min(num_programs, 2))
     gaps = with_rows(make_rows("masked", 3001, torch.float32), rows)
     assert_same_best(GPU.row_best(gaps.logits_BV), reference.row_best(gaps.logits_BV))
-    limit, prefix = limits_of(gaps, 3.0, -1.0, 9.5).to(DEVICE), gaps.rows_R.int() * 0
+    gap_limit, prefix = gap_limits_of(gaps, 3.0, -1.0, 9.5).to(DEVICE), gaps.rows_R.int() * 0
     for got, want in zip(
-        GPU.block_weights(gaps, limit), reference.block_weights(gaps, limit), strict=True
+        GPU.block_weights(gaps, gap_limit), reference.block_weights(gaps, gap_limit), strict=True
     ):
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=3001)
-    counts = reference.gap_histogram(gaps, limit, prefix, 0, False)
-    assert counts.sum() and torch.equal(GPU.gap_histogram(gaps, limit, prefix, 0, False), counts)
+    counts = reference.gap_histogram(gaps, gap_limit, prefix, 0, False)
+    assert counts.sum() and torch.equal(
+        GPU.gap_histogram(gaps, gap_limit, prefix, 0, False), counts
+    )
 
 
 def test_blocks_whose_best_token_lies_beyond_the_limit_are_not_read() -> None:
     gaps = with_rows(make_rows("equal", 3 * BLOCK_COLUMNS, torch.float32), [0])
     gaps.block_max_BX[:, 1] = -50.0  # larger than any block of such tokens could have
-    limit, prefix = torch.full_like(gaps.max_R, 9.5), gaps.rows_R.int() * 0
-    sums, _ = GPU.block_weights(gaps, limit)
+    gap_limit, prefix = torch.full_like(gaps.max_R, 9.5), gaps.rows_R.int() * 0
+    sums, _ = GPU.block_weights(gaps, gap_limit)
     assert (sums > 0).tolist() == [[True, False, True]]
-    assert int(GPU.gap_histogram(gaps, limit, prefix, 0, False).sum()) == 2 * BLOCK_COLUMNS
+    assert int(GPU.gap_histogram(gaps, gap_limit, prefix, 0, False).sum()) == 2 * BLOCK_COLUMNS
 
 
 # Lists of the nearest tokens
@@ -148,14 +150,16 @@ def test_limits_of_lists_are_the_reference_s_and_each_rank_keeps_what_it_weighs(
     top_k = torch.tensor([20, 1, 256, 40, 5], device=DEVICE)
     shares = [round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 1, TOP_P_ONE]
     top_p = torch.tensor(shares, device=DEVICE)
-    min_p_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0], device=DEVICE)
+    min_p_gap_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0], device=DEVICE)
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
     shards = [
         dataclasses.replace(rows, logits_BV=part, block_max_BX=reference.row_best(part)[2])
         for part in parts
     ]
     lists = torch.stack([reference.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = GPU.limits_from_lists(lists, top_k, top_p, min_p_limit)
-    assert torch.equal(limit, reference.limits_from_lists(lists, top_k, top_p, min_p_limit)[0])
+    gap_limit, kept = GPU.gap_limits_from_lists(lists, top_k, top_p, min_p_gap_limit)
+    assert torch.equal(
+        gap_limit, reference.gap_limits_from_lists(lists, top_k, top_p, min_p_gap_limit)[0]
+    )
     for rank, shard in enumerate(shards):
-        assert torch.equal(kept[rank], GPU.block_weights(shard, limit)[1])
+        assert torch.equal(kept[rank], GPU.block_weights(shard, gap_limit)[1])

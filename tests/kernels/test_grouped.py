@@ -40,24 +40,24 @@ def drawn(rows: int, inputs: int, group_size: int, kind: tuple[str, torch.dtype]
     is_e4m3 = form == "fp8"
     codes = torch.randint(0, len(E4M3_CODES) if is_e4m3 else 16, (rows, inputs))
     return GroupedCodes(
-        words_YW=E4M3_CODES[codes] if is_e4m3 else pack_codes(codes),
-        zeros_YG=None if is_e4m3 else torch.randint(0, 16, (rows, groups)).to(torch.uint8),
-        scale_YG=(torch.rand(rows, groups) + 0.5).to(scale_dtype),
+        words=E4M3_CODES[codes] if is_e4m3 else pack_codes(codes),
+        zeros=None if is_e4m3 else torch.randint(0, 16, (rows, groups)).to(torch.uint8),
+        scale=(torch.rand(rows, groups) + 0.5).to(scale_dtype),
         num_rows=rows,
     )
 
 
 def product(x: Tensor, weight: GroupedCodes, bias: Tensor | None) -> Tensor:
-    cpu = CPU["fp8" if weight.zeros_YG is None else "int4"]
+    cpu = CPU["fp8" if weight.zeros is None else "int4"]
     return cpu.linear(x, cpu.pack_weight(weight), bias)
 
 
 def test_codes_of_words_are_those_that_were_packed() -> None:
     codes = torch.randint(0, 16, (5, 24))
     weight = GroupedCodes(
-        words_YW=pack_codes(codes),
-        zeros_YG=torch.zeros(5, 1, dtype=torch.uint8),
-        scale_YG=torch.ones(5, 1, dtype=torch.float16),
+        words=pack_codes(codes),
+        zeros=torch.zeros(5, 1, dtype=torch.uint8),
+        scale=torch.ones(5, 1, dtype=torch.float16),
         num_rows=5,
     )
     assert torch.equal(dequantize(weight), codes.float())
@@ -95,7 +95,7 @@ def test_a_row_has_the_same_bits_in_any_batch(kind: str, dtype: torch.dtype) -> 
 def test_products_of_codes_are_exact_where_sums_are() -> None:
     """Whole numbers: each code times each zero point and each input comes out as it should."""
     weight = drawn(128, 256, 64, KINDS["int4_bfloat16"])
-    weight.scale_YG.fill_(1)
+    weight.scale.fill_(1)
     x = torch.randint(-4, 5, (3, 256)).float()
     expected = x.double() @ dequantize(weight).double().T
     for dtype in (torch.float32, torch.bfloat16):
@@ -107,15 +107,15 @@ def test_products_of_codes_are_exact_where_sums_are() -> None:
 def test_every_e4m3_number_is_widened_exactly(dtype: torch.dtype, num_rows: int) -> None:
     """The largest, the smallest, subnormal ones and both zeros, at each place of a word."""
     weight = GroupedCodes(
-        words_YW=torch.stack([E4M3_CODES.roll(shift) for shift in range(4)], 1).repeat(1, 2),
-        zeros_YG=None,
-        scale_YG=torch.ones(len(E4M3_CODES), 2),
+        words=torch.stack([E4M3_CODES.roll(shift) for shift in range(4)], 1).repeat(1, 2),
+        zeros=None,
+        scale=torch.ones(len(E4M3_CODES), 2),
         num_rows=len(E4M3_CODES),
     )
     for place in range(8):
         x = torch.zeros(num_rows, 8, dtype=dtype)
         x[:, place] = 1
-        numbers = weight.words_YW[:, place].view(torch.float8_e4m3fn)
+        numbers = weight.words[:, place].view(torch.float8_e4m3fn)
         expected = numbers.to(dtype).expand(num_rows, -1)
         assert torch.equal(product(x, weight, None), expected)
 

@@ -28,9 +28,7 @@ def weight_of(size_out: int, size_in: int) -> GroupedCodes:
 
 
 def codes_of(codes_YX: Tensor, scale_Y: Tensor) -> GroupedCodes:
-    return GroupedCodes(
-        words_YW=codes_YX, zeros_YG=None, scale_YG=scale_Y[:, None], num_rows=len(scale_Y)
-    )
+    return GroupedCodes(words=codes_YX, zeros=None, scale=scale_Y[:, None], num_rows=len(scale_Y))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -83,8 +81,8 @@ def test_extreme_codes_do_not_saturate() -> None:
 def test_another_layout_is_left_to_onednn() -> None:
     """A later oneDNN, or one for another processor, may pack differently."""
     weight = weight_of(128, 64)
-    other = torch.ops.onednn.qlinear_prepack(weight.words_YW.flip(0).contiguous(), None)
-    assert packed_address(weight.words_YW, other) is None
+    other = torch.ops.onednn.qlinear_prepack(weight.words.flip(0).contiguous(), None)
+    assert packed_address(weight.words, other) is None
 
 
 def test_codes_of_a_part_with_the_largest_of_the_whole() -> None:

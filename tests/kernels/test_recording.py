@@ -45,16 +45,14 @@ def product_of(form: str, values: Tensor) -> Callable[[Tensor], Tensor]:
     if form == "int4":
         codes, zeros, scale = quantize_groups(values, 32)
         weight = GroupedCodes(
-            words_YW=pack_codes(codes), zeros_YG=zeros, scale_YG=scale, num_rows=len(values)
+            words=pack_codes(codes), zeros=zeros, scale=scale, num_rows=len(values)
         )
     elif form == "fp8":
         codes, scale = quantize_blocks(values, 32)
-        weight = GroupedCodes(words_YW=codes, zeros_YG=None, scale_YG=scale, num_rows=len(values))
+        weight = GroupedCodes(words=codes, zeros=None, scale=scale, num_rows=len(values))
     elif form == "int8":
         codes, scale = quantize_rows(values)
-        weight = GroupedCodes(
-            words_YW=codes, zeros_YG=None, scale_YG=scale[:, None], num_rows=len(values)
-        )
+        weight = GroupedCodes(words=codes, zeros=None, scale=scale[:, None], num_rows=len(values))
     else:
         weight = values.to(BFLOAT16)
     packed = kernels.pack_weight(weight)

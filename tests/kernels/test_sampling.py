@@ -141,7 +141,7 @@ def rows_of(gaps: torch.Tensor) -> GapRows:
     )
 
 
-def limit_by_descent(gaps: torch.Tensor, wanted: torch.Tensor, by_weight: bool) -> torch.Tensor:
+def gap_limit_by_descent(gaps: torch.Tensor, wanted: torch.Tensor, by_weight: bool) -> torch.Tensor:
     prefix = torch.zeros(len(gaps), dtype=torch.int32)
     within = torch.full((len(gaps),), torch.inf)
     for radix_pass, (_, num_bits) in enumerate(kernels.RADIX_PASSES):
@@ -161,7 +161,7 @@ def test_descent_finds_the_kth_smallest_gap_exactly(rounded: bool) -> None:
     want = torch.stack(
         [row.sort().values[k - 1] for row, k in zip(gaps, top_k.tolist(), strict=True)]
     )
-    assert torch.equal(limit_by_descent(gaps, top_k, by_weight=False), want)
+    assert torch.equal(gap_limit_by_descent(gaps, top_k, by_weight=False), want)
 
 
 def test_descent_finds_the_weighted_quantile_exactly() -> None:
@@ -173,7 +173,7 @@ def test_descent_finds_the_weighted_quantile_exactly() -> None:
         gaps.tolist(),
         weights.tolist(),
         targets,
-        limit_by_descent(gaps, torch.tensor(targets), by_weight=True),
+        gap_limit_by_descent(gaps, torch.tensor(targets), by_weight=True),
         strict=True,
     ):
         within = {

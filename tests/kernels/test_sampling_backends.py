@@ -80,7 +80,7 @@ def make_rows(logits: torch.Tensor, kernels: SamplingKernels = reference) -> Gap
     )
 
 
-def limits_of(gap_rows: GapRows, *values: float) -> torch.Tensor:
+def gap_limits_of(gap_rows: GapRows, *values: float) -> torch.Tensor:
     return torch.tensor(values).repeat(len(gap_rows.rows_R) // len(values) + 1)[
         : len(gap_rows.rows_R)
     ]
@@ -92,7 +92,9 @@ def gaps_of(gap_rows: GapRows) -> torch.Tensor:
     return (gap_rows.max_R[:, None] - logits) / gap_rows.temperature_R[:, None]
 
 
-def weights_alone(kernels: SamplingKernels, gap_rows: GapRows, limit: torch.Tensor) -> torch.Tensor:
+def weights_alone(
+    kernels: SamplingKernels, gap_rows: GapRows, gap_limit: torch.Tensor
+) -> torch.Tensor:
     """Each token's weight as the kernel computes it if the token is the only one, int64 [R,
     V].
     """
@@ -108,7 +110,7 @@ def weights_alone(kernels: SamplingKernels, gap_rows: GapRows, limit: torch.Tens
             max_R=gap_rows.max_R[r].expand(len(tokens)).contiguous(),
             temperature_R=gap_rows.temperature_R[r].expand(len(tokens)).contiguous(),
         )
-        weights.append(kernels.block_weights(one, limit[r].expand(len(tokens)).contiguous())[1])
+        weights.append(kernels.block_weights(one, gap_limit[r].expand(len(tokens)).contiguous())[1])
     return torch.stack(weights)
 
 
@@ -171,11 +173,14 @@ def test_sums_are_those_of_each_token_alone(
     kernels: SamplingKernels, num_columns: int, kind: str, dtype: torch.dtype
 ) -> None:
     rows = make_rows(make_logits(kind, num_columns, dtype))
-    for limit in (limits_of(rows, torch.inf), limits_of(rows, 3.0, 0.0, 9.5, -1.0, 50.0)):
-        weights = weights_alone(kernels, rows, limit)
+    for gap_limit in (
+        gap_limits_of(rows, torch.inf),
+        gap_limits_of(rows, 3.0, 0.0, 9.5, -1.0, 50.0),
+    ):
+        weights = weights_alone(kernels, rows, gap_limit)
         gaps = gaps_of(rows)
-        assert not weights[~(gaps <= limit[:, None])].any()
-        sums, total = kernels.block_weights(rows, limit)
+        assert not weights[~(gaps <= gap_limit[:, None])].any()
+        sums, total = kernels.block_weights(rows, gap_limit)
         assert torch.equal(total, weights.sum(dim=1))
         want = [
             weights[:, start : start + BLOCK_COLUMNS].sum(dim=1)
@@ -191,14 +196,14 @@ def test_weight_has_the_same_bits_at_every_place_of_a_block_of_every_length(
 ) -> None:
     """In the body of a vector loop, in its tail, and alone."""
     logits = make_logits("normal", BLOCK_COLUMNS, dtype, num_rows=1)
-    limit = torch.tensor([torch.inf])
+    gap_limit = torch.tensor([torch.inf])
     rows = make_rows(logits)
-    alone = weights_alone(kernels, rows, limit)[0]
+    alone = weights_alone(kernels, rows, gap_limit)[0]
     for start in (0, 1, 5):
         for length in range(1, BLOCK_COLUMNS - start + 1):
             part = logits[:, start : start + length].contiguous()
             cut = dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
-            assert int(kernels.block_weights(cut, limit)[1]) == int(
+            assert int(kernels.block_weights(cut, gap_limit)[1]) == int(
                 alone[start : start + length].sum()
             )
 
@@ -209,9 +214,11 @@ def test_backends_weigh_alike_up_to_the_rounding_of_the_exponential(
     kind: str, dtype: torch.dtype
 ) -> None:
     rows = make_rows(make_logits(kind, 1003, dtype))
-    for limit in (limits_of(rows, torch.inf), limits_of(rows, 3.0, 0.0, 9.5)):
+    for gap_limit in (gap_limits_of(rows, torch.inf), gap_limits_of(rows, 3.0, 0.0, 9.5)):
         for got, want in zip(
-            cpu.block_weights(rows, limit), reference.block_weights(rows, limit), strict=True
+            cpu.block_weights(rows, gap_limit),
+            reference.block_weights(rows, gap_limit),
+            strict=True,
         ):
             torch.testing.assert_close(got.double(), want.double(), rtol=1e-6, atol=1003)
 
@@ -219,15 +226,15 @@ def test_backends_weigh_alike_up_to_the_rounding_of_the_exponential(
 def test_bfloat16_logits_weigh_as_their_float32_values() -> None:
     logits = make_logits("normal", 1003, torch.bfloat16)
     half, full = make_rows(logits, cpu), make_rows(logits.float(), cpu)
-    limit = limits_of(half, torch.inf)
+    gap_limit = gap_limits_of(half, torch.inf)
     top_k = torch.tensor([5, 1, 20, 7, 20])
     prefix = torch.zeros(5, dtype=torch.int32)
     assert_same_best(cpu.row_best(half.logits_BV), cpu.row_best(full.logits_BV))
-    assert_same_best(cpu.block_weights(half, limit), cpu.block_weights(full, limit))
+    assert_same_best(cpu.block_weights(half, gap_limit), cpu.block_weights(full, gap_limit))
     assert torch.equal(cpu.list_nearest(half, top_k, 20), cpu.list_nearest(full, top_k, 20))
     for by_weight in (False, True):
         first, second = (
-            cpu.gap_histogram(rows, limit, prefix, 0, by_weight) for rows in (half, full)
+            cpu.gap_histogram(rows, gap_limit, prefix, 0, by_weight) for rows in (half, full)
         )
         assert torch.equal(first, second)
 
@@ -244,9 +251,9 @@ def test_pick_walks_the_running_sum_of_the_weights(
 ) -> None:
     rng = random.Random(num_columns)
     rows = make_rows(make_logits(kind, num_columns, dtype))
-    for limit in (limits_of(rows, torch.inf), limits_of(rows, 3.0, 9.5)):
-        sums, total = kernels.block_weights(rows, limit)
-        running = weights_alone(kernels, rows, limit).cumsum(dim=1)
+    for gap_limit in (gap_limits_of(rows, torch.inf), gap_limits_of(rows, 3.0, 9.5)):
+        sums, total = kernels.block_weights(rows, gap_limit)
+        running = weights_alone(kernels, rows, gap_limit).cumsum(dim=1)
         edges = [
             running[:, place]
             for place in (
@@ -266,7 +273,7 @@ def test_pick_walks_the_running_sum_of_the_weights(
         ):
             place = (running <= index[:, None]).sum(dim=1)
             want = torch.where((index >= 0) & (index < total), place, -1)
-            assert torch.equal(kernels.pick_column(rows, limit, sums, index), want)
+            assert torch.equal(kernels.pick_column(rows, gap_limit, sums, index), want)
 
 
 @both
@@ -276,8 +283,8 @@ def test_shards_add_up_and_pick_what_the_whole_row_picks(
     kernels: SamplingKernels, cuts: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     rows = make_rows(make_logits("normal", 1003, dtype))
-    limit = limits_of(rows, torch.inf, 4.0)
-    sums, total = kernels.block_weights(rows, limit)
+    gap_limit = gap_limits_of(rows, torch.inf, 4.0)
+    sums, total = kernels.block_weights(rows, gap_limit)
     index = (
         torch.rand(len(total), generator=torch.Generator().manual_seed(1)).double() * total
     ).long()
@@ -289,12 +296,12 @@ def test_shards_add_up_and_pick_what_the_whole_row_picks(
     ]
     picked, before = torch.full_like(total, -1), torch.zeros_like(total)
     for start, shard in zip(starts, shards, strict=True):
-        shard_sums, mine = kernels.block_weights(shard, limit)
-        column = kernels.pick_column(shard, limit, shard_sums, index - before)
+        shard_sums, mine = kernels.block_weights(shard, gap_limit)
+        column = kernels.pick_column(shard, gap_limit, shard_sums, index - before)
         picked = torch.where(column >= 0, column + start, picked)
         before += mine
     assert torch.equal(before, total)
-    assert torch.equal(picked, kernels.pick_column(rows, limit, sums, index))
+    assert torch.equal(picked, kernels.pick_column(rows, gap_limit, sums, index))
 
 
 # Lists of the nearest tokens
@@ -335,15 +342,15 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
     rows = make_rows(make_logits(kind, 1003, dtype))
     top_k = torch.tensor([20, 1, 256, 40, 5])
     top_p = torch.tensor([round(0.95 * TOP_P_ONE), TOP_P_ONE, round(0.5 * TOP_P_ONE), 0, TOP_P_ONE])
-    min_p_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
+    min_p_gap_limit = torch.tensor([torch.inf, torch.inf, torch.inf, 2.0, 1.0])
     parts = [part.contiguous() for part in rows.logits_BV.tensor_split(cuts, dim=1)]
     shards = [
         dataclasses.replace(rows, logits_BV=part, block_max_BX=kernels.row_best(part)[2])
         for part in parts
     ]
     lists = torch.stack([kernels.list_nearest(shard, top_k, 256) for shard in shards])
-    limit, kept = kernels.limits_from_lists(lists, top_k, top_p, min_p_limit)
-    everything = limits_of(rows, torch.inf)
+    gap_limit, kept = kernels.gap_limits_from_lists(lists, top_k, top_p, min_p_gap_limit)
+    everything = gap_limits_of(rows, torch.inf)
     for r, gaps in enumerate(gaps_of(rows)):
         weights = weights_alone(kernels, rows, everything)[r]
         ascending = gaps[gaps < torch.inf].sort().values.tolist()
@@ -356,9 +363,9 @@ def test_limits_of_lists_are_those_of_a_sort_and_tell_what_each_rank_keeps(
                 if gap <= want and int(weights[gaps <= gap].sum()) >= target
             )
             want = next(enough, want)
-        assert float(limit[r]) == min(want, float(min_p_limit[r]))
+        assert float(gap_limit[r]) == min(want, float(min_p_gap_limit[r]))
     for rank, shard in enumerate(shards):
-        assert torch.equal(kept[rank], kernels.block_weights(shard, limit)[1])
+        assert torch.equal(kept[rank], kernels.block_weights(shard, gap_limit)[1])
 
 
 # Histograms
@@ -371,7 +378,7 @@ def test_histograms_count_the_gaps_within_by_their_digits(
     kernels: SamplingKernels, kind: str, dtype: torch.dtype
 ) -> None:
     rows = make_rows(make_logits(kind, 1003, dtype))
-    within = limits_of(rows, torch.inf, 9.5, 2.0, -1.0)
+    within = gap_limits_of(rows, torch.inf, 9.5, 2.0, -1.0)
     weights = weights_alone(kernels, rows, within)
     gaps = gaps_of(rows)
     bits = gaps.view(torch.int32).long()
@@ -400,16 +407,16 @@ def test_threads_and_company_change_nothing_over_a_vocabulary_of_151936(dtype: t
     for num_threads in (1, 2):
         set_num_threads(num_threads)
         rows = make_rows(logits, cpu)
-        limit = limits_of(rows, torch.inf)
-        sums, total = cpu.block_weights(rows, limit)
+        gap_limit = gap_limits_of(rows, torch.inf)
+        sums, total = cpu.block_weights(rows, gap_limit)
         answers.append(
             (
                 *cpu.row_best(logits),
                 sums,
                 total,
-                cpu.pick_column(rows, limit, sums, total // 3),
+                cpu.pick_column(rows, gap_limit, sums, total // 3),
                 cpu.list_nearest(rows, top_k, 200),
-                cpu.gap_histogram(rows, limit, prefix, 0, True),
+                cpu.gap_histogram(rows, gap_limit, prefix, 0, True),
             )
         )
     assert_same_best(*answers)
@@ -423,7 +430,7 @@ def test_threads_and_company_change_nothing_over_a_vocabulary_of_151936(dtype: t
             max_R=rows.max_R[r : r + 1],
             temperature_R=rows.temperature_R[r : r + 1],
         )
-        assert torch.equal(cpu.block_weights(alone, limit[:1])[0][0], sums[r])
-        histogram = cpu.gap_histogram(alone, limit[:1], prefix[:1], 0, True)
+        assert torch.equal(cpu.block_weights(alone, gap_limit[:1])[0][0], sums[r])
+        histogram = cpu.gap_histogram(alone, gap_limit[:1], prefix[:1], 0, True)
         assert torch.equal(histogram[0], answers[0][-1][r])
     set_num_threads(1)

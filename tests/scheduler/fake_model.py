@@ -45,8 +45,8 @@ def salt_of(seed: int) -> str:
     return SALTS[seed % len(SALTS)]
 
 
-def grammar_of(seed: int) -> bytes:
-    """The grammar that a request of this seed must carry; only large seeds have one."""
+def structural_tag_of(seed: int) -> bytes:
+    """What stands for the structural tag of a request of this seed; only large seeds have one."""
     return b"fake" if seed >= 650 * len(SALTS) else b""
 
 
@@ -108,7 +108,7 @@ class FakeGrammars:
         self._given: dict[str, int] = {}  # length of the sequence by request id
 
     def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
-        assert all(seq.grammar for seq in sequences), sequences
+        assert all(seq.structural_tag for seq in sequences), sequences
         self.known.update(seq.request_id for seq in sequences)
         return [self._mask(seq) for seq in sequences]
 
@@ -144,9 +144,9 @@ class Lane:
         self.waiting.append(plan)
         self._run_ready()
 
-    def mask(self, mask: StepMask) -> None:
-        assert mask.step_id not in self._masks, f"two masks for step {mask.step_id}"
-        self._masks[mask.step_id] = mask
+    def put_mask(self, step_mask: StepMask) -> None:
+        assert step_mask.step_id not in self._masks, f"two masks for step {step_mask.step_id}"
+        self._masks[step_mask.step_id] = step_mask
         self._run_ready()
 
     def clear(self) -> None:
@@ -193,7 +193,7 @@ def generate(
             return tokens, "length"
         token = next_token(digests.tobytes(), sampling.seed)
         tokens.append(
-            nearest_allowed(token, allowed(tokens) if grammar_of(sampling.seed) else None)
+            nearest_allowed(token, allowed(tokens) if structural_tag_of(sampling.seed) else None)
         )
         extend_digests(digests, tokens[-1:], sampling.seed)
 
@@ -254,10 +254,12 @@ class FakeRank:
         self.epoch += 1
         self.num_steps = 0
 
-    def run(self, plan: StepPlan, mask: StepMask | None = None) -> StepResult:
+    def run(self, plan: StepPlan, step_mask: StepMask | None = None) -> StepResult:
         """Execute a plan at once."""
-        assert (mask is not None) == bool(plan.mask_flags), f"{mask} for {plan}"
-        masks = dict(zip(mask.rows, mask.masks, strict=True)) if mask is not None else {}
+        assert (step_mask is not None) == bool(plan.mask_flags), f"{step_mask} for {plan}"
+        masks = (
+            dict(zip(step_mask.rows, step_mask.masks, strict=True)) if step_mask is not None else {}
+        )
         assert (plan.step_id, plan.epoch) == (
             self.num_steps,
             self.epoch,

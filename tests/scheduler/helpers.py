@@ -147,7 +147,7 @@ class FakeExecutor:
         self.plans.append(plan)
         self.results[plan.step_id] = self.rank.run(plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         raise AssertionError("no request here has a grammar")
 
     def wait(self, step_id: int, limit_s: float) -> None:

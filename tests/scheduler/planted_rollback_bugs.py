@@ -123,10 +123,10 @@ class OldStepsStayValid(_RollsBack):
     """A sequence drops the tokens of the new epoch up to the step where it was retracted."""
 
     def _before(self, seq: Sequence) -> Callable[[], None]:
-        valid_from_step = seq.valid_from_step
+        first_kept_step_id = seq.first_kept_step_id
 
         def restore() -> None:
-            seq.valid_from_step = valid_from_step
+            seq.first_kept_step_id = first_kept_step_id
 
         return restore
 

@@ -440,7 +440,9 @@ class MaskOfAnotherRow(Engine):
 class _Renumbering:
     def __init__(self, executor: Executor) -> None:
         self.launch, self.result = executor.launch, executor.result
-        self.wait, self._mask = executor.wait, executor.mask
+        self.wait, self._send_mask = executor.wait, executor.send_mask
 
-    def mask(self, mask: StepMask) -> None:
-        self._mask(dataclasses.replace(mask, rows=int32_array(range(len(mask.rows)))))
+    def send_mask(self, step_mask: StepMask) -> None:
+        self._send_mask(
+            dataclasses.replace(step_mask, rows=int32_array(range(len(step_mask.rows))))
+        )

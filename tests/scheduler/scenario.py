@@ -22,9 +22,9 @@ from tests.scheduler.fake_model import (
     SALTS,
     VOCAB_SIZE,
     generate,
-    grammar_of,
     prompt_logprobs_of,
     salt_of,
+    structural_tag_of,
 )
 
 BLOCK_SIZES = (1, 2, 3, 4, 4, 5, 7, 8, 8, 16, 32)
@@ -163,7 +163,7 @@ class _Requests:
             sampling=sampling,
             cache_salt=salt_of(sampling.seed),
             arrival_s=arrival_s,
-            grammar=grammar_of(sampling.seed),
+            structural_tag=structural_tag_of(sampling.seed),
         )
 
     def _seed(self, num_salts: int) -> int:

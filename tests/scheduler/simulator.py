@@ -235,14 +235,14 @@ class Simulation:
         if not self.is_poisoned:
             self.lane.launch(plan)
 
-    def mask(self, mask: StepMask) -> None:
-        assert mask.epoch == self.scheduler.epoch
-        assert all(step.step_id >= mask.step_id for step in self.scheduler.submitted_steps), (
-            f"the mask of step {mask.step_id} came before the result of an earlier one"
+    def send_mask(self, step_mask: StepMask) -> None:
+        assert step_mask.epoch == self.scheduler.epoch
+        assert all(step.step_id >= step_mask.step_id for step in self.scheduler.submitted_steps), (
+            f"the mask of step {step_mask.step_id} came before the result of an earlier one"
         )
         if self.lane.waiting:  # otherwise the step is launched next, and may be lost then
             self._maybe_lose()
-        self.lane.mask(mask)
+        self.lane.put_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Steps run when they are launched."""
@@ -350,7 +350,9 @@ class Simulation:
             client.num_tokens_at_crash = len(client.tokens)
             is_decode_poison = request_id in self.scenario.decode_poison
             most = FAIL_STRIKES if is_decode_poison else FAIL_STRIKES_WITHOUT_TOKEN
-            if client.request.grammar:  # its mask may be late, and then it runs beside others
+            if (
+                client.request.structural_tag
+            ):  # its mask may be late, and then it runs beside others
                 most += MAX_STRIKES_BESIDE_OTHERS
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
@@ -431,7 +433,7 @@ class Simulation:
                 sampling=request.sampling,
                 cache_salt=request.cache_salt,
                 arrival_s=self.clock_s,
-                grammar=request.grammar,
+                structural_tag=request.structural_tag,
             )
             self._add(again)
 

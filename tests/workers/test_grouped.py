@@ -138,9 +138,9 @@ def codes_of(piece: WeightSlice) -> GroupedCodes:
     """What a slice was filled with."""
     assert piece.scale is not None
     return GroupedCodes(
-        words_YW=piece.target,
-        zeros_YG=piece.zeros,
-        scale_YG=piece.scale,
+        words=piece.target,
+        zeros=piece.zeros,
+        scale=piece.scale,
         num_rows=len(piece.target),
     )
 
@@ -163,7 +163,7 @@ def test_a_rank_holds_its_share_of_the_file(tmp_path: Path, name: str, size: int
         tensors = [
             tensor
             for weight in weights
-            for tensor in (weight.weight.words_YW, weight.weight.zeros_YG, weight.weight.scale_YG)
+            for tensor in (weight.weight.words, weight.weight.zeros, weight.weight.scale)
             if tensor is not None
         ]
         assert sum(tensor.nbytes for tensor in tensors) < 1.05 * in_file / size
@@ -297,10 +297,10 @@ def poisoned_vocabulary(form: str, kernels: Any) -> GroupedWeight:
         quantization=computed_quantization(form),
     ).matrix(8, 128, is_vocabulary=True)
     assert isinstance(matrix, GroupedWeight)
-    matrix.weight.words_YW.fill_(0x7F)
-    matrix.weight.scale_YG.fill_(1)
-    if matrix.weight.zeros_YG is not None:
-        matrix.weight.zeros_YG.fill_(0xFF)
+    matrix.weight.words.fill_(0x7F)
+    matrix.weight.scale.fill_(1)
+    if matrix.weight.zeros is not None:
+        matrix.weight.zeros.fill_(0xFF)
     matrix.zero(4)
     return matrix
 

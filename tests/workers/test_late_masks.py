@@ -93,7 +93,7 @@ def outputs(
             sampling=sampling,
         )
         if number % 3 < 2:
-            request = dataclasses.replace(request, grammar=b"half")
+            request = dataclasses.replace(request, structural_tag=b"half")
         sequences.append(engine.add(request))
     while engine.has_work:
         engine.step()

@@ -78,15 +78,15 @@ def test_a_masked_step_takes_a_mask_that_comes(worker: Worker, when: str) -> Non
     plan = dataclasses.replace(plan, mask_flags=plan.sampling_flags)
     bits = bytearray(mask_bytes(worker.config.model.vocab_size))
     bits[77 // 8] |= 1 << 77 % 8
-    mask = StepMask(step_id=0, epoch=0, rows=int32_array([0]), masks=(bytes(bits),))
+    step_mask = StepMask(step_id=0, epoch=0, rows=int32_array([0]), masks=(bytes(bits),))
     if when == "before its launch":
-        worker.mask(mask)
+        worker.put_mask(step_mask)
     with ThreadPoolExecutor() as threads:
         launched = threads.submit(worker.launch, plan)
         if when == "while it runs":
             time.sleep(0.1)
             assert not launched.done()
-            worker.mask(mask)
+            worker.put_mask(step_mask)
     result = worker.result(0, 0)
     assert list(result.token_ids) == [77] and "mask" in result.seconds
 

@@ -7,7 +7,8 @@ move: the batch state's tokens and blocks, the weights, the KV cache. Where an e
 maxima of its rows, a graph uses bounds. A batch uses the next larger graph and fills it with
 padding rows, which have length 0 and write nothing. What follows the hidden states is in
 `workers/sampling/next_tokens.py`. Owns its static tensors. Legend: B rows of a captured batch, S
-rows of the largest, R rows of a step, E hidden size; a decode step has as many tokens as rows.
+rows of the largest, M rows of the largest graph of all, padding included (`max_graph_rows` in
+`mixed_graphs.py`), R rows of a step, E hidden size; a decode step has as many tokens as rows.
 """
 
 from __future__ import annotations
@@ -57,16 +58,16 @@ class DecodeGraphs:
         batch_state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: Tensor,
+        static_hidden_ME: Tensor,
     ) -> None:
-        """`uploads`: those of each step, of which this keeps some bytes per row. `hidden_SE` gets
-        the hidden states.
+        """`uploads`: those of each step, of which this keeps some bytes per row. `static_hidden_ME`
+        gets the hidden states.
         """
         self._model = model
         self._cache = cache
         self._batch_state = batch_state
         self._device = device
-        self._hidden_SE = hidden_SE
+        self._static_hidden_ME = static_hidden_ME
         self.seq_len_bounds = sorted(
             {min(_MAX_SHORT_ROW_TOKENS, config.max_model_len), config.max_model_len}
         )
@@ -113,7 +114,7 @@ class DecodeGraphs:
 
     def stage(self, rows: StepRows) -> Callable[[], None]:
         """Write what the graph of these rows reads. Returns a function that replays it, after which
-        their hidden states are the first rows of `hidden_SE`, until the next step.
+        their hidden states are the first rows of `static_hidden_ME`, until the next step.
         """
         num_rows = len(rows.slots_B)
         size = self.sizes[bisect.bisect_left(self.sizes, num_rows)]
@@ -159,4 +160,4 @@ class DecodeGraphs:
             ),
         )
         hidden_BE = self._model.forward(token_ids_B, positions_B, attn, self._cache.layers)
-        self._hidden_SE[:size].copy_(hidden_BE)
+        self._static_hidden_ME[:size].copy_(hidden_BE)

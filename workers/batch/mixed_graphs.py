@@ -7,7 +7,8 @@ decode rows at the front and for prompts behind them, the longest possible row, 
 programs find their row on the device. A step is padded to the next larger size (`StepRows.padded`).
 Larger steps are launched kernel by kernel, while the GPU computes the ones before. What follows the
 hidden states is in `workers/sampling/next_tokens.py`. Owns its static tensors. Legend: T tokens of
-a captured step, B its rows with padding, S rows of the largest, R sampling rows, E hidden size.
+a captured step, B its rows with padding, M rows of the largest graph, padding included, R sampling
+rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -65,17 +66,17 @@ class MixedGraphs:
         batch_state: BatchState,
         device: Device,
         uploads: StepUploads,
-        hidden_SE: Tensor,
+        static_hidden_ME: Tensor,
     ) -> None:
         """`uploads`: those of each step, in which what `stage` puts comes right after what is kept.
-        `hidden_SE`, of `max_rows`, gets the hidden states.
+        `static_hidden_ME` gets the hidden states.
         """
         self._model = model
         self._cache = cache
         self._batch_state = batch_state
         self._device = device
         self._uploads = uploads
-        self._hidden_SE = hidden_SE
+        self._static_hidden_ME = static_hidden_ME
         self._max_seqs = config.max_num_seqs
         self._max_seq_len = config.max_model_len
         self._max_num_prompts = _max_prompts(config)
@@ -115,7 +116,7 @@ class MixedGraphs:
     def stage(self, rows: StepRows, put: PutFunction) -> Callable[[], None]:
         """Put what the graph of these rows reads; nothing else of the step may be put before it.
         Returns a function that replays the graph, after which the hidden states of the last tokens
-        of the sampling rows are the first rows of `hidden_SE`, until the next step.
+        of the sampling rows are the first rows of `static_hidden_ME`, until the next step.
         """
         size = self.sizes[bisect.bisect_left(self.sizes, len(rows.slots_T))]
         self._batch_state.stage(self._padded(rows, size), put)
@@ -134,11 +135,11 @@ class MixedGraphs:
             inputs.token_ids_T, inputs.positions_T, attn, self._cache.layers
         )
         hidden_BE = hidden_TE.index_select(0, inputs.logits_indices_R)
-        self._hidden_SE[: len(hidden_BE)].copy_(hidden_BE)
+        self._static_hidden_ME[: len(hidden_BE)].copy_(hidden_BE)
 
 
-def max_rows(config: ResolvedConfig) -> int:
-    """Rows of the largest graph, with padding."""
+def max_graph_rows(config: ResolvedConfig) -> int:
+    """Rows of the largest graph, padding included."""
     return config.max_num_seqs + _max_prompts(config) + 1
 
 

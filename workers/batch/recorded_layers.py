@@ -37,8 +37,8 @@ class _LayerRecording:
 
 
 class RecordedLayers:
-    """One model over one cache. `max_rows`: of the steps that are recorded; kernels that refuse
-    lower it.
+    """One model over one cache. `max_recorded_rows`: of the steps that are recorded; kernels that
+    refuse lower it.
     """
 
     def __init__(self, config: ResolvedConfig, model: Qwen3, cache: KVCache) -> None:
@@ -47,14 +47,14 @@ class RecordedLayers:
         self._table_width = config.max_blocks_per_sequence
         self._max_model_len = config.max_model_len
         has_recorder = model.kernels.recorder is not None and config.model.experts is None
-        self.max_rows = MAX_RECORDED_ROWS if has_recorder else 0
+        self.max_recorded_rows = MAX_RECORDED_ROWS if has_recorder else 0
         self._recording_by_rows: dict[int, _LayerRecording] = {}
 
     def forward(self, step: StepInputs) -> Tensor:
         """`Qwen3.forward`; the result may be overwritten by the next step."""
         embedded_TE = self._model.embedding(step.token_ids_T)
         num_rows = len(embedded_TE)
-        if not step.attn.is_decode or num_rows > self.max_rows:
+        if not step.attn.is_decode or num_rows > self.max_recorded_rows:
             return self._model.run_layers(
                 embedded_TE, step.positions_T, step.attn, self._cache.layers
             )
@@ -94,7 +94,7 @@ class RecordedLayers:
                 embedded_TE, positions_T, static_attn, self._cache.layers
             )
         if not recording.is_complete:
-            self.max_rows = num_rows - 1
+            self.max_recorded_rows = num_rows - 1
             return hidden_TE
         self._recording_by_rows[num_rows] = _LayerRecording(
             embedded_TE=embedded_TE,

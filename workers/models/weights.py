@@ -176,30 +176,30 @@ class GroupedWeight:
     def slices(
         self, name: str, shape: tuple[int, int], first: int, count: int, dim: int, start: int
     ) -> Iterator[WeightSlice]:
-        rows, zeros_YG = slice(first, first + count), self.weight.zeros_YG
+        rows, zeros_YG = slice(first, first + count), self.weight.zeros
         yield WeightSlice(
             f"{name}.weight",
             shape,
-            self.weight.words_YW[rows],
+            self.weight.words[rows],
             dim,
             start,
-            self.weight.scale_YG[rows],
+            self.weight.scale[rows],
             None if zeros_YG is None else zeros_YG[rows],
             0 if self.quantization.is_stored else self.quantization.held_group_size(shape[1]),
         )
 
     def zero(self, first: int) -> None:
-        self.weight.words_YW[first:].zero_()
-        self.weight.scale_YG[first:].zero_()
-        if self.weight.zeros_YG is not None:
-            self.weight.zeros_YG[first:].zero_()
+        self.weight.words[first:].zero_()
+        self.weight.scale[first:].zero_()
+        if self.weight.zeros is not None:
+            self.weight.zeros[first:].zero_()
 
     def rows(self, ids_T: Tensor) -> Tensor:
-        zeros_YG = self.weight.zeros_YG
+        zeros_YG = self.weight.zeros
         rows = GroupedCodes(
-            words_YW=self.weight.words_YW[ids_T],
-            zeros_YG=None if zeros_YG is None else zeros_YG[ids_T],
-            scale_YG=self.weight.scale_YG[ids_T],
+            words=self.weight.words[ids_T],
+            zeros=None if zeros_YG is None else zeros_YG[ids_T],
+            scale=self.weight.scale[ids_T],
             num_rows=len(ids_T),
         )
         return dequantize(rows).to(self.dtype)
@@ -253,9 +253,9 @@ class WeightFormat:
             return torch.empty(num_rows, columns, dtype=dtype, device=self.group.device)
 
         weight = GroupedCodes(
-            words_YW=empty(num_words, _CODE_DTYPES[quantization.name]),
-            zeros_YG=empty(num_groups, torch.uint8) if is_int4 else None,
-            scale_YG=empty(num_groups, scale_dtype),
+            words=empty(num_words, _CODE_DTYPES[quantization.name]),
+            zeros=empty(num_groups, torch.uint8) if is_int4 else None,
+            scale=empty(num_groups, scale_dtype),
             num_rows=num_rows,
         )
         return GroupedWeight(

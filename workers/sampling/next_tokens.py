@@ -7,7 +7,8 @@ greedy, with a temperature alone, or with a temperature and a small top-k. Witho
 uses the next larger captured size; a row of padding is sampled like the others, and its token is
 written nowhere. A step whose rows ask for anything else, such as penalties, masks or log
 probabilities, is launched kernel by kernel. Owns its static tensors. Legend: B rows of a captured
-batch, S rows of the largest, R sampling rows, E hidden size.
+batch, S rows of the largest, M rows of the largest graph of steps, padding included, R sampling
+rows, E hidden size.
 """
 
 from __future__ import annotations
@@ -66,23 +67,23 @@ class NextTokens:
         self._sampler = sampler
         self._batch_state = batch_state
         self._device = device
-        max_rows = config.max_num_seqs
-        self._slots_S, self._positions_S = (np.zeros(max_rows, np.int32) for _ in range(2))
+        max_sampling_rows = config.max_num_seqs
+        self._slots_S, self._positions_S = (np.zeros(max_sampling_rows, np.int32) for _ in range(2))
         self._device_slots_S = uploads.keep(self._slots_S)
         self._device_positions_S = uploads.keep(self._positions_S)
-        self._static_rows = StaticSamplingRows(max_rows, uploads.keep)
-        self.sizes = sampling_sizes(max_rows)
+        self._static_rows = StaticSamplingRows(max_sampling_rows, uploads.keep)
+        self.sizes = sampling_sizes(max_sampling_rows)
         self.graphs: dict[tuple[int, int], Graph] = {}  # by size and kind
         self._token_ids_by_graph: dict[tuple[int, int], Tensor] = {}
-        self._hidden_SE: Tensor | None = None
+        self._static_hidden_ME: Tensor | None = None
 
     @torch.inference_mode()
-    def capture(self, hidden_SE: Tensor, largest_graph: Graph) -> None:
-        """Capture every size and kind over `hidden_SE`; all share the memory of `largest_graph`.
-        Waits for the device.
+    def capture(self, static_hidden_ME: Tensor, largest_graph: Graph) -> None:
+        """Capture every size and kind over `static_hidden_ME`; all share the memory of
+        `largest_graph`. Waits for the device.
         """
         began_s = time.perf_counter()
-        self._hidden_SE = hidden_SE
+        self._static_hidden_ME = static_hidden_ME
         for size in reversed(self.sizes):
             for kind in GRAPH_KINDS:
                 run = partial(self._run, size, kind)
@@ -113,9 +114,9 @@ class NextTokens:
 
     def _replay(self, size: int, kind: int, num_rows: int, hidden_RE: Tensor) -> SampledTokens:
         faults.reach("sample", self._model.group.rank)
-        assert self._hidden_SE is not None
-        if hidden_RE.data_ptr() != self._hidden_SE.data_ptr():
-            self._hidden_SE[:num_rows].copy_(hidden_RE)
+        assert self._static_hidden_ME is not None
+        if hidden_RE.data_ptr() != self._static_hidden_ME.data_ptr():
+            self._static_hidden_ME[:num_rows].copy_(hidden_RE)
         self.graphs[size, kind].replay()
         return SampledTokens(
             token_ids_B=self._token_ids_by_graph[size, kind][:num_rows], logprobs=None
@@ -132,8 +133,8 @@ class NextTokens:
         return sampled_tokens
 
     def _run(self, size: int, kind: int) -> None:
-        assert self._hidden_SE is not None
-        logits_BV = self._model.logits(self._hidden_SE[:size])
+        assert self._static_hidden_ME is not None
+        logits_BV = self._model.logits(self._static_hidden_ME[:size])
         sampled_tokens = self._sampler.sample(logits_BV, self._static_rows.batch(size, kind))
         self._write(sampled_tokens.token_ids_B)
         self._token_ids_by_graph[size, kind] = sampled_tokens.token_ids_B

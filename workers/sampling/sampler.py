@@ -121,17 +121,20 @@ class Sampler:
         if slot in self.state.penalized_slots:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
-    def row_masks(self, mask: StepMask) -> RowMasks | None:
+    def row_masks(self, step_mask: StepMask) -> RowMasks | None:
         """This shard's part of a mask, on the device; None if it says nothing about any row."""
-        if not mask.masks or self.shard.num_columns == 0:
+        if not step_mask.masks or self.shard.num_columns == 0:
             return None
         first_word, first_bit = divmod(self.shard.start, 32)
         end_word = -(-(self.shard.start + self.shard.num_columns) // 32)
         words_RW = np.stack(
-            [np.frombuffer(mask_bytes, np.int32)[first_word:end_word] for mask_bytes in mask.masks]
+            [
+                np.frombuffer(mask_bytes, np.int32)[first_word:end_word]
+                for mask_bytes in step_mask.masks
+            ]
         )
         return RowMasks(
-            rows_R=self.state.upload(np.asarray(mask.rows, np.int64)),
+            rows_R=self.state.upload(np.asarray(step_mask.rows, np.int64)),
             words_RW=self.state.upload(words_RW),
             first_bit=first_bit,
         )
@@ -206,69 +209,73 @@ class Sampler:
         return *self._kernels.unpack_value_and_id(best_B), block_max_BX
 
     def _draw(self, gap_rows: GapRows, rows: DrawRows) -> Tensor:
-        limit_R, kept_weight_NR = self._limits(gap_rows, rows.filters)
-        sums_RX, kept_weight_R = self._kernels.block_weights(gap_rows, limit_R)
+        gap_limit_R, kept_weight_NR = self._gap_limits(gap_rows, rows.filters)
+        sums_RX, kept_weight_R = self._kernels.block_weights(gap_rows, gap_limit_R)
         if kept_weight_NR is None:
             kept_weight_NR = self._group.all_gather(kept_weight_R)
         target_weight_R = self._kernels.target_weight(
             rows.seeds_R, rows.positions_R, kept_weight_NR, self._group.rank
         )
-        column_R = self._kernels.pick_column(gap_rows, limit_R, sums_RX, target_weight_R)
+        column_R = self._kernels.pick_column(gap_rows, gap_limit_R, sums_RX, target_weight_R)
         return self._group.all_reduce_max(
             torch.where(column_R >= 0, column_R + self.shard.start, -1)
         )
 
-    def _limits(self, gap_rows: GapRows, filters: Filters | None) -> tuple[Tensor, Tensor | None]:
+    def _gap_limits(
+        self, gap_rows: GapRows, filters: Filters | None
+    ) -> tuple[Tensor, Tensor | None]:
         """(limit of all filters; the weight each rank keeps, [N, R], if it is already known)."""
         if filters is None:
             return torch.full_like(gap_rows.max_R, torch.inf), None
         if not filters.uses_list:
             return self._descend(gap_rows, filters), None
-        list_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
-        lists_NRK = self._group.all_gather(list_RK)
-        return self._kernels.limits_from_lists(
-            lists_NRK, filters.top_k_R, filters.top_p_R, filters.min_p_limit_R
+        lists_RK = self._kernels.list_nearest(gap_rows, filters.top_k_R, filters.max_top_k)
+        lists_NRK = self._group.all_gather(lists_RK)
+        return self._kernels.gap_limits_from_lists(
+            lists_NRK, filters.top_k_R, filters.top_p_R, filters.min_p_gap_limit_R
         )
 
     def _descend(self, gap_rows: GapRows, filters: Filters) -> Tensor:
         """Limits of rows that may keep any number of tokens. A row without the filter searches
         within a gap of -1, where there is no token.
         """
-        infinite_limit_R = torch.full_like(gap_rows.max_R, torch.inf)
-        empty_limit_R = torch.full_like(gap_rows.max_R, -1.0)
-        search_limit_R, limit_R = infinite_limit_R, filters.min_p_limit_R
+        infinite_gap_limit_R = torch.full_like(gap_rows.max_R, torch.inf)
+        empty_gap_limit_R = torch.full_like(gap_rows.max_R, -1.0)
+        search_gap_limit_R, gap_limit_R = infinite_gap_limit_R, filters.min_p_gap_limit_R
         if filters.max_top_k > 0:
             has_filter_R = filters.top_k_R > 0
-            bound_R = torch.where(has_filter_R, infinite_limit_R, empty_limit_R)
-            top_k_limit_R = self._find_gap_limit(
+            bound_R = torch.where(has_filter_R, infinite_gap_limit_R, empty_gap_limit_R)
+            top_k_gap_limit_R = self._find_gap_limit(
                 gap_rows, bound_R, filters.top_k_R, by_weight=False
             )
-            search_limit_R = torch.where(has_filter_R, top_k_limit_R, infinite_limit_R)
+            search_gap_limit_R = torch.where(has_filter_R, top_k_gap_limit_R, infinite_gap_limit_R)
         if filters.uses_top_p:
             has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(
-                has_filter_R, torch.minimum(search_limit_R, filters.top_p_bound_R), empty_limit_R
+                has_filter_R,
+                torch.minimum(search_gap_limit_R, filters.top_p_bound_R),
+                empty_gap_limit_R,
             )
             _, kept_weight_R = self._kernels.block_weights(
-                gap_rows, torch.where(has_filter_R, search_limit_R, empty_limit_R)
+                gap_rows, torch.where(has_filter_R, search_gap_limit_R, empty_gap_limit_R)
             )
             target_R = sampling.top_p_target(self._group.all_reduce(kept_weight_R), filters.top_p_R)
-            top_p_limit_R = self._find_gap_limit(gap_rows, bound_R, target_R, by_weight=True)
-            limit_R = torch.minimum(
-                limit_R, torch.where(has_filter_R, top_p_limit_R, infinite_limit_R)
+            top_p_gap_limit_R = self._find_gap_limit(gap_rows, bound_R, target_R, by_weight=True)
+            gap_limit_R = torch.minimum(
+                gap_limit_R, torch.where(has_filter_R, top_p_gap_limit_R, infinite_gap_limit_R)
             )
-        return torch.minimum(limit_R, search_limit_R)
+        return torch.minimum(gap_limit_R, search_gap_limit_R)
 
     def _find_gap_limit(
-        self, gap_rows: GapRows, search_limit_R: Tensor, target_R: Tensor, by_weight: bool
+        self, gap_rows: GapRows, search_gap_limit_R: Tensor, target_R: Tensor, by_weight: bool
     ) -> Tensor:
         """The smallest gap within which there are `target_R` tokens, or that much weight, over all
         ranks.
         """
-        prefix_R = torch.zeros_like(search_limit_R, dtype=torch.int32)
+        prefix_R = torch.zeros_like(search_gap_limit_R, dtype=torch.int32)
         for radix_pass, (_, num_bits) in enumerate(sampling.RADIX_PASSES):
             histogram_RX = self._kernels.gap_histogram(
-                gap_rows, search_limit_R, prefix_R, radix_pass, by_weight
+                gap_rows, search_gap_limit_R, prefix_R, radix_pass, by_weight
             )
             digit_R, target_R = sampling.next_digit(self._group.all_reduce(histogram_RX), target_R)
             prefix_R = (prefix_R << num_bits) + digit_R.to(torch.int32)

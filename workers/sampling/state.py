@@ -31,20 +31,20 @@ from workers.sampling.shard import Int64Array, VocabularyShard
 class Filters:
     """Top-k, top-p and min-p of one draw.
 
-    top_k_R       : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
-    top_p_R       : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row
+    top_k_R           : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
+    top_p_R           : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row
         does not.
-    min_p_limit_R : float32, how large (largest logit - logit) / temperature may be, by `min_p`:
-        -log(min_p); infinite where the row has none.
-    top_p_bound_R : float32, a gap beyond which top-p keeps no token.
-    uses_list     : every row has a top-k of at most `MAX_LISTED_TOP_K`.
+    min_p_gap_limit_R : float32, how large (largest logit - logit) / temperature may be, by
+        `min_p`: -log(min_p); infinite where the row has none.
+    top_p_bound_R     : float32, a gap beyond which top-p keeps no token.
+    uses_list         : every row has a top-k of at most `MAX_LISTED_TOP_K`.
     """
 
     top_k_R: Tensor
     max_top_k: int
     top_p_R: Tensor
     uses_top_p: bool
-    min_p_limit_R: Tensor
+    min_p_gap_limit_R: Tensor
     top_p_bound_R: Tensor
     uses_list: bool
 
@@ -118,21 +118,22 @@ class SamplingBatch:
 
 
 class StaticSamplingRows:
-    """The parameters of up to `max_rows` rows in arrays that never move, and tensors like them: the
-    static inputs of the graphs that sample. Rows of padding are sampled with what an earlier step
-    wrote for them, or with what is written here: always with numbers that every kind takes.
+    """The parameters of up to `max_sampling_rows` rows in arrays that never move, and tensors like
+    them: the static inputs of the graphs that sample. Rows of padding are sampled with what an
+    earlier step wrote for them, or with what is written here: always with numbers that every kind
+    takes.
     """
 
-    def __init__(self, max_rows: int, keep: PutFunction) -> None:
+    def __init__(self, max_sampling_rows: int, keep: PutFunction) -> None:
         self.arrays: dict[str, npt.NDArray[Any]] = {
-            "position": np.zeros(max_rows, np.int64),
-            "is_drawn": np.zeros(max_rows, np.bool_),
-            "seed": np.zeros(max_rows, np.int64),
-            "top_k": np.ones(max_rows, np.int64),
-            "top_p": np.full(max_rows, TOP_P_ONE, np.int64),
-            "temperature": np.ones(max_rows, np.float32),
-            "min_p_limit": np.full(max_rows, math.inf, np.float32),
-            "top_p_bound": np.full(max_rows, math.inf, np.float32),
+            "position": np.zeros(max_sampling_rows, np.int64),
+            "is_drawn": np.zeros(max_sampling_rows, np.bool_),
+            "seed": np.zeros(max_sampling_rows, np.int64),
+            "top_k": np.ones(max_sampling_rows, np.int64),
+            "top_p": np.full(max_sampling_rows, TOP_P_ONE, np.int64),
+            "temperature": np.ones(max_sampling_rows, np.float32),
+            "min_p_gap_limit": np.full(max_sampling_rows, math.inf, np.float32),
+            "top_p_bound": np.full(max_sampling_rows, math.inf, np.float32),
         }
         self._tensors = {name: keep(values_S) for name, values_S in self.arrays.items()}
 
@@ -146,7 +147,7 @@ class StaticSamplingRows:
             max_top_k=MAX_GRAPH_TOP_K,
             top_p_R=tensors["top_p"],
             uses_top_p=True,
-            min_p_limit_R=tensors["min_p_limit"],
+            min_p_gap_limit_R=tensors["min_p_gap_limit"],
             top_p_bound_R=tensors["top_p_bound"],
             uses_list=True,
         )
@@ -181,8 +182,8 @@ class SamplingState:
         self._sampling[slot] = sampling
         top_k = sampling.top_k if sampling.top_k < self._shard.vocab_size else 0
         top_p = min(round(sampling.top_p * TOP_P_ONE), TOP_P_ONE)
-        min_p_limit = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
-        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, min_p_limit)
+        min_p_gap_limit = -math.log(sampling.min_p) if sampling.min_p > 0 else math.inf
+        kind = _kind(float(np.float32(sampling.temperature)), top_k, top_p, min_p_gap_limit)
         row = {
             "seed": sampling.seed,
             "top_k": top_k,
@@ -192,7 +193,7 @@ class SamplingState:
             "num_prompt_tokens": num_prompt_tokens,
             "logprobs": sampling.logprobs,
             "temperature": sampling.temperature,
-            "min_p_limit": min_p_limit,
+            "min_p_gap_limit": min_p_gap_limit,
             "top_p_bound": self._top_p_bound(top_p),
             "repetition": sampling.repetition_penalty,
             "presence": sampling.presence_penalty,
@@ -335,7 +336,7 @@ class SamplingState:
             max_top_k=int(top_k.max()),
             top_p_R=put(top_p),
             uses_top_p=int(top_p.min()) < TOP_P_ONE,
-            min_p_limit_R=put(self._table["min_p_limit"][slots]),
+            min_p_gap_limit_R=put(self._table["min_p_gap_limit"][slots]),
             top_p_bound_R=put(self._table["top_p_bound"][slots]),
             uses_list=uses_list,
         )
@@ -412,13 +413,13 @@ class SamplingState:
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
 
-def _kind(temperature: float, top_k: int, top_p: int, min_p_limit: float) -> int:
+def _kind(temperature: float, top_k: int, top_p: int, min_p_gap_limit: float) -> int:
     """The kind of draw that a row needs."""
     if temperature == 0:
         return GREEDY_KIND
     if 0 < top_k <= MAX_LISTED_TOP_K:
         return LISTED_KIND
-    keeps_all = top_k == 0 and top_p == TOP_P_ONE and min_p_limit == math.inf
+    keeps_all = top_k == 0 and top_p == TOP_P_ONE and min_p_gap_limit == math.inf
     return UNFILTERED_KIND if keeps_all else DESCENT_KIND
 
 
@@ -429,7 +430,14 @@ GREEDY_KIND, UNFILTERED_KIND, LISTED_KIND, DESCENT_KIND = range(4)
 GRAPH_KINDS = (GREEDY_KIND, UNFILTERED_KIND, LISTED_KIND)
 MAX_GRAPH_TOP_K = 32
 _INT_FIELDS = ("seed", "top_k", "top_p", "kind", "min_tokens", "num_prompt_tokens", "logprobs")
-_FLOAT_FIELDS = ("temperature", "min_p_limit", "top_p_bound", "repetition", "presence", "frequency")
+_FLOAT_FIELDS = (
+    "temperature",
+    "min_p_gap_limit",
+    "top_p_bound",
+    "repetition",
+    "presence",
+    "frequency",
+)
 # What is kept of each slot.
 PARAMETERS_DTYPE = np.dtype(
     [*((name, np.int64) for name in _INT_FIELDS), *((name, np.float32) for name in _FLOAT_FIELDS)]

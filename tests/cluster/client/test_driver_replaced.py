@@ -158,7 +158,7 @@ def test_a_driver_that_does_not_know_the_frontend_gets_what_it_has_accepted_and_
     generation = ask(frontend, builder, chunks)
     driver.put(generation.request_ids[0], 0, *ids("Hello"))
     wait_until(lambda: bool(chunks))
-    driver.record_number += 1  # this process was silent for long
+    driver.registration_number += 1  # this process was silent for long
     driver.knows_frontend = False
     wait_until(lambda: len(driver.requests) == 2)
     assert driver.requests[1].request_id == generation.request_ids[0]
@@ -238,11 +238,11 @@ def test_a_request_that_was_accepted_just_before_the_death_is_sent_again(
 ) -> None:
     accept = frontend.driver_handle._accept
 
-    def accept_late(driver: Any, requests: list[Request], record_number: int) -> bool:
+    def accept_late(driver: Any, requests: list[Request], registration_number: int) -> bool:
         if len(owner.drivers) == 1:
             owner.drivers[0].die()
             wait_until(lambda: frontend.driver_handle.actor is not driver)
-        return accept(driver, requests, record_number)
+        return accept(driver, requests, registration_number)
 
     monkeypatch.setattr(frontend.driver_handle, "_accept", accept_late)
     generation = ask(frontend, builder, [])
@@ -526,7 +526,7 @@ def test_requests_that_the_driver_has_forgotten_are_sent_again_with_their_tokens
     first, [driver] = ask(frontend, builder, chunks), owner.drivers
     driver.put(first.request_ids[0], 0, *ids("Hello"))
     wait_until(lambda: bool(chunks))
-    driver.record_number += 1  # this process was silent for long
+    driver.registration_number += 1  # this process was silent for long
     second = ask(frontend, builder, [])
     wait_until(lambda: len(driver.requests) == 3)
     assert [r.request_id for r in driver.requests[1:]] == [*second.request_ids, *first.request_ids]

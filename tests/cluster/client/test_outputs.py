@@ -315,7 +315,7 @@ class FakeDriver:
     def __init__(self) -> None:
         self.mailbox = Mailbox()
         self.requests: list[Request] = []
-        self.record_number = 0
+        self.registration_number = 0
         self.knows_frontend = True
         self.refusal: Exception | None = None
         self.poll_failure: BaseException | None = None
@@ -350,7 +350,7 @@ class FakeDriver:
             raise self.refusal
         self.requests += requests
         self.knows_frontend = True
-        return self.record_number
+        return self.registration_number
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
         with self.changed:

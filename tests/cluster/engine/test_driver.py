@@ -196,7 +196,7 @@ def test_a_frontend_that_stops_polling_is_forgotten_and_its_requests_end(driver:
         assert driver._step_loop is not None  # whose thread waits for the first step
         assert list(driver._step_loop._inbox) == [Finish(request_ids=["a"], reason="abort")]
         await driver.shutdown()
-        return unknown, len(driver._frontends._record_numbers)
+        return unknown, len(driver._frontends._registration_numbers)
 
     unknown, num_known = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert pickle.loads(unknown) is None and num_known == 0
@@ -231,9 +231,9 @@ def test_late_news_reaches_no_request_that_was_sent_again_after_it_was_forgotten
     driver: Driver,
 ) -> None:
     frontends, limits = driver._frontends, limits_of(driver._config, 64)
-    old_number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    old_number, _ = frontends.register_requests("frontend", [request("a")], limits)
     assert forget(driver, old_number) == {"frontend": ["a"]}
-    new_number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    new_number, _ = frontends.register_requests("frontend", [request("a")], limits)
     frontends.deliver({old_number: {"a": News(first_index=7, token_ids=[1])}})
     frontends.deliver({new_number: {"a": News(first_index=2, token_ids=[5, 6])}})
     deltas = asyncio.run(frontends.collect("frontend", 0, LIMIT_S))
@@ -242,7 +242,7 @@ def test_late_news_reaches_no_request_that_was_sent_again_after_it_was_forgotten
 
 def test_late_news_of_a_request_that_its_frontend_has_ended_is_dropped(driver: Driver) -> None:
     frontends, limits = driver._frontends, limits_of(driver._config, 64)
-    number, _ = frontends.record_requests("frontend", [request("a")], limits)
+    number, _ = frontends.register_requests("frontend", [request("a")], limits)
     frontends.remove("frontend", ["a"])
     frontends.deliver({number: {"a": News(first_index=7, token_ids=[1])}})
     assert not frontends._frontends[number].mailbox.has_news
@@ -254,10 +254,10 @@ def mailbox_of(driver: Driver, frontend_id: str) -> Mailbox:
     return frontend.mailbox
 
 
-def forget(driver: Driver, record_number: int) -> dict[str, list[str]]:
+def forget(driver: Driver, registration_number: int) -> dict[str, list[str]]:
     """Forget a frontend as after a long silence, and end its requests."""
     frontends = driver._frontends
-    frontends._frontends[record_number].last_call_s -= 10
+    frontends._frontends[registration_number].last_call_s -= 10
     forgotten = frontends.forget_silent_frontends()
     for request_ids in forgotten.values():
         if driver._step_loop is not None:
@@ -345,7 +345,7 @@ def test_a_driver_that_was_stopped_does_not_blame_its_frontends(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frontends = driver._frontends
-    frontends.record_requests("frontend", [request("a")], limits_of(driver._config, 64))
+    frontends.register_requests("frontend", [request("a")], limits_of(driver._config, 64))
     now_s = time.monotonic()
     for later_s, dropped in ((0.9, []), (60.0, []), (61.5, ["frontend"])):
         monkeypatch.setattr(time, "monotonic", lambda at=now_s + later_s: at)

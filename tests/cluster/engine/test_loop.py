@@ -55,7 +55,7 @@ class Executor:
                 limits.num_blocks, limits.block_size, limits.max_num_seqs, limits.max_model_len
             )
         )
-        self.mask = self.lane.mask
+        self.send_mask = self.lane.put_mask
 
     def launch(self, plan: StepPlan) -> None:
         self.lane.launch(plan)
@@ -81,8 +81,8 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
         engine, told.append, died.append, on_failed_step=lambda epoch, why: lost.append(why)
     )
     requests = [make_request(name, [1, 2, 3]) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
-    loop.post(Submit(record_number=1, requests=requests))
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad")
+    loop.post(Submit(registration_number=1, requests=requests))
     loop.run_once()
     errors = {name: n.error for news in told for name, n in news[1].items() if n.error}
     assert [*errors] == ["bad"] and "its grammar failed" in str(errors["bad"])
@@ -110,7 +110,9 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
     request = make_request("a", [1, 2, 3], max_tokens=8)
     expected, _ = generate([1, 2, 3], 3, request.sampling, limits.max_total_tokens)
     loop.post(
-        Submit(record_number=1, requests=[dataclasses.replace(request, news_interval=interval)])
+        Submit(
+            registration_number=1, requests=[dataclasses.replace(request, news_interval=interval)]
+        )
     )
     for _ in range(20):
         loop.run_once()
@@ -135,7 +137,7 @@ def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it
     loop = StepLoop(engine, lambda news: told.append((now_s, news)), lambda error: None)
     request = make_request("a", [1, 2, 3], max_tokens=40)
     whole = dataclasses.replace(request, news_interval=0)
-    loop.post(Submit(record_number=1, requests=[whole]))
+    loop.post(Submit(registration_number=1, requests=[whole]))
     for _ in range(60):
         now_s += 0.125
         loop.run_once()
@@ -181,7 +183,7 @@ def slow_loop(num_rows: int) -> tuple[StepLoop, Slow]:
     engine = Engine(Scheduler(limits), executor)
     loop = StepLoop(engine, lambda news: None, lambda error: None)
     requests = [make_request(f"r{row}", [1, 2, row + 3], max_tokens=9) for row in range(num_rows)]
-    loop.post(Submit(record_number=1, requests=requests))
+    loop.post(Submit(registration_number=1, requests=requests))
     loop.run_once()
     loop.run_once()
     executor.events.clear()
@@ -190,7 +192,7 @@ def slow_loop(num_rows: int) -> tuple[StepLoop, Slow]:
 
 def test_a_request_that_arrives_during_a_step_is_part_of_the_next_one() -> None:
     loop, executor = slow_loop(2)
-    late = Submit(record_number=1, requests=[make_request("late", [5, 6, 7])])
+    late = Submit(registration_number=1, requests=[make_request("late", [5, 6, 7])])
     executor.meanwhile.append(lambda: loop.post(late))
     loop.run_once()
     assert executor.events == ["wait 2", "launch 3 admits 1", "result 2"]
@@ -226,7 +228,7 @@ def test_the_time_since_the_last_result_goes_on_while_there_are_no_ranks() -> No
     last_result_s = loop.busy_since_s
     assert last_result_s is not None and since_s(RanksLost()) == last_result_s
     assert since_s(Finish(request_ids=["r0"], reason="abort")) is None, "nobody waits for a result"
-    late = Submit(record_number=1, requests=[make_request("late", [1, 2, 3])])
+    late = Submit(registration_number=1, requests=[make_request("late", [1, 2, 3])])
     assert since_s(late) is not None
 
 
@@ -253,8 +255,8 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
 
     loop = StepLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], grammar=b"bad")
-    loop.post(Submit(record_number=1, requests=requests))
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad")
+    loop.post(Submit(registration_number=1, requests=requests))
     loop.run_once()
     loop.run_once()
     told.clear()
@@ -279,7 +281,7 @@ def test_a_request_that_fails_may_be_ended_by_its_frontend_in_the_same_step() ->
 def test_the_failure_of_a_request_is_not_taken_for_one_of_its_successor_with_the_same_id() -> None:
     again = make_request("bad", [1, 2, 3], max_tokens=3)
     loop, told = loop_whose_grammar_fails(
-        Finish(request_ids=["bad"], reason="abort"), Submit(record_number=2, requests=[again])
+        Finish(request_ids=["bad"], reason="abort"), Submit(registration_number=2, requests=[again])
     )
     for _ in range(5):
         loop.run_once()
@@ -292,12 +294,14 @@ def test_a_request_that_the_scheduler_refuses_fails_alone() -> None:
     loop, _ = slow_loop(2)
     told: list[NewsByFrontend] = []
     loop._deliver = told.append
-    twice = Submit(record_number=2, requests=[make_request("r0", [5, 6]), make_request("b", [7])])
+    twice = Submit(
+        registration_number=2, requests=[make_request("r0", [5, 6]), make_request("b", [7])]
+    )
     loop.post(twice)
     loop.run_once()
     [error] = errors_in(told, "r0")
     assert isinstance(error, RequestError) and "'r0' is in use" in str(error)
-    assert loop._open_requests["r0"].record_number == 1
+    assert loop._open_requests["r0"].registration_number == 1
     assert num_unfinished(loop.engine) == 3, "the requests beside it run"
 
 
@@ -337,7 +341,7 @@ def test_a_plan_that_cannot_be_sent_costs_the_epoch_and_not_the_engine(error: Ex
         lambda error: None,
         on_failed_step=lambda epoch, why: lost.append(why),
     )
-    loop.post(Submit(record_number=1, requests=[make_request("a", [1, 2, 3])]))
+    loop.post(Submit(registration_number=1, requests=[make_request("a", [1, 2, 3])]))
     loop.run_once()
     assert lost == [f"{type(error).__name__}: {error}"]
     assert num_unfinished(loop.engine) == 1 and not loop._has_ranks
@@ -352,8 +356,8 @@ def test_a_helper_that_cannot_be_forked_costs_the_epoch_and_not_the_engine() -> 
         lambda error: None,
         on_failed_step=lambda epoch, why: lost.append(why),
     )
-    constrained = dataclasses.replace(make_request("a", [1, 2, 3]), grammar=b"g")
-    loop.post(Submit(record_number=1, requests=[constrained]))
+    constrained = dataclasses.replace(make_request("a", [1, 2, 3]), structural_tag=b"g")
+    loop.post(Submit(registration_number=1, requests=[constrained]))
     loop.run_once()
     assert "Resource temporarily unavailable" in lost[0] and num_unfinished(engine) == 1
 
@@ -365,6 +369,6 @@ def test_a_bug_in_a_step_ends_the_engine() -> None:
         lambda news: None,
         lambda error: None,
     )
-    loop.post(Submit(record_number=1, requests=[make_request("a", [1, 2, 3])]))
+    loop.post(Submit(registration_number=1, requests=[make_request("a", [1, 2, 3])]))
     with pytest.raises(KeyError):
         loop.run_once()

@@ -14,7 +14,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar import process
 from cluster.grammar.calls import CallableTool, CallStructure, candidate_formats
 from cluster.grammar.compiler import GrammarCompiler
-from cluster.grammar.formats import MAX_SOURCE_BYTES, source_of
+from cluster.grammar.formats import MAX_STRUCTURAL_TAG_BYTES, structural_tag_of
 from cluster.grammar.schemas import ANY_OBJECT
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
@@ -61,8 +61,8 @@ def test_all_tools_of_an_agent_follow_their_schemas(builder: RequestBuilder) -> 
         generation = builder.build("x", SamplingParams(structured_outputs=calls), None)
         assert generation.loosened_tools == ()
         assert (
-            generation.requests[0].grammar
-            == source_of(next(candidate_formats(calls)).format).encode()
+            generation.requests[0].structural_tag
+            == structural_tag_of(next(candidate_formats(calls)).format).encode()
         )
 
 
@@ -78,7 +78,7 @@ def test_they_take_little_of_what_a_grammar_of_a_large_vocabulary_may_take() -> 
     )
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     compiled = compiler.compile_structural_tag(
-        source_of(next(candidate_formats(structure(TOOLS))).format)
+        structural_tag_of(next(candidate_formats(structure(TOOLS))).format)
     )
     print(f"{compiled.memory_size_bytes} bytes")
     assert compiled.memory_size_bytes < process.MAX_COMPILED_BYTES
@@ -102,7 +102,7 @@ def test_arguments_are_an_object_where_the_schema_says_nothing() -> None:
 def test_the_largest_schemas_give_way_until_the_source_is_small_enough() -> None:
     tools = {f"tool_{i}": wide(i) for i in range(256)}
     choice = next(candidate_formats(structure(tools)))
-    assert len(source_of(choice.format)) <= MAX_SOURCE_BYTES
+    assert len(structural_tag_of(choice.format)) <= MAX_STRUCTURAL_TAG_BYTES
     first = int(choice.loosened_tools[0].removeprefix("tool_"))
     assert (
         choice.loosened_tools == tuple(f"tool_{i}" for i in range(first, 256)) and 0 < first < 255
@@ -112,9 +112,11 @@ def test_the_largest_schemas_give_way_until_the_source_is_small_enough() -> None
     assert choice == next(candidate_formats(structure(tools))), "the same each time"
     larger = [*choice.loosened_tools[1:]]
     tight = (
-        len(source_of(choice.format)) + len(json.dumps(wide(first))) - len(json.dumps(ANY_OBJECT))
+        len(structural_tag_of(choice.format))
+        + len(json.dumps(wide(first)))
+        - len(json.dumps(ANY_OBJECT))
     )
-    assert tight > MAX_SOURCE_BYTES and larger, "none gives way in vain"
+    assert tight > MAX_STRUCTURAL_TAG_BYTES and larger, "none gives way in vain"
 
 
 def test_strict_tools_that_are_too_large_are_refused() -> None:
@@ -141,11 +143,11 @@ class FullCompiler:
     def __init__(self, error: Exception, num_refused: int) -> None:
         self.error, self.num_left = error, num_refused
 
-    def check(self, source: str) -> bytes:
+    def check(self, structural_tag: str) -> bytes:
         self.num_left -= 1
         if self.num_left >= 0:
             raise self.error
-        return source.encode()
+        return structural_tag.encode()
 
 
 def test_a_grammar_that_takes_too_much_gives_way_to_the_next_one(

@@ -24,7 +24,7 @@ from cluster.grammar.formats import (
     format_of,
     possible_calls_format,
     required_calls_format,
-    source_of,
+    structural_tag_of,
 )
 from cluster.grammar.helper import HelperLostError
 from cluster.grammar.keywords import FORMAT_NAMES
@@ -79,13 +79,13 @@ def matching(tokenizer: Tokenizer) -> Iterator[GrammarMatching]:
     made.close()
 
 
-def sequence(grammar: bytes, name: str = "a") -> Sequence:
+def sequence(structural_tag: bytes, name: str = "a") -> Sequence:
     request = Request(
         request_id=name,
         token_ids=int32_array([1, 2]),
         num_prompt_tokens=2,
         sampling=ResolvedSampling(seed=0, max_tokens=1000),
-        grammar=grammar,
+        structural_tag=structural_tag,
     )
     return Sequence(request, arrival_index=0, max_total=1002)
 
@@ -100,12 +100,16 @@ def allowed_by(mask: MaskAnswer) -> list[int]:
 
 
 def walk(
-    grammar: bytes, matching: GrammarMatching, tokenizer: Tokenizer, rng: random.Random, most: int
+    structural_tag: bytes,
+    matching: GrammarMatching,
+    tokenizer: Tokenizer,
+    rng: random.Random,
+    most: int,
 ) -> tuple[str, bool]:
     """(a random text that the grammar allows, whether it ended). Tokens that close something are
     more likely, so that texts end.
     """
-    seq = sequence(grammar)
+    seq = sequence(structural_tag)
     try:
         for _ in range(most):
             allowed = allowed_by(matching.masks([seq], WAIT_S)[0])
@@ -177,8 +181,10 @@ def test_random_schemas(
                 "required": ["first"],
             }
         jsonschema.Draft202012Validator.check_schema(schema)
-        grammar = compiler.check(source_of(format_of(StructuredOutputs(json=schema))))
-        text, has_ended = walk(grammar, matching, tokenizer, rng, 250)
+        structural_tag = compiler.check(
+            structural_tag_of(format_of(StructuredOutputs(json=schema)))
+        )
+        text, has_ended = walk(structural_tag, matching, tokenizer, rng, 250)
         if has_ended:
             num_ended += 1
             checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
@@ -194,11 +200,11 @@ def test_random_schemas(
 def test_regexes(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, regex: str
 ) -> None:
-    grammar, rng = (
-        compiler.check(source_of(format_of(StructuredOutputs(regex=regex)))),
+    structural_tag, rng = (
+        compiler.check(structural_tag_of(format_of(StructuredOutputs(regex=regex)))),
         random.Random(1),
     )
-    ended = [walk(grammar, matching, tokenizer, rng, 100) for _ in range(10)]
+    ended = [walk(structural_tag, matching, tokenizer, rng, 100) for _ in range(10)]
     assert any(has_ended for _, has_ended in ended)
     for text, has_ended in ended:
         assert not has_ended or re.fullmatch(regex, text), text
@@ -222,10 +228,10 @@ def test_optional_groups_of_patterns(
     keeps_out: list[str],
 ) -> None:
     structure = StructuredOutputs(json={"type": "string", "pattern": pattern})
-    grammar = compiler.check(source_of(format_of(structure)))
+    structural_tag = compiler.check(structural_tag_of(format_of(structure)))
     for text in (*lets_through, *keeps_out):
         assert (text in lets_through) == (re.search(pattern, text) is not None), text
-        seq = sequence(grammar)
+        seq = sequence(structural_tag)
         seq.token_ids += tokenizer.encode(f'"{text}"')
         [answer] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
@@ -236,11 +242,11 @@ def test_optional_groups_of_patterns(
 def test_choices(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, choice: list[str]
 ) -> None:
-    grammar, rng = (
-        compiler.check(source_of(format_of(StructuredOutputs(choice=choice)))),
+    structural_tag, rng = (
+        compiler.check(structural_tag_of(format_of(StructuredOutputs(choice=choice)))),
         random.Random(1),
     )
-    texts = {walk(grammar, matching, tokenizer, rng, 50) for _ in range(100)}
+    texts = {walk(structural_tag, matching, tokenizer, rng, 50) for _ in range(100)}
     assert texts == {(text, True) for text in choice}
 
 
@@ -275,12 +281,12 @@ def test_required_calls(
     tokenizer: Tokenizer,
     ends_after_one_call: bool,
 ) -> None:
-    grammar = compiler.check(
-        source_of(required_calls_format(TOOLS, ends_after_one_call=ends_after_one_call))
+    structural_tag = compiler.check(
+        structural_tag_of(required_calls_format(TOOLS, ends_after_one_call=ends_after_one_call))
     )
     rng, ended = random.Random(5), 0
     for _ in range(10):
-        text, has_ended = walk(grammar, matching, tokenizer, rng, 300)
+        text, has_ended = walk(structural_tag, matching, tokenizer, rng, 300)
         if has_ended:
             ended += 1
             count = check_calls(text)
@@ -292,14 +298,14 @@ def test_required_calls(
 def test_possible_calls(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
 ) -> None:
-    grammar = compiler.check(source_of(possible_calls_format(TOOLS)))
+    structural_tag = compiler.check(structural_tag_of(possible_calls_format(TOOLS)))
     start = tokenizer.encode('Well. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n')
-    seq = sequence(grammar)
+    seq = sequence(structural_tag)
     seq.token_ids += start
     text = {tokenizer.decode([token]) for token in allowed_by(matching.masks([seq], WAIT_S)[0])}
     matching.forget(seq.request_id)
     assert text and all("</tool_call>".startswith(each) for each in text)
-    seq = sequence(grammar)
+    seq = sequence(structural_tag)
     seq.token_ids += tokenizer.encode('<tool_call>\n{"name": "other')
     [answer] = matching.masks([seq], WAIT_S)
     matching.forget(seq.request_id)
@@ -313,14 +319,14 @@ def test_the_answer_comes_after_the_reasoning(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, state: AnswerState
 ) -> None:
     answer = format_after_thinking(format_of(StructuredOutputs(choice=["yes"])), state)
-    grammar = compiler.check(source_of(answer))
+    structural_tag = compiler.check(structural_tag_of(answer))
     thoughts = {
         AnswerState.REASONING: "Is 1 = 1? yes, I think.</think>\n\n",
         AnswerState.UNDECIDED: "<think>Is 1 = 1?</think>\n\n",
         AnswerState.CONTENT: "",
     }[state]
     for before in {thoughts, "" if state is AnswerState.UNDECIDED else thoughts}:
-        seq = sequence(grammar)
+        seq = sequence(structural_tag)
         seq.token_ids += tokenizer.encode(before)
         [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
@@ -328,7 +334,7 @@ def test_the_answer_comes_after_the_reasoning(
         assert any(text and "yes".startswith(text) for text in texts), texts
         assert "n" not in texts and not EOS & {*allowed_by(mask)}
     if state is AnswerState.REASONING:
-        seq = sequence(grammar)
+        seq = sequence(structural_tag)
         seq.token_ids += tokenizer.encode("hm")
         [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
@@ -341,13 +347,13 @@ def test_masks_are_a_function_of_known_tokens(
 ) -> None:
     """However many tokens become known at a time, and even after the helper was killed."""
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    grammar = compiler.check(source_of(format_of(StructuredOutputs(json=schema))))
+    structural_tag = compiler.check(structural_tag_of(format_of(StructuredOutputs(json=schema))))
     tokens = tokenizer.encode('{"n": 12')
-    step_by_step = sequence(grammar, "steps")
+    step_by_step = sequence(structural_tag, "steps")
     for token in tokens:
         matching.masks([step_by_step], WAIT_S)
         step_by_step.token_ids.append(token)
-    at_once = sequence(grammar, "at once")
+    at_once = sequence(structural_tag, "at once")
     at_once.token_ids += tokens
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert first == second and first is second, "rows with equal masks share one"
@@ -355,7 +361,7 @@ def test_masks_are_a_function_of_known_tokens(
     assert process is not None
     process.kill()  # and its children end with it
     process.wait()
-    again = sequence(grammar, "again")
+    again = sequence(structural_tag, "again")
     for seq in (step_by_step, at_once):
         seq.token_ids += tokenizer.encode("3")
     again.token_ids += at_once.token_ids[2:]
@@ -430,7 +436,7 @@ def test_masks_are_a_function_of_known_tokens(
 )
 def test_refused_schemas(compiler: GrammarCompiler, schema: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        compiler.check(source_of(format_of(StructuredOutputs(json=schema))))
+        compiler.check(structural_tag_of(format_of(StructuredOutputs(json=schema))))
 
 
 @pytest.mark.parametrize(
@@ -444,8 +450,10 @@ def test_refused_schemas(compiler: GrammarCompiler, schema: Any, message: str) -
 def test_schemas_that_refer_to_themselves_and_end(
     compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer, schema: Any
 ) -> None:
-    grammar = compiler.check(source_of(format_of(StructuredOutputs(json=schema))))
-    texts = [walk(grammar, matching, tokenizer, random.Random(seed), 60) for seed in range(20)]
+    structural_tag = compiler.check(structural_tag_of(format_of(StructuredOutputs(json=schema))))
+    texts = [
+        walk(structural_tag, matching, tokenizer, random.Random(seed), 60) for seed in range(20)
+    ]
     ended = [json.loads(text) for text, has_ended in texts if has_ended]
     assert ended
     for value in ended:
@@ -464,7 +472,7 @@ def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
         StructuredOutputs(json={"anyOf": [{}] * 20_000})
     wide = {"enum": [f"value {i}" for i in range(5_000)]}  # as JSON it has more characters
     with pytest.raises(RequestError, match="larger than 65536 bytes"):
-        compiler.check(source_of(format_of(StructuredOutputs(json=wide))))
+        compiler.check(structural_tag_of(format_of(StructuredOutputs(json=wide))))
 
 
 def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
@@ -481,7 +489,7 @@ def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tok
 
 
 def test_a_machine_without_the_tokenizer_says_so(tmp_path: Path, compiler: GrammarCompiler) -> None:
-    grammar = compiler.check(source_of(format_of(StructuredOutputs(choice=["a"]))))
+    structural_tag = compiler.check(structural_tag_of(format_of(StructuredOutputs(choice=["a"]))))
     elsewhere = GrammarMatching(tmp_path / "tokenizer.json", MODEL.vocab_size, MODEL.eos_token_ids)
-    [answer] = elsewhere.masks([sequence(grammar)], WAIT_S)
+    [answer] = elsewhere.masks([sequence(structural_tag)], WAIT_S)
     assert isinstance(answer, RequestFailedError) and "copy the checkpoint" in str(answer)

@@ -23,7 +23,7 @@ from cluster.grammar import compiler as compiler_module
 from cluster.grammar import follower as follower_module
 from cluster.grammar import helper as helper_module
 from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler
-from cluster.grammar.formats import format_of, source_of
+from cluster.grammar.formats import format_of, structural_tag_of
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.pipes import Pipe, PipeError
@@ -47,18 +47,18 @@ MAX_BLOCKED_S = 0.05
 NOISE_S = 0.15
 
 
-def source(**wanted: Any) -> str:
-    return source_of(format_of(StructuredOutputs(**wanted)))
+def structural_tag_for(**wanted: Any) -> str:
+    return structural_tag_of(format_of(StructuredOutputs(**wanted)))
 
 
 class StubChild:
     """A child whose masks take as long as the grammar says: with `b"0.5"`, half a second."""
 
-    grammar = b"0"
+    structural_tag = b"0"
 
-    def call(self, limit_s: float, name: str, grammar: bytes) -> None:
+    def call(self, limit_s: float, name: str, structural_tag: bytes) -> None:
         assert name == "load"
-        self.grammar = grammar
+        self.structural_tag = structural_tag
 
     def answers(
         self,
@@ -72,7 +72,7 @@ class StubChild:
     ) -> Iterator[tuple[None, float]]:
         assert name == "masks" and len(wanted) == count and yields_cores
         for _ in wanted:
-            seconds = float(self.grammar)
+            seconds = float(self.structural_tag)
             time.sleep(min(seconds, limit_s))
             if seconds > limit_s:
                 raise HelperTimeoutError
@@ -97,9 +97,9 @@ def engine_of(matching: GrammarMatching, num_steps_ahead: int) -> Engine:
     return Engine(Scheduler(limits), executor, num_steps_ahead=num_steps_ahead, grammars=matching)
 
 
-def request(name: str, grammar: bytes, max_tokens: int = 20) -> Request:
+def request(name: str, structural_tag: bytes, max_tokens: int = 20) -> Request:
     made = make_request(name, [1, 2, 3], max_tokens=max_tokens)
-    return dataclasses.replace(made, grammar=grammar)
+    return dataclasses.replace(made, structural_tag=structural_tag)
 
 
 def check_blocked(blocked_s: list[float]) -> None:
@@ -126,8 +126,8 @@ def test_no_step_waits_for_slow_masks(
     stubbed: GrammarMatching, slow: list[bytes], num_steps_ahead: int
 ) -> None:
     engine = engine_of(stubbed, num_steps_ahead)
-    for number, grammar in enumerate(slow):
-        engine.add(request(f"slow {number}", grammar))
+    for number, structural_tag in enumerate(slow):
+        engine.add(request(f"slow {number}", structural_tag))
     others = [engine.add(request("free", b"")), engine.add(request("quick", b"0.0001"))]
     blocked_s = []
     while not all(seq.finish_reason for seq in others):
@@ -146,7 +146,7 @@ def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
         timed_step(engine)
     free = engine.add(request("free", b"", 50))
     child: Any = stubbed._followed_by_request["turning"].follower._child
-    child.grammar = b"1.0"
+    child.structural_tag = b"1.0"
     blocked_s = []
     while not free.finish_reason:
         blocked_s.append(timed_step(engine))
@@ -181,7 +181,7 @@ def test_a_slow_grammar_that_is_aborted_is_forgotten(stubbed: GrammarMatching) -
 
 
 @pytest.mark.parametrize(
-    ("limit", "value", "grammar"),
+    ("limit", "value", "structural_tag"),
     [("MASK_LIMIT_S", 0.1, b"8"), ("ALL_MASKS_LIMIT_S", 0.1, b"0.09")],
 )
 def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
@@ -189,12 +189,12 @@ def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
     value: float,
-    grammar: bytes,
+    structural_tag: bytes,
 ) -> None:
     monkeypatch.setattr(follower_module, limit, value)
     engine = engine_of(stubbed, 1)
     slow, quick = (
-        engine.add(request("slow", grammar, 30)),
+        engine.add(request("slow", structural_tag, 30)),
         engine.add(request("quick", b"0.0001", 30)),
     )
     while engine.has_work:
@@ -207,9 +207,9 @@ def test_the_request_of_a_grammar_that_is_too_slow_fails_alone(
 
 def test_outputs_are_the_same_whether_masks_are_slow_or_quick(stubbed: GrammarMatching) -> None:
     outputs = []
-    for grammar in (b"0.0001", b"0.02"):
+    for structural_tag in (b"0.0001", b"0.02"):
         engine = engine_of(stubbed, 1)
-        seq = engine.add(request("a", grammar, 10))
+        seq = engine.add(request("a", structural_tag, 10))
         while engine.has_work:
             timed_step(engine)
         outputs.append(seq.token_ids)
@@ -359,10 +359,10 @@ def test_a_grammar_that_cannot_be_compiled_here_is_not_the_callers_fault(
     compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     compiler._helper = fake_helper(start, NO_PROCESS)
     with pytest.raises(RequestFailedError, match=message):
-        compiler.check(source(choice=["a"]))
+        compiler.check(structural_tag_for(choice=["a"]))
     compiler.close()
     with pytest.raises(RequestFailedError, match="the engine has been stopped"):
-        compiler.check(source(choice=["a"]))
+        compiler.check(structural_tag_for(choice=["a"]))
     assert not compiler._refusals
 
 
@@ -427,7 +427,7 @@ def test_a_peer_that_does_not_read_is_late_and_one_that_is_gone_is_lost() -> Non
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[GrammarCompiler]:
     made = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    made.check(source(choice=["warm"]))
+    made.check(structural_tag_for(choice=["warm"]))
     yield made
     made.close()
 
@@ -440,22 +440,28 @@ def matching() -> Iterator[GrammarMatching]:
     made.close()
 
 
-def followed(grammar: bytes, name: str) -> EngineSequence:
-    return EngineSequence(request(name, grammar), arrival_index=0, max_total=100)
+def followed(structural_tag: bytes, name: str) -> EngineSequence:
+    return EngineSequence(request(name, structural_tag), arrival_index=0, max_total=100)
 
 
 def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(
     compiler: GrammarCompiler, matching: GrammarMatching
 ) -> None:
-    grammars = [compiler.check(source(choice=[text, "no"])) for text in ("yes", "ja")]
-    sequences = [followed(grammar, f"r{i}") for i, grammar in enumerate(grammars)]
+    structural_tags = [
+        compiler.check(structural_tag_for(choice=[text, "no"])) for text in ("yes", "ja")
+    ]
+    sequences = [
+        followed(structural_tag, f"r{i}") for i, structural_tag in enumerate(structural_tags)
+    ]
     before = matching.masks(sequences, WAIT_S)
     child = matching._followed_by_request["r0"].follower._child
     assert child is not None and all(isinstance(mask, bytes) for mask in before)
     os.kill(child.pid, signal.SIGSTOP)
     for seq in sequences:
         matching.forget(seq.request_id)
-    again = [followed(grammar, f"again {i}") for i, grammar in enumerate(grammars)]
+    again = [
+        followed(structural_tag, f"again {i}") for i, structural_tag in enumerate(structural_tags)
+    ]
     assert matching.masks(again, 0.5) == [MASK_LATE, before[1]], "only one is late"
     os.kill(child.pid, signal.SIGKILL)
     assert matching.masks(again, WAIT_S) == before
@@ -467,8 +473,8 @@ def test_the_time_of_real_masks_is_limited(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "ALL_MASKS_LIMIT_S", -1.0)
-    grammar = compiler.check(source(regex="[a-z]{1,30}"))
-    [answer] = matching.masks([followed(grammar, "slow")], WAIT_S)
+    structural_tag = compiler.check(structural_tag_for(regex="[a-z]{1,30}"))
+    [answer] = matching.masks([followed(structural_tag, "slow")], WAIT_S)
     matching.forget("slow")
     assert isinstance(answer, RequestError) and "too slow" in str(answer)
 
@@ -488,7 +494,7 @@ def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> No
 
 def wide(count: int) -> str:
     names = {f"property {i}": {"type": "integer"} for i in range(count)}
-    return source(json={"type": "object", "properties": names})
+    return structural_tag_for(json={"type": "object", "properties": names})
 
 
 @pytest.mark.parametrize("memory_bytes", [2**20, 2**21, 2**22])
@@ -501,15 +507,15 @@ def test_memory_is_limited_and_the_error_says_so(
     ):
         compiler.check(wide(1450 + memory_bytes // 2**20))
     monkeypatch.undo()
-    compiler.check(source(choice=["alive", str(memory_bytes)]))
+    compiler.check(structural_tag_for(choice=["alive", str(memory_bytes)]))
 
 
 def test_masks_that_need_too_much_memory_fail_alone(
     compiler: GrammarCompiler, matching: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(follower_module, "CHILD_MEMORY_BYTES", 2**20)
-    grammar = compiler.check(wide(1450))
-    [answer] = matching.masks([followed(grammar, "large")], WAIT_S)
+    structural_tag = compiler.check(wide(1450))
+    [answer] = matching.masks([followed(structural_tag, "large")], WAIT_S)
     matching.forget("large")
     assert isinstance(answer, RequestFailedError) and "needs more than 1 MiB of memory" in str(
         answer
@@ -520,7 +526,7 @@ def test_children_are_chosen_first_when_the_machine_has_no_memory(
     compiler: GrammarCompiler,
 ) -> None:
     child = compiler._helper.fork(2**30)
-    child.call(5.0, "check", source(choice=["a"]))
+    child.call(5.0, "check", structural_tag_for(choice=["a"]))
     assert Path(f"/proc/{child.pid}/oom_score_adj").read_text().strip() == "1000"
     child.close()
 
@@ -542,7 +548,7 @@ def count_forks(
 def test_refusals_are_remembered_for_a_while(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = source(regex="a{3,1}")
+    bad = structural_tag_for(regex="a{3,1}")
     with pytest.raises(RequestError) as first:
         compiler.check(bad)
     forks = count_forks(compiler, monkeypatch, compiler._helper.fork)
@@ -561,7 +567,7 @@ def test_refusals_take_a_limited_place(
     monkeypatch.setattr(compiler_module, "_MAX_CACHED_VERDICTS", 2)
     for number in range(4):
         with pytest.raises(RequestError):
-            compiler.check(source(regex="a" * number + "b{3,1}"))
+            compiler.check(structural_tag_for(regex="a" * number + "b{3,1}"))
     assert len(compiler._refusals) == 2
 
 
@@ -583,7 +589,9 @@ class StubCompiling:
         pass
 
 
-def in_threads(compiler: GrammarCompiler, sources: Sequence[str]) -> tuple[list[Any], list[Any]]:
+def in_threads(
+    compiler: GrammarCompiler, structural_tags: Sequence[str]
+) -> tuple[list[Any], list[Any]]:
     """(threads that compile, where their results will be)"""
     results: list[Any] = []
 
@@ -593,7 +601,7 @@ def in_threads(compiler: GrammarCompiler, sources: Sequence[str]) -> tuple[list[
         except (RequestError, OverloadedError) as error:
             results.append(error)
 
-    threads = [threading.Thread(target=compile_one, args=(each,)) for each in sources]
+    threads = [threading.Thread(target=compile_one, args=(each,)) for each in structural_tags]
     for thread in threads:
         thread.start()
     return threads, results

@@ -72,7 +72,7 @@ def check_every_token(
                     token_ids=int32_array(prompt),
                     num_prompt_tokens=len(prompt),
                     sampling=sampling,
-                    grammar=b"all" if grammars is not None and i % 2 else b"",
+                    structural_tag=b"all" if grammars is not None and i % 2 else b"",
                 )
             )
             for i, prompt in enumerate(prompts())

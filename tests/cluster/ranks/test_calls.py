@@ -69,8 +69,8 @@ class LosesReplies(StepCalls):
         LosesReplies.num_again += 1
         super().repeat_call(index)
 
-    def send_mask(self, mask: StepMask) -> None:
-        super().send_mask(mask)
+    def send_mask(self, step_mask: StepMask) -> None:
+        super().send_mask(step_mask)
         self._lose(self._mask_refs)
 
     def _lose(self, refs: list[Any]) -> None:
@@ -86,7 +86,7 @@ class Deaf:
     num_calls = 0
 
     def __init__(self, actor: Any) -> None:
-        self.step, self.mask = Method(actor.step), Method(actor.mask)
+        self.step, self.put_mask = Method(actor.step), Method(actor.put_mask)
 
 
 class Method:
@@ -196,7 +196,7 @@ class BareRank(RankActor):
         worker: Any = SimpleNamespace(
             launch=lambda plan: self.launched.append(plan.step_id),
             result=lambda step_id, epoch: f"result of {step_id}",
-            mask=lambda mask: self.masks.append(mask.step_id),
+            put_mask=lambda step_mask: self.masks.append(step_mask.step_id),
         )
         engine = SimpleNamespace(step_timeout_s=1.0)
         self._config: Any = SimpleNamespace(engine=engine, num_steps_ahead=1)
@@ -238,9 +238,9 @@ def test_a_call_that_comes_long_after_its_step_was_read_does_not_run_it() -> Non
 
 def test_a_mask_that_comes_again_is_not_kept() -> None:
     rank = BareRank()
-    mask: Any = rank.mask
+    put_mask: Any = rank.put_mask
     for step_id in (0, 0, 2, 2, 0, 3):
-        mask(pickle.dumps(StepMask(step_id=step_id, epoch=0, rows=int32_array(), masks=())))
+        put_mask(pickle.dumps(StepMask(step_id=step_id, epoch=0, rows=int32_array(), masks=())))
     assert rank.masks == [0, 2, 3]
 
 
@@ -257,11 +257,11 @@ ray.init(
 )
 
 class Rank:
-    def mask(self, *pieces):
+    def put_mask(self, *pieces):
         return sum(map(len, pieces))
 
 rank = ray.remote(Rank).remote()
-ray.get(rank.mask.remote(b""))
+ray.get(rank.put_mask.remote(b""))
 held = []
 try:
     while True:

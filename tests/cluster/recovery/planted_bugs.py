@@ -164,8 +164,8 @@ class DeliversOnlyTheLast(FrontendRecords):
     """News that has not been fetched yet is overwritten."""
 
     def deliver(self, news: dict[int, dict[str, News]]) -> None:
-        for record_number, frontend_news in news.items():
-            frontend = self._frontends.get(record_number)
+        for registration_number, frontend_news in news.items():
+            frontend = self._frontends.get(registration_number)
             if frontend is not None:
                 for request_id in frontend_news:
                     frontend.mailbox._unsent_news.pop(request_id, None)
@@ -175,11 +175,11 @@ class DeliversOnlyTheLast(FrontendRecords):
 class SendsTwice(FrontendRecords):
     """A request that is sent again is queued again."""
 
-    def record_requests(
+    def register_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
     ) -> tuple[int, list[Request]]:
-        record_number, _ = super().record_requests(frontend_id, requests, limits)
-        return record_number, requests
+        registration_number, _ = super().register_requests(frontend_id, requests, limits)
+        return registration_number, requests
 
 
 class GivesNumbersAgain(FrontendRecords):

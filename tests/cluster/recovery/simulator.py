@@ -159,10 +159,10 @@ class Group:
         assert self.lane is not None, "a group that was not started runs a step"
         self.lane.launch(plan)
 
-    def mask(self, mask: StepMask) -> None:
+    def send_mask(self, step_mask: StepMask) -> None:
         if not (self.is_closed or self.is_dead):
             assert self.lane is not None
-            self.lane.mask(mask)
+            self.lane.put_mask(step_mask)
 
     def wait(self, step_id: int, limit_s: float) -> None:
         """Steps run when they are launched."""
@@ -293,9 +293,9 @@ class Driver:
 
     def _submit(self, frontend_id: str, requests: list[Request]) -> int:
         limits = self.world.scenario.limits
-        number, fresh = self.frontends.record_requests(frontend_id, requests, limits)
+        number, fresh = self.frontends.register_requests(frontend_id, requests, limits)
         if fresh:
-            self.loop.post(Submit(record_number=number, requests=fresh))
+            self.loop.post(Submit(registration_number=number, requests=fresh))
         return number
 
     def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
@@ -466,7 +466,7 @@ class World:
             sampling=drawn.sampling,
             cache_salt=drawn.cache_salt,
             news_interval=self.rng.choice((0, 1, 1, 3)),
-            grammar=drawn.grammar,
+            structural_tag=drawn.structural_tag,
         )
         chunks: list[Chunk] = []
         follower = OutputFollower(request, 0, None, chunks.append)

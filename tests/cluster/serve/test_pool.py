@@ -77,7 +77,7 @@ class FakeFrontend:
         if self.driver_handle.error is not None:
             raise self.driver_handle.error
         requests = [request for each in generations for request in each.requests]
-        self.driver_handle.admitted.record_requests(self.name, requests, LIMITS)
+        self.driver_handle.admitted.register_requests(self.name, requests, LIMITS)
         self.driver_handle.has += generations
 
     def abort(self, generations: list[Generation]) -> None:

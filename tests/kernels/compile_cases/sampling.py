@@ -19,10 +19,12 @@ _LISTED = _PADDED_BLOCKS | {"PADDED_TOP_K": MAX_LISTED_TOP_K}
 _TYPES = {
     "logits_BV": "*bf16",
     "num_columns": "i32:16",
-    **dict.fromkeys(("block_max_BX", "max_B", "max_R", "temperature_R", "limit_R"), "*fp32"),
-    **dict.fromkeys(("gaps_RC", "min_p_limit_R", "nearest_gaps_RK", "values"), "*fp32"),
+    **dict.fromkeys(("block_max_BX", "max_B", "max_R", "temperature_R", "gap_limit_R"), "*fp32"),
+    **dict.fromkeys(("gaps_RC", "min_p_gap_limit_R", "nearest_gaps_RK", "values"), "*fp32"),
     **dict.fromkeys(("rows_R", "column_B", "column_R", "near_blocks_RX", "sums_RX"), "*i64"),
-    **dict.fromkeys(("target_weight_R", "histogram_RSX", "list_NRK", "list_RC", "list_RK"), "*i64"),
+    **dict.fromkeys(
+        ("target_weight_R", "histogram_RSX", "lists_NRK", "lists_RC", "lists_RK"), "*i64"
+    ),
     **dict.fromkeys(("top_k_R", "top_p_R", "kept_weight_NR", "seeds_R", "positions_R"), "*i64"),
     **dict.fromkeys(("counts_RX", "ids", "packed"), "*i64"),
     "prefix_R": "*i32",
@@ -47,7 +49,7 @@ CASES = [
         for name in ("block_sums", "gap_histogram")
         for by_weight in (False, True)
     ),
-    _case("limits_from_lists", _PADDED_ENTRIES, num_warps=8),
+    _case("gap_limits_from_lists", _PADDED_ENTRIES, num_warps=8),
     _case("target_weight", _ROWS, num_warps=1),
     _case("pack_value_and_id", _ROWS, num_warps=1),
     _case("unpack_value_and_id", _ROWS, num_warps=1),

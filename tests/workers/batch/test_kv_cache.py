@@ -230,7 +230,7 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
         for name in ("row_best", "block_weights", "pick_column", "list_nearest"):
             assert (name, dtype) in seen
         assert {("gap_histogram", dtype, by_weight) for by_weight in (False, True)} <= seen
-    assert {"target_weight", "limits_from_lists", "look_up_tokens", "write_tokens"} <= {
+    assert {"target_weight", "gap_limits_from_lists", "look_up_tokens", "write_tokens"} <= {
         key[0] for key in seen
     }
 

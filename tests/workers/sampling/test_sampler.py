@@ -246,11 +246,11 @@ def kept_tokens(logits_V: torch.Tensor, sampling: ResolvedSampling) -> set[int]:
     if rows.filters is None:
         return set(range(len(logits_V)))
     best_1, _, block_max_1X = KERNELS.row_best(logits_V[None])
-    limit_1, _ = sampler._limits(
+    gap_limit_1, _ = sampler._gap_limits(
         _gap_rows(logits_V[None], block_max_1X, best_1, rows), rows.filters
     )
     gaps_1V = kernels.token_gaps(logits_V[None], best_1, rows.temperature_R)
-    return set((kernels.token_weights(gaps_1V, limit_1)[0] > 0).nonzero()[:, 0].tolist())
+    return set((kernels.token_weights(gaps_1V, gap_limit_1)[0] > 0).nonzero()[:, 0].tolist())
 
 
 def test_temperature_so_small_that_logits_overflow_is_greedy() -> None:
@@ -464,15 +464,15 @@ def random_mask(rng: random.Random, vocab_size: int, rows: range) -> StepMask:
 def test_masks_are_cut_at_the_edges_of_shards(
     vocab_size: int, size: int, dtype: torch.dtype
 ) -> None:
-    mask = random_mask(random.Random(size), vocab_size, range(40))
-    whole = [np.unpackbits(np.frombuffer(m, np.uint8), bitorder="little") for m in mask.masks]
+    step_mask = random_mask(random.Random(size), vocab_size, range(40))
+    whole = [np.unpackbits(np.frombuffer(m, np.uint8), bitorder="little") for m in step_mask.masks]
     shard, allowed = -(-vocab_size // size), []
     for rank in range(size):
         group = cast(Group, SimpleNamespace(rank=rank, size=size))
         sampler = make_sampler(vocab_size, 1, group, shard)
         width = max(0, min(shard, vocab_size - rank * shard))
         logits = torch.zeros(40, width, dtype=dtype)
-        masks = sampler.row_masks(mask)
+        masks = sampler.row_masks(step_mask)
         assert (masks is None) == (width == 0)
         if masks is not None:
             KERNELS.mask_columns(logits, masks.rows_R, masks.words_RW, masks.first_bit)
@@ -481,8 +481,8 @@ def test_masks_are_cut_at_the_edges_of_shards(
     together = torch.cat(allowed, dim=1)
     for row in range(40):
         want = torch.ones(vocab_size, dtype=torch.bool)
-        if row in mask.rows:
-            want = torch.from_numpy(whole[list(mask.rows).index(row)][:vocab_size]).bool()
+        if row in step_mask.rows:
+            want = torch.from_numpy(whole[list(step_mask.rows).index(row)][:vocab_size]).bool()
         assert torch.equal(together[row], want)
 
 
@@ -491,7 +491,7 @@ def test_masked_rows_get_the_same_tokens_from_bfloat16_as_from_the_same_numbers_
 ):
     logits = (normal(16, 3001) * 3).to(torch.bfloat16)
     before, tokens = logits.clone(), []
-    mask = random_mask(random.Random(4), 3001, range(16))
+    step_mask = random_mask(random.Random(4), 3001, range(16))
     for each in (logits, logits.float()):
         sampler = make_sampler(3001, 16)
         for slot in range(16):
@@ -499,7 +499,7 @@ def test_masked_rows_get_the_same_tokens_from_bfloat16_as_from_the_same_numbers_
             sampler.admit(slot, make(seed=slot, temperature=slot / 8, top_k=slot, **ended), [0], 1)
         batch = sampler.state.batch(range(16), [1] * 16)
         assert batch.penalties is None and batch.bias is None
-        out = sampler.sample(each, batch, sampler.row_masks(mask))
+        out = sampler.sample(each, batch, sampler.row_masks(step_mask))
         tokens.append(out.token_ids_B.tolist())
     assert tokens[0] == tokens[1] and torch.equal(logits, before)
 
@@ -524,11 +524,11 @@ def run_case(
         if rng.random() < 0.5:
             logits = logits.round()  # ties, even between shards
         mine = logits[:, group.rank * shard : (group.rank + 1) * shard]
-        mask = random_mask(rng, vocab_size, range(16))
+        step_mask = random_mask(rng, vocab_size, range(16))
         batch = sampler.state.batch(range(16), [length + step for length in lengths])
-        out = sampler.sample(mine, batch, sampler.row_masks(mask))
+        out = sampler.sample(mine, batch, sampler.row_masks(step_mask))
         tokens = out.token_ids_B.tolist()
-        for row, of_row in zip(mask.rows, mask.masks, strict=True):
+        for row, of_row in zip(step_mask.rows, step_mask.masks, strict=True):
             # A row whose only token is a stop id may have none left.
             if rows[row].min_tokens == 0:
                 assert of_row[tokens[row] // 8] >> tokens[row] % 8 & 1, "a token that is masked"
