@@ -69,7 +69,7 @@ def minimal_local_ray() -> Iterator[None]:
         setattr(Node, name, _start_nothing)
     original_popen = services.ConsolePopen
     if sys.platform == "linux":  # elsewhere Ray ends them by their group
-        setattr(services, "ConsolePopen", _PopenInOwnGroup)  # noqa: B010
+        setattr(services, "ConsolePopen", _PopenInOwnGroup)
     try:
         yield
     finally:
@@ -77,7 +77,7 @@ def minimal_local_ray() -> Iterator[None]:
             del os.environ[name]
         for name, method in original_methods.items():
             setattr(Node, name, method)
-        setattr(services, "ConsolePopen", original_popen)  # noqa: B010
+        setattr(services, "ConsolePopen", original_popen)
 
 
 def check_local_ray_alive() -> None:
