@@ -67,9 +67,10 @@ def minimal_local_ray() -> Iterator[None]:
     os.environ.update(added_settings)
     for name in original_methods:
         setattr(Node, name, _start_nothing)
+    ray_services: Any = services
     original_popen = services.ConsolePopen
     if sys.platform == "linux":  # elsewhere Ray ends them by their group
-        setattr(services, "ConsolePopen", _PopenInOwnGroup)
+        ray_services.ConsolePopen = _PopenInOwnGroup
     try:
         yield
     finally:
@@ -77,7 +78,7 @@ def minimal_local_ray() -> Iterator[None]:
             del os.environ[name]
         for name, method in original_methods.items():
             setattr(Node, name, method)
-        setattr(services, "ConsolePopen", original_popen)
+        ray_services.ConsolePopen = original_popen
 
 
 def check_local_ray_alive() -> None:
