@@ -81,6 +81,20 @@ def minimal_local_ray() -> Iterator[None]:
         ray_services.ConsolePopen = original_popen
 
 
+@contextmanager
+def kept_sigterm_handler() -> Iterator[None]:
+    """A context for `ray.init` in which Ray sets no handler of SIGTERM. Its own would end the
+    program, or some of Ray's processes, in the middle of the start.
+    """
+    ray_utils: Any = ray._private.utils
+    original_setter = ray_utils.set_sigterm_handler
+    ray_utils.set_sigterm_handler = lambda handler: None
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = original_setter
+
+
 def check_local_ray_alive() -> None:
     """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
     others. Without its head, they would end only after a minute, and this program with them.

@@ -25,13 +25,19 @@ from cluster.resources.addresses import (
     is_same_address,
     local_cluster_address,
 )
-from cluster.resources.local_ray import dead_local_processes, end_local_ray, minimal_local_ray
+from cluster.resources.local_ray import (
+    dead_local_processes,
+    end_local_ray,
+    kept_sigterm_handler,
+    minimal_local_ray,
+)
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, EngineError
 
 # Logical CPUs of a local cluster of our own: they only gate placement, and several small engines
 # fit on a laptop.
 MIN_LOCAL_CPUS = 16
+DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Set by Ray for programs that `ray job submit` runs.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -64,7 +70,7 @@ class RaySession:
                 self._check_running_address(address)
             else:
                 try:
-                    with _deferred_sigint():
+                    with _deferred_signals():
                         self._address = _init_ray(address, num_ranks)
                 except BaseException:
                     ray.shutdown()
@@ -115,29 +121,29 @@ def _running_ray_id() -> str:
 
 
 @contextmanager
-def _deferred_sigint() -> Iterator[None]:
-    """Start Ray without being interrupted by Ctrl-C, which would leave processes behind: it is
-    raised afterwards.
-
-    `ray.init` takes over SIGTERM; the program's own handler is put back, and gets what came.
+def _deferred_signals() -> Iterator[None]:
+    """Start Ray without being interrupted, which would leave processes behind: what the program
+    does about Ctrl-C, SIGTERM and SIGHUP follows afterwards.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     caught_signals: list[int] = []
-    sigint_handler = signal.signal(signal.SIGINT, lambda number, _: caught_signals.append(number))
-    sigterm_handler = signal.getsignal(signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in DEFERRED_SIGNALS}
+    for number, handler in handlers.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: caught_signals.append(number))
     try:
-        yield
-    except SystemExit:  # from Ray's handler of SIGTERM
-        if callable(sigterm_handler):
-            sigterm_handler(signal.SIGTERM, None)
-        raise
+        with kept_sigterm_handler():
+            yield
     finally:
-        signal.signal(signal.SIGINT, sigint_handler)
-        signal.signal(signal.SIGTERM, sigterm_handler)
-    if caught_signals:
-        raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for caught_signal in caught_signals:
+        handler = handlers[signal.Signals(caught_signal)]
+        if not callable(handler):  # the system would end this program, and nothing else
+            sys.exit(caught_signal)
+        handler(caught_signal, None)
 
 
 def _init_ray(address: str | None, num_ranks: int) -> str:

@@ -128,14 +128,14 @@ def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
     assert code == 130 and "Traceback" not in err
 
 
-@pytest.mark.parametrize("delay_s", [2.5, 5.0])
-def test_ctrl_c_during_start_leaves_nothing(
-    small_model: SmallModel, endless: Path, delay_s: float
+@pytest.mark.parametrize(("number", "delay_s"), [(signal.SIGINT, 2.5), (signal.SIGTERM, 5.0)])
+def test_a_signal_during_the_start_leaves_nothing(
+    small_model: SmallModel, endless: Path, number: signal.Signals, delay_s: float
 ) -> None:
     """Ray finishes a start that has begun, so this takes longer on a busy machine."""
     run = start("--model", small_model.path, "--tp", "2", "--input", endless)
     time.sleep(delay_s)
-    os.killpg(run.pid, signal.SIGINT)
+    os.killpg(run.pid, number)
     code, _, err = finish(run)
     assert code == 130 and "Traceback" not in err
     wait_until(lambda: not family(run.pid), "the end of all our processes", 10.0)

@@ -47,29 +47,36 @@ def test_another_cluster_than_the_one_this_process_is_part_of_is_refused(
         RaySession().connect(address, 1)
 
 
-def test_a_program_that_is_ended_while_ray_starts_is_told_by_its_own_handler(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("number", session_module.DEFERRED_SIGNALS)
+def test_a_program_that_is_ended_while_ray_starts_hears_it_when_ray_has_started(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
+    starts: list[bool] = []
+
     def init_ray(*_: object) -> str:
-        signal.signal(signal.SIGTERM, lambda number, _: exit(number))  # as Ray does
-        signal.raise_signal(signal.SIGTERM)
-        raise AssertionError("the handler has not ended it")
+        ray._private.utils.set_sigterm_handler(lambda *_: pytest.fail("Ray's handler"))
+        signal.raise_signal(number)
+        starts.append(True)
+        return "local"
 
     shutdowns: list[bool] = []
     monkeypatch.setattr(session_module, "_init_ray", init_ray)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: shutdowns.append(True))  # not the other tests' Ray
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    monkeypatch.setattr(session_module, "_running_ray_id", lambda: "id")
+    before = signal.signal(number, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             RaySession().connect("local", 1)
-        assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        assert signal.getsignal(number) is signal.default_int_handler
+        signal.signal(number, signal.SIG_DFL)
         with pytest.raises(SystemExit):
             RaySession().connect("local", 1)
+        signal.signal(number, signal.SIG_IGN)
+        RaySession().connect("local", 1)
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert shutdowns == [True, True]
+        signal.signal(number, before)
+    assert starts == [True] * 3 and shutdowns == [True] * 2
 
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:
