@@ -220,7 +220,8 @@ class Supervisor:
         """End this epoch."""
         assert self._group is not None
         if self.recovery.note_fault(reason):
-            logger.warning("epoch %d is lost: %s", self._group.epoch, reason)
+            event = "is lost" if self._is_serving else "has not begun"
+            logger.warning("epoch %d %s: %s", self._group.epoch, event, reason)
             self._loss_reason = reason
             self._fence()
 

@@ -224,6 +224,21 @@ def test_an_attempt_that_cannot_begin_is_followed_by_another_with_the_same_epoch
     assert world.lost == [0] and world.alive == [1]
 
 
+def test_the_log_tells_a_lost_epoch_from_one_that_has_not_begun(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = serving(world)
+    world.start_failures = deque([WorkerError("start failed")])
+    world.wrong = "rank 1 died"
+    turns(supervisor, world, 20.0)
+    lines = [record.getMessage() for record in caplog.records if "epoch" in record.getMessage()]
+    assert lines[:2] == [
+        "epoch 0 is lost: rank 1 died",
+        "epoch 1 has not begun: the next group could not be assembled: start failed",
+    ]
+    assert lines[2].startswith("epoch 1 serves")
+
+
 @pytest.mark.parametrize("is_convicted", [True, False])
 def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_found(
     world: World, is_convicted: bool
