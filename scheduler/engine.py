@@ -188,7 +188,7 @@ class Engine:
             for seq in self.scheduler.submitted_steps[-1].sampling_sequences
             if seq.structural_tag
         ]
-        if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending == 1]:
+        if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending_tokens == 1]:
             self.grammars.masks(ready_sequences, 0.0)
         for seq in constrained_sequences:
             if not self.grammars.is_quick(seq):
@@ -198,7 +198,9 @@ class Engine:
 
     def _resume_held_sequences(self) -> None:
         """Resume the held sequences whose next mask is there; end those that cannot have one."""
-        ready_sequences = [seq for seq in self._held_sequences.values() if not seq.num_pending]
+        ready_sequences = [
+            seq for seq in self._held_sequences.values() if not seq.num_pending_tokens
+        ]
         answers = self.grammars.masks(ready_sequences, 0.0) if ready_sequences else []
         for seq, answer in zip(ready_sequences, answers, strict=True):
             if isinstance(answer, EaglerayError):

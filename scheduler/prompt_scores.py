@@ -17,7 +17,7 @@ Scores = list[tuple[Sequence, PromptLogprobs]]
 
 def needs_scoring(seq: Sequence) -> bool:
     """Whether prompt tokens follow those of the next chunk whose log probabilities are wanted."""
-    return seq.needs_prompt_logprobs and seq.num_computed + 1 < seq.num_prompt_tokens
+    return seq.needs_prompt_logprobs and seq.num_computed_tokens + 1 < seq.num_prompt_tokens
 
 
 def scoring_flags(scored_sequence_by_row: dict[int, Sequence], num_rows: int) -> bytes:

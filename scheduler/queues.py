@@ -56,8 +56,8 @@ class Queues:
         `drop_ended_sequences`. `last_step_id`: as in `requeue`.
         """
         if seq.status is RUNNING:
-            num_computed = min(seq.num_computed, len(seq.token_ids))
-            self.block_manager.publish(seq, num_computed, last_step_id)
+            num_computed_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
+            self.block_manager.publish(seq, num_computed_tokens, last_step_id)
             self._release_slot_and_blocks(seq)
         else:
             self.waiting.remove(seq)
@@ -72,7 +72,7 @@ class Queues:
         self.free_slots.append(seq.slot)
         self.release_row(seq)
         seq.slot = NO_SLOT
-        seq.num_computed = seq.num_retracted = 0
+        seq.num_computed_tokens = seq.num_retracted_tokens = 0
         seq.lacks_row = seq.is_held = False
 
     def release_row(self, seq: Sequence) -> None:
@@ -105,10 +105,10 @@ class Queues:
             if seq not in kept_sequences:
                 self.requeue(seq, -1)
         for seq in (*self.running, *self.waiting):
-            seq.num_pending = 0
-            seq.num_total = len(seq.token_ids)
+            seq.num_pending_tokens = 0
+            seq.num_total_tokens = len(seq.token_ids)
             seq.last_step_id = seq.admitted_step_id = -1
-            seq.first_kept_step_id = seq.num_retracted = 0
+            seq.first_kept_step_id = seq.num_retracted_tokens = 0
         for seq in self.running:
             seq.lacks_row, seq.is_held = True, False
         self.released_slots.clear()
@@ -124,12 +124,12 @@ class Queues:
             assert seq.status is WAITING and seq.slot == NO_SLOT, (
                 f"in the waiting queue but not waiting: {seq}"
             )
-            assert not seq.block_table and seq.num_computed == 0, (
+            assert not seq.block_table and seq.num_computed_tokens == 0, (
                 f"waiting, but holds blocks: {seq}"
             )
             assert not seq.is_held, f"held without a slot: {seq}"
         for seq in (*self.running, *self.waiting):
-            assert seq.num_total == len(seq.token_ids) + seq.num_pending, (
+            assert seq.num_total_tokens == len(seq.token_ids) + seq.num_pending_tokens, (
                 f"tokens in flight were miscounted: {seq}"
             )
         for arrivals in (
@@ -140,7 +140,7 @@ class Queues:
         slots = sorted([seq.slot for seq in self.running] + self.free_slots)
         assert slots == list(range(self.num_slots)), f"slots were lost or duplicated: {slots}"
         mid_prompt_sequences = [
-            seq for seq in self.running if len(seq.token_ids) - seq.num_computed > 1
+            seq for seq in self.running if len(seq.token_ids) - seq.num_computed_tokens > 1
         ]
         assert not mid_prompt_sequences or mid_prompt_sequences == self.running[-1:], (
             f"in the middle of its prompt, but not last: {mid_prompt_sequences}"
@@ -151,11 +151,14 @@ class Queues:
         assert seq.status is RUNNING and seq.slot != NO_SLOT, (
             f"in the running queue but not running: {seq}"
         )
-        fewest_computed = 0 if seq.lacks_row else 1
-        assert fewest_computed <= seq.num_computed <= seq.num_total <= seq.max_total, (
-            f"token counts are out of order: {seq}"
-        )
-        assert len(seq.block_table) * self.block_manager.block_size >= seq.num_computed, (
+        fewest_computed_tokens = 0 if seq.lacks_row else 1
+        assert (
+            fewest_computed_tokens
+            <= seq.num_computed_tokens
+            <= seq.num_total_tokens
+            <= seq.max_total_tokens
+        ), f"token counts are out of order: {seq}"
+        assert len(seq.block_table) * self.block_manager.block_size >= seq.num_computed_tokens, (
             f"has computed beyond its blocks: {seq}"
         )
 

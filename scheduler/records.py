@@ -24,8 +24,8 @@ class StepRecord:
 
     num_rows, num_tokens: what the step runs. num_decoding: rows that run one token.
     head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
-    num_preempted: in this step; num_recomputed: tokens of rows admitted in it that were lost with
-    ranks. seconds: `StepResult.seconds`.
+    num_preempted: in this step; num_recomputed_tokens: of rows admitted in it, lost with ranks.
+    seconds: `StepResult.seconds`.
     """
 
     step_id: int
@@ -40,7 +40,7 @@ class StepRecord:
     num_waiting: int
     num_free_blocks: int
     num_preempted: int
-    num_recomputed: int = 0
+    num_recomputed_tokens: int = 0
     head_wait_reason: str
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -24,9 +24,9 @@ from scheduler.steps import SubmittedStep
 
 
 def roll_back(running: Iterable[Sequence], submitted_steps: Iterable[SubmittedStep]) -> None:
-    """Set `num_computed` of running sequences to what they had computed before `submitted_steps`,
-    whose results are lost. A sequence keeps its slot while it runs, so its tokens in a plan are
-    those of its slot.
+    """Set `num_computed_tokens` of running sequences to what they had computed before
+    `submitted_steps`, whose results are lost. A sequence keeps its slot while it runs, so its
+    tokens in a plan are those of its slot.
     """
     steps = [
         (step.step_id, dict(zip(step.plan.slots, step.plan.num_new_tokens, strict=True)))
@@ -38,6 +38,8 @@ def roll_back(running: Iterable[Sequence], submitted_steps: Iterable[SubmittedSt
             for step_id, num_new_by_slot in steps
             if step_id >= seq.admitted_step_id
         )
-        num_computed_before = seq.num_computed + seq.num_retracted - num_undone_tokens
+        num_computed_tokens_before = (
+            seq.num_computed_tokens + seq.num_retracted_tokens - num_undone_tokens
+        )
         # The last token that is known was sampled; the step after that computes it.
-        seq.num_computed = min(num_computed_before, len(seq.token_ids) - 1)
+        seq.num_computed_tokens = min(num_computed_tokens_before, len(seq.token_ids) - 1)

@@ -90,14 +90,14 @@ class Scheduler:
     def add(self, request: Request) -> Sequence:
         """Queue a request; one with all its tokens comes back finished. Raises `RequestError`."""
         check_request(request, self.limits)
-        max_total = min(
+        max_total_tokens = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
         )
-        seq = Sequence(request, arrival_index=self._num_arrived, max_total=max_total)
+        seq = Sequence(request, arrival_index=self._num_arrived, max_total_tokens=max_total_tokens)
         self._num_arrived += 1
         if seq.num_output_tokens and seq.token_ids[-1] in seq.stop_token_ids:
             seq.end("stop")
-        elif len(seq.token_ids) >= max_total:
+        elif len(seq.token_ids) >= max_total_tokens:
             seq.end("length")
         else:
             self.waiting.append(seq)
@@ -127,11 +127,11 @@ class Scheduler:
         place.
         """
         seq.first_kept_step_id = self._last_step_id + 1
-        seq.num_pending = 0
-        seq.num_total = len(seq.token_ids)
+        seq.num_pending_tokens = 0
+        seq.num_total_tokens = len(seq.token_ids)
         if seq.status is RUNNING:
-            seq.num_retracted += seq.num_computed - (seq.num_total - 1)
-            seq.num_computed = seq.num_total - 1
+            seq.num_retracted_tokens += seq.num_computed_tokens - (seq.num_total_tokens - 1)
+            seq.num_computed_tokens = seq.num_total_tokens - 1
             seq.is_held = True
             self.queues.release_row(seq)
 
@@ -177,41 +177,47 @@ class Scheduler:
         running, budget, index = self.running, step.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
-            num_total = seq.num_total
-            if num_total >= seq.max_total or seq.is_held:  # the token that ends it is in flight
+            num_total_tokens = seq.num_total_tokens
+            if (
+                num_total_tokens >= seq.max_total_tokens or seq.is_held
+            ):  # the token that ends it is in flight
                 index += 1
                 continue
-            num_new = num_total - seq.num_computed
-            if num_new > 1 and slots and step.is_paced is None:
+            num_planned_tokens = num_total_tokens - seq.num_computed_tokens
+            if num_planned_tokens > 1 and slots and step.is_paced is None:
                 budget = step.paced_budget(self.pace, budget)
-            if num_new > budget:
-                num_new = budget
-            num_computed = seq.num_computed + num_new
-            if num_computed > len(seq.block_table) * block_size and not self._grow_block_table(
-                seq, num_computed, step
-            ):
+            if num_planned_tokens > budget:
+                num_planned_tokens = budget
+            num_computed_tokens = seq.num_computed_tokens + num_planned_tokens
+            if num_computed_tokens > len(
+                seq.block_table
+            ) * block_size and not self._grow_block_table(seq, num_computed_tokens, step):
                 break  # it was the latest arrival and was itself preempted
             index += 1
-            budget -= num_new
+            budget -= num_planned_tokens
             if seq.lacks_row:
                 seq.lacks_row = False
                 # What is published may be shared, and is not written again.
                 num_published_tokens = seq.num_published_blocks * block_size
-                step.admitted_sequences.append((seq, max(seq.num_computed, num_published_tokens)))
-            if num_new > 1 or num_computed < num_total:  # otherwise no prompt token follows
+                step.admitted_sequences.append(
+                    (seq, max(seq.num_computed_tokens, num_published_tokens))
+                )
+            if (
+                num_planned_tokens > 1 or num_computed_tokens < num_total_tokens
+            ):  # otherwise no prompt token follows
                 step.request_scoring(seq)
             slots.append(seq.slot)
-            num_new_tokens.append(num_new)
-            seq.num_computed = num_computed
-            if num_computed == num_total:
+            num_new_tokens.append(num_planned_tokens)
+            seq.num_computed_tokens = num_computed_tokens
+            if num_computed_tokens == num_total_tokens:
                 sampling_flags.append(1)
                 sampling_sequences.append(seq)
-                seq.num_pending += 1
-                seq.num_total = num_total + 1
+                seq.num_pending_tokens += 1
+                seq.num_total_tokens = num_total_tokens + 1
             else:
                 sampling_flags.append(0)
-            if num_new > 1 or num_computed % block_size == 0:
-                block_manager.publish(seq, min(num_computed, len(seq.token_ids)), step_id)
+            if num_planned_tokens > 1 or num_computed_tokens % block_size == 0:
+                block_manager.publish(seq, min(num_computed_tokens, len(seq.token_ids)), step_id)
         step.budget = budget
 
     def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
@@ -244,7 +250,7 @@ class Scheduler:
                 step.head_wait_reason = (
                     records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
                 )
-            elif seq.num_pending:
+            elif seq.num_pending_tokens:
                 step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
             elif not self.block_manager.can_allocate(seq):
                 step.head_wait_reason = records.WAITS_FOR_BLOCKS
@@ -257,33 +263,33 @@ class Scheduler:
         """Let a waiting sequence run, from this step on."""
         num_cached_tokens, num_tokens = self.queues.admit(seq), len(seq.token_ids)
         # Cached to the end: the last token runs as a query only.
-        seq.num_computed = min(num_cached_tokens, num_tokens - 1)
+        seq.num_computed_tokens = min(num_cached_tokens, num_tokens - 1)
         if seq.num_cached_tokens is None:
             # Of a request that comes back with its output, that may be found, too.
-            seq.num_cached_tokens = min(seq.num_computed, seq.num_prompt_tokens)
+            seq.num_cached_tokens = min(seq.num_computed_tokens, seq.num_prompt_tokens)
             self.stats.add_admission(
-                num_tokens, seq.num_computed, max(0.0, self._clock() - seq.arrival_s)
+                num_tokens, seq.num_computed_tokens, max(0.0, self._clock() - seq.arrival_s)
             )
         if seq.num_lost_tokens:
-            num_recomputed = max(0, seq.num_lost_tokens - seq.num_computed)
-            step.num_recomputed += num_recomputed
-            self.stats.num_recomputed_tokens += num_recomputed
+            num_recomputed_tokens = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
+            step.num_recomputed_tokens += num_recomputed_tokens
+            self.stats.num_recomputed_tokens += num_recomputed_tokens
             seq.num_lost_tokens = 0
         seq.admitted_step_id = self._last_step_id + 1
         step.admitted_sequences.append((seq, num_cached_tokens))
-        num_new = min(num_tokens - seq.num_computed, step.budget)
-        step.budget -= num_new
+        num_planned_tokens = min(num_tokens - seq.num_computed_tokens, step.budget)
+        step.budget -= num_planned_tokens
         step.request_scoring(seq)
         step.slots.append(seq.slot)
-        step.num_new_tokens.append(num_new)
-        seq.num_computed += num_new
-        samples_token = seq.num_computed == num_tokens
+        step.num_new_tokens.append(num_planned_tokens)
+        seq.num_computed_tokens += num_planned_tokens
+        samples_token = seq.num_computed_tokens == num_tokens
         step.sampling_flags.append(samples_token)
         if samples_token:
             step.sampling_sequences.append(seq)
-            seq.num_pending = 1
-            seq.num_total = num_tokens + 1
-        self.block_manager.publish(seq, seq.num_computed, seq.admitted_step_id)
+            seq.num_pending_tokens = 1
+            seq.num_total_tokens = num_tokens + 1
+        self.block_manager.publish(seq, seq.num_computed_tokens, seq.admitted_step_id)
 
     # -- results -----------------------------------------------------------------------------------
 
@@ -320,17 +326,17 @@ class Scheduler:
                 continue  # it ran one step too many, or without its mask
             token_ids = seq.token_ids
             token_ids.append(token_id)
-            seq.num_pending -= 1
+            seq.num_pending_tokens -= 1
             output_sequences.append(seq)
             output_token_ids.append(token_id)
             length = len(token_ids)
             if token_id in seq.stop_token_ids:
                 self.queues.end(seq, "stop", self._last_step_id)
                 output.finished_sequences.append(seq)
-            elif length >= seq.max_total:
+            elif length >= seq.max_total_tokens:
                 self.queues.end(seq, "length", self._last_step_id)
                 output.finished_sequences.append(seq)
-            elif length % block_size == 0 and seq.num_computed >= length:
+            elif length % block_size == 0 and seq.num_computed_tokens >= length:
                 self.block_manager.publish(seq, length, self._last_step_id)
 
     def min_duration_s(self) -> float:
@@ -368,7 +374,7 @@ class Scheduler:
             self.block_manager.withdraw_unconfirmed(last_read_step_id, self.running)
             kept_sequences = {s for s in self.running if s.admitted_step_id <= last_read_step_id}
         for seq in self.running:
-            seq.num_lost_tokens = 0 if seq in kept_sequences else seq.num_computed
+            seq.num_lost_tokens = 0 if seq in kept_sequences else seq.num_computed_tokens
         self.queues.start_epoch(kept_sequences)
         if not is_cache_kept:
             self.block_manager.clear_prefix_index()

@@ -1,16 +1,17 @@
 """One sequence of tokens on its way from prompt to end, and how far it has been computed.
 
-    token_ids      prompt, then every generated token the driver knows
-    num_total      len(token_ids) + num_pending: those in flight included
-    num_computed   tokens whose KV is in the cache once all submitted steps have run
+    token_ids             prompt, then every generated token the driver knows
+    num_total_tokens      len(token_ids) + num_pending_tokens: those in flight included
+    num_computed_tokens   tokens whose KV is in the cache once all submitted steps have run
 
 While it decodes, with two steps in flight:
 
-        0 ............. len(token_ids) ............ num_computed ........... num_total
-        |  known tokens       |  num_pending tokens, sampled by submitted steps      |
-        |  KV stored once these steps have run           |  to be run by the next one  |
+        0 ........... len(token_ids) ........... num_computed_tokens ........ num_total_tokens
+        |  known tokens     |  num_pending_tokens, sampled by submitted steps            |
+        |  KV stored once these steps have run              |  to be run by the next one |
 
-In the middle of its prompt, num_computed is below len(token_ids), and num_pending is 0.
+In the middle of its prompt, num_computed_tokens is below len(token_ids), and num_pending_tokens
+is 0.
 
 A sequence is only changed by the scheduler.
 """
@@ -35,11 +36,11 @@ NO_SLOT = -1
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """State of one request. `max_total` is the length, prompt included, at which it ends."""
+    """State of one request. `max_total_tokens` is the length, prompt included, at which it ends."""
 
     request: InitVar[Request]
     arrival_index: int
-    max_total: int
+    max_total_tokens: int
     request_id: str = field(init=False)
     arrival_s: float = field(init=False)
     token_ids: list[int] = field(init=False)
@@ -54,9 +55,9 @@ class Sequence:
     block_hashes: list[int] = field(default_factory=list)
     num_published_blocks: int = 0
     slot: int = NO_SLOT
-    num_computed: int = 0
-    num_pending: int = 0
-    num_total: int = field(init=False)
+    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0
+    num_total_tokens: int = field(init=False)
     num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     num_preemptions: int = 0
@@ -70,7 +71,9 @@ class Sequence:
     # See `Scheduler.hold` and `Scheduler.retract`.
     is_held: bool = False
     first_kept_step_id: int = 0  # what earlier steps of this epoch sample for it is void
-    num_retracted: int = 0  # tokens that they compute, but that `num_computed` counts no more
+    num_retracted_tokens: int = (
+        0  # tokens that they compute, but that `num_computed_tokens` counts no more
+    )
     admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
     # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
     lacks_row: bool = False
@@ -85,7 +88,7 @@ class Sequence:
         self.stop_token_ids = request.sampling.stop_token_ids
         self.cache_salt = request.cache_salt
         self.structural_tag = request.structural_tag
-        self.num_total = self.num_tokens_at_strike = len(self.token_ids)
+        self.num_total_tokens = self.num_tokens_at_strike = len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -107,7 +110,7 @@ class Sequence:
     @property
     def waits_for_mask(self) -> bool:
         """Whether no step may run it, since its next token depends on a mask."""
-        return self.is_held and not self.num_pending
+        return self.is_held and not self.num_pending_tokens
 
     def end(self, reason: str) -> None:
         self.status = SequenceStatus.FINISHED
@@ -116,6 +119,6 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id}, {self.status.value}, {len(self.token_ids)} tokens of"
-            f" {self.max_total}, {self.num_computed} computed, {self.num_pending} pending, blocks"
-            f" {self.block_table})"
+            f" {self.max_total_tokens}, {self.num_computed_tokens} computed,"
+            f" {self.num_pending_tokens} pending, blocks {self.block_table})"
         )

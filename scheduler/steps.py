@@ -29,7 +29,7 @@ class StepDraft:
     # Each with its number of cached tokens.
     admitted_sequences: list[tuple[Sequence, int]] = field(default_factory=list)
     num_preempted: int = 0
-    num_recomputed: int = 0
+    num_recomputed_tokens: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     head_wait_reason: str = ""  # why the first sequence in line was not admitted
 
@@ -86,7 +86,7 @@ class StepDraft:
             num_waiting=len(queues.waiting),
             num_free_blocks=queues.block_manager.num_free_blocks,
             num_preempted=self.num_preempted,
-            num_recomputed=self.num_recomputed,
+            num_recomputed_tokens=self.num_recomputed_tokens,
             head_wait_reason=self.head_wait_reason,
         )
         return SubmittedStep(

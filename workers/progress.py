@@ -13,7 +13,7 @@ class Progress:
     step_id: int = -1
     layer: int = 0
     num_layers_run: int = 0  # layers run so far, over all steps
-    num_collectives: int = 0
+    num_all_reduces: int = 0  # begun so far
     loaded_bytes: int = 0
     num_packed_matrices: int = 0
     num_compiled_kernels: int = 0

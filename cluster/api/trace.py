@@ -27,7 +27,7 @@ def chrome_trace(records: list[StepRecord]) -> dict[str, Any]:
             "tokens": record.num_tokens,
             "admitted": record.num_admitted,
             "preempted": record.num_preempted,
-            "computed again": record.num_recomputed,
+            "computed again": record.num_recomputed_tokens,
             "first in line waits for": record.head_wait_reason or "nobody is in line",
         }
         if not record.done_s:

@@ -75,17 +75,19 @@ Command = Submit | Finish | RanksLost | RanksReplaced
 class _OpenRequest:
     """A request that runs or waits: whose it is, and which of its tokens the frontend has.
 
-    news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent`.
+    news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent_tokens`.
     """
 
     registration_number: int
     news_interval: int
-    num_sent: int
+    num_sent_tokens: int
     unsent_logprobs: Logprobs = field(default_factory=list)
 
-    def is_due(self, num_unsent: int) -> bool:
+    def is_due(self, num_unsent_tokens: int) -> bool:
         """Whether so many tokens are enough to be sent before the last one is there."""
-        return self.news_interval > 0 and (self.num_sent == 0 or num_unsent >= self.news_interval)
+        return self.news_interval > 0 and (
+            self.num_sent_tokens == 0 or num_unsent_tokens >= self.news_interval
+        )
 
 
 class StepLoop:
@@ -297,14 +299,14 @@ class StepLoop:
             request = self._open_requests[request_id]
             if token_logprobs is not None:
                 request.unsent_logprobs.append(token_logprobs)
-            num_sent, num_prompt_tokens = request.num_sent, seq.num_prompt_tokens
+            num_sent_tokens, num_prompt_tokens = request.num_sent_tokens, seq.num_prompt_tokens
             num_tokens = len(seq.token_ids) - num_prompt_tokens
-            if sends_all or seq.finish_reason or request.is_due(num_tokens - num_sent):
-                unsent_token_ids = seq.token_ids[num_prompt_tokens + num_sent :]
-                request_news = _news_of(seq, num_sent, unsent_token_ids)
+            if sends_all or seq.finish_reason or request.is_due(num_tokens - num_sent_tokens):
+                unsent_token_ids = seq.token_ids[num_prompt_tokens + num_sent_tokens :]
+                request_news = _news_of(seq, num_sent_tokens, unsent_token_ids)
                 if request.unsent_logprobs:
                     request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
-                request.num_sent = num_tokens
+                request.num_sent_tokens = num_tokens
                 frontend_news = news.get(request.registration_number)
                 if frontend_news is None:
                     frontend_news = news[request.registration_number] = {}
@@ -320,7 +322,7 @@ class StepLoop:
             request = self._open_requests[seq.request_id]
             frontend_news = news.setdefault(request.registration_number, {})
             if seq.request_id not in frontend_news:
-                frontend_news[seq.request_id] = _news_of(seq, request.num_sent, [])
+                frontend_news[seq.request_id] = _news_of(seq, request.num_sent_tokens, [])
             frontend_news[seq.request_id].prompt_logprobs = prompt_logprobs
 
 

@@ -21,7 +21,7 @@ from workers.memory.inheritance import RankMemoryHandles
 # needs none. They warm up with the lowest priority, so they are made beside the work.
 SPARES_DELAY_S = 2.0
 RETRY_AFTER_S = 5.0  # if they could not be made
-IDENTIFY_TIMEOUT_S = 1.0
+SPARE_ANSWER_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -96,7 +96,7 @@ class Spares:
         self._due_s = time.monotonic()
         refs = [spare.actor.identify.remote() for spare in spares]
         if refs:
-            ray.wait(refs, num_returns=len(refs), timeout=IDENTIFY_TIMEOUT_S)
+            ray.wait(refs, num_returns=len(refs), timeout=SPARE_ANSWER_TIMEOUT_S)
         spares_by_rank: list[RankHandle | None] = []
         for spare, ref in zip(spares, refs, strict=True):
             try:

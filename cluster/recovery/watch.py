@@ -123,8 +123,8 @@ class Watch:
         return process is None or silence_s >= IDLE_HEARTBEAT_S or is_local_process_stopped(process)
 
     def _slowest_rank(self) -> int:
-        """The rank that the others wait for: the one that has run the fewest collectives."""
-        counts = [p.progress.num_collectives if p.progress else -1 for p in self._health_by_rank]
+        """The rank that the others wait for: the one that has begun the fewest all-reduces."""
+        counts = [p.progress.num_all_reduces if p.progress else -1 for p in self._health_by_rank]
         return counts.index(min(counts))
 
     def _report(self, stuck_rank: int, symptom: str) -> str:

@@ -72,10 +72,10 @@ def _gaps_within(
     logits: Array, block_gaps: Array, gap_limit: Any, max_logit: Any, temperature: Any
 ) -> Array:
     """Gaps of every token of the blocks whose nearest token is within the limit."""
-    num_blocks = 0
+    num_vocab_blocks = 0
     for block in range(len(block_gaps)):
-        num_blocks += block_gaps[block] <= gap_limit
-    gaps = np.empty(BLOCK_COLUMNS * num_blocks, np.float32)
+        num_vocab_blocks += block_gaps[block] <= gap_limit
+    gaps = np.empty(BLOCK_COLUMNS * num_vocab_blocks, np.float32)
     num_gaps = 0
     for block in range(len(block_gaps)):
         if block_gaps[block] <= gap_limit:
@@ -219,10 +219,12 @@ def _count_part(
     gap_limit = gap_limit_R[r]
     prefix = prefix_R[r]
     histogram_X = histogram_RSX[r, part]
-    num_blocks = len(block_max_X)
+    num_vocab_blocks = len(block_max_X)
     gaps = np.empty(BLOCK_COLUMNS, np.float32)
     amounts = np.ones(BLOCK_COLUMNS, np.int64)
-    for block in range(num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts):
+    for block in range(
+        num_vocab_blocks * part // num_parts, num_vocab_blocks * (part + 1) // num_parts
+    ):
         nearest_gap = gap_of(block_max_X[block], max_logit, temperature)
         if (
             nearest_gap <= gap_limit

@@ -82,15 +82,15 @@ def _choose_key_value(key):  # type: ignore[no-untyped-def]
 
 
 @inlined_jit
-def _num_tasks(num_blocks: int) -> int:
+def _num_tasks(num_vocab_blocks: int) -> int:
     """Of one row."""
-    return (num_blocks + _BLOCKS_PER_TASK - 1) // _BLOCKS_PER_TASK
+    return (num_vocab_blocks + _BLOCKS_PER_TASK - 1) // _BLOCKS_PER_TASK
 
 
 @inlined_jit
-def _row_and_block(task: int, num_blocks: int) -> tuple[int, int]:
+def _row_and_block(task: int, num_vocab_blocks: int) -> tuple[int, int]:
     """The row of a task, and the first of its blocks."""
-    num_tasks = _num_tasks(num_blocks)
+    num_tasks = _num_tasks(num_vocab_blocks)
     return task // num_tasks, task % num_tasks * _BLOCKS_PER_TASK
 
 
@@ -132,8 +132,10 @@ def _best_of_row(logits_V: Array, block_max_X: Array) -> Any:
 
 @exact_entry_jit
 def row_best(logits_BV: Array, block_max_BX: Array, max_B: Array, column_B: Array) -> None:
-    num_rows, num_blocks = block_max_BX.shape
-    parallel_for(num_rows * _num_tasks(num_blocks), _fill_block_max, (logits_BV, block_max_BX))
+    num_rows, num_vocab_blocks = block_max_BX.shape
+    parallel_for(
+        num_rows * _num_tasks(num_vocab_blocks), _fill_block_max, (logits_BV, block_max_BX)
+    )
     for row in range(num_rows):
         max_B[row], column_B[row] = _best_of_row(logits_BV[row], block_max_BX[row])
 
@@ -183,9 +185,11 @@ def _weights_of_blocks(task: int, gap_rows: GapArrays, gap_limit_R: Array, sums_
 
 @exact_entry_jit
 def block_weights(gap_rows: GapArrays, gap_limit_R: Array, sums_RX: Array, total_R: Array) -> None:
-    num_rows, num_blocks = sums_RX.shape
+    num_rows, num_vocab_blocks = sums_RX.shape
     parallel_for(
-        num_rows * _num_tasks(num_blocks), _weights_of_blocks, (gap_rows, gap_limit_R, sums_RX)
+        num_rows * _num_tasks(num_vocab_blocks),
+        _weights_of_blocks,
+        (gap_rows, gap_limit_R, sums_RX),
     )
     for r in range(num_rows):
         total_R[r] = sums_RX[r].sum()

@@ -130,8 +130,8 @@ def _group_size(weight: GroupedCodes, size_in: int) -> int:
     """Of a packed weight. One group has all inputs, those that fill up the last block too."""
     num_groups = len(weight.scale)
     if num_groups == 1:
-        num_blocks: int = triton.cdiv(size_in, _BLOCK_INPUTS)
-        return num_blocks * _BLOCK_INPUTS
+        num_input_blocks: int = triton.cdiv(size_in, _BLOCK_INPUTS)
+        return num_input_blocks * _BLOCK_INPUTS
     return size_in // num_groups
 
 
@@ -139,9 +139,9 @@ def _pack_blocks(weight: GroupedCodes) -> Tensor:
     """The words [Y, W] of a weight that is not packed; the last block is filled with zeros."""
     words_YW, is_e4m3 = weight.words, weight.zeros is None
     size_in = words_YW.shape[1] * (1 if is_e4m3 else CODES_PER_WORD)
-    num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
+    num_input_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     dtype, bits_per_code = (torch.int32, 8) if is_e4m3 else (torch.int16, 4)
-    packed_YW = words_YW.new_empty(len(words_YW), num_blocks * _SUBBLOCK_INPUTS, dtype=dtype)
+    packed_YW = words_YW.new_empty(len(words_YW), num_input_blocks * _SUBBLOCK_INPUTS, dtype=dtype)
     shifts = int4_device_shifts(words_YW.device)
     for first_row in range(0, len(words_YW), _ROWS_AT_ONCE):
         rows = slice(first_row, first_row + _ROWS_AT_ONCE)
@@ -149,8 +149,10 @@ def _pack_blocks(weight: GroupedCodes) -> Tensor:
             codes_YX = words_YW[rows].to(torch.int32)
         else:
             codes_YX = ((words_YW[rows].unsqueeze(2) >> shifts) & 15).flatten(1)
-        codes_YX = functional.pad(codes_YX, (0, num_blocks * _BLOCK_INPUTS - size_in))
-        codes_YBSW = codes_YX.unflatten(1, (num_blocks, _SUBBLOCKS_PER_BLOCK, _SUBBLOCK_INPUTS))
+        codes_YX = functional.pad(codes_YX, (0, num_input_blocks * _BLOCK_INPUTS - size_in))
+        codes_YBSW = codes_YX.unflatten(
+            1, (num_input_blocks, _SUBBLOCKS_PER_BLOCK, _SUBBLOCK_INPUTS)
+        )
         words_YBW = codes_YBSW[:, :, 0].clone()
         for subblock in range(1, _SUBBLOCKS_PER_BLOCK):
             words_YBW |= codes_YBSW[:, :, subblock] << bits_per_code * subblock
@@ -169,8 +171,8 @@ def _multiply_in_registers(
     (num_rows, size_out), size_in = out_TY.shape, x_TX.shape[1]
     tile_config = choose_tile_config(num_rows, x_TX.itemsize)
     num_panels = triton.cdiv(size_out, tile_config.features)
-    num_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
-    blocks_per_part, num_parts = choose_split(num_panels, num_blocks)
+    num_input_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
+    blocks_per_part, num_parts = choose_split(num_panels, num_input_blocks)
     group_size = _group_size(weight, size_in)
     sums_PTY = out_TY
     if num_parts > 1:
@@ -179,7 +181,7 @@ def _multiply_in_registers(
         *(x_TX, weight.words, weight.scale),
         bias_Y if num_parts == 1 else None,
         sums_PTY,
-        *(num_rows, size_in, size_out, num_blocks, blocks_per_part),
+        *(num_rows, size_in, size_out, num_input_blocks, blocks_per_part),
         max(1, group_size // _BLOCK_INPUTS),
         GROUPS_PER_BLOCK=max(1, _BLOCK_INPUTS // group_size),
         HAS_WHOLE_BLOCKS=size_in % _BLOCK_INPUTS == 0,
@@ -197,13 +199,13 @@ def _multiply_in_registers(
         )
 
 
-def choose_split(num_panels: int, num_blocks: int) -> tuple[int, int]:
+def choose_split(num_panels: int, num_input_blocks: int) -> tuple[int, int]:
     """(blocks of a part, parts): those of a weight are the same for every number of rows that has
     the same tiles, so a row's results do not depend on the others.
     """
-    num_parts = max(1, min(num_blocks // _BLOCKS_PER_PART, _MAX_PROGRAMS // num_panels))
-    blocks_per_part = triton.cdiv(num_blocks, num_parts)
-    return blocks_per_part, triton.cdiv(num_blocks, blocks_per_part)
+    num_parts = max(1, min(num_input_blocks // _BLOCKS_PER_PART, _MAX_PROGRAMS // num_panels))
+    blocks_per_part = triton.cdiv(num_input_blocks, num_parts)
+    return blocks_per_part, triton.cdiv(num_input_blocks, blocks_per_part)
 
 
 def _multiply_widened(
@@ -214,13 +216,13 @@ def _multiply_widened(
         max(1, _WIDENED_TILE_BYTES // (size_in * x_TX.itemsize * _BLOCK_INPUTS)) * _BLOCK_INPUTS
     )
     tile_YX = x_TX.new_empty(min(tile_features, size_out), size_in)
-    group_size, num_blocks = _group_size(weight, size_in), triton.cdiv(size_in, _BLOCK_INPUTS)
+    group_size, num_input_blocks = _group_size(weight, size_in), triton.cdiv(size_in, _BLOCK_INPUTS)
     for first_feature in range(0, size_out, tile_features):
         features = slice(first_feature, min(first_feature + tile_features, size_out))
         num_features = features.stop - first_feature
-        _widen_codes[(triton.cdiv(num_features, _FEATURES_PER_WIDENING) * num_blocks,)](
+        _widen_codes[(triton.cdiv(num_features, _FEATURES_PER_WIDENING) * num_input_blocks,)](
             *(weight.words, weight.scale, tile_YX),
-            *(first_feature, num_features, size_in, size_out, num_blocks),
+            *(first_feature, num_features, size_in, size_out, num_input_blocks),
             GROUP_SIZE=min(group_size, _BLOCK_INPUTS),
             BLOCKS_PER_GROUP=max(1, group_size // _BLOCK_INPUTS),
             FEATURES=_FEATURES_PER_WIDENING,
@@ -294,32 +296,32 @@ def _scale_and_zero(words, IS_E4M3: tl.constexpr):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _widen_singly(words, zeros, SUBBLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _widen_singly(words, zeros, SUBBLOCK_INDEX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The numbers of one subblock, float32. zeros: broadcast to the words."""
     if words.dtype == tl.int32:
-        code = (words >> 8 * SUBBLOCK) & 0xFF
+        code = (words >> 8 * SUBBLOCK_INDEX) & 0xFF
         half = (((code & 0x80) << 8) | ((code & 0x7F) << 7)).to(tl.uint16)
         numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     else:
-        numbers = (((words.to(tl.int32) >> 4 * SUBBLOCK) & 15) - zeros).to(tl.float32)
+        numbers = (((words.to(tl.int32) >> 4 * SUBBLOCK_INDEX) & 15) - zeros).to(tl.float32)
     return numbers
 
 
 @triton.jit
 def _widen_subblock(  # type: ignore[no-untyped-def]
-    words, zeros, SUBBLOCK: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
+    words, zeros, SUBBLOCK_INDEX: tl.constexpr, dtype: tl.constexpr, WIDENING: tl.constexpr
 ):
     """What the codes of one subblock stand for but for the scale, [features, 32], exactly; zeros
     are int32, [features].
     """
     if WIDENING == "singly":
-        numbers = _widen_singly(words, zeros[:, None], SUBBLOCK).to(dtype)
+        numbers = _widen_singly(words, zeros[:, None], SUBBLOCK_INDEX).to(dtype)
     else:
         # The bits of either dtype: an instruction's result has a dtype that is no parameter.
         IS_BFLOAT16: tl.constexpr = dtype == tl.bfloat16
         if words.dtype == tl.int32:
             bits = tl.inline_asm_elementwise(
-                _BFLOAT16_E4M3[SUBBLOCK] if IS_BFLOAT16 else _FLOAT16_E4M3[SUBBLOCK],
+                _BFLOAT16_E4M3[SUBBLOCK_INDEX] if IS_BFLOAT16 else _FLOAT16_E4M3[SUBBLOCK_INDEX],
                 "=r,r,r",
                 [words],
                 dtype=tl.int16,
@@ -329,7 +331,9 @@ def _widen_subblock(  # type: ignore[no-untyped-def]
         else:
             power = _BFLOAT16_POWER if IS_BFLOAT16 else _FLOAT16_POWER
             bits = tl.inline_asm_elementwise(
-                _BFLOAT16_DIFFERENCES[SUBBLOCK] if IS_BFLOAT16 else _FLOAT16_DIFFERENCES[SUBBLOCK],
+                _BFLOAT16_DIFFERENCES[SUBBLOCK_INDEX]
+                if IS_BFLOAT16
+                else _FLOAT16_DIFFERENCES[SUBBLOCK_INDEX],
                 "=r,r,r",
                 [words, (-(zeros + power)).to(dtype)[:, None]],
                 dtype=tl.int16,
@@ -340,7 +344,9 @@ def _widen_subblock(  # type: ignore[no-untyped-def]
     return numbers
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks", "blocks_per_part", "blocks_per_group"])
+@triton.jit(
+    do_not_specialize=["num_rows", "num_input_blocks", "blocks_per_part", "blocks_per_group"]
+)
 def _multiply_codes(  # type: ignore[no-untyped-def]
     x_TX,
     words_YW,
@@ -350,7 +356,7 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
     num_rows,
     size_in,
     size_out,
-    num_blocks,
+    num_input_blocks,
     blocks_per_part,
     blocks_per_group,
     GROUPS_PER_BLOCK: tl.constexpr,
@@ -368,13 +374,13 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
     part = tl.program_id(0) // num_row_tiles // num_panels
     y, i = panel * FEATURES + tl.arange(0, FEATURES), tl.arange(0, 32)
     is_row, is_feature = row < num_rows, y < size_out
-    words_YW += y.to(tl.int64)[:, None] * (num_blocks * 32) + i[None, :]
+    words_YW += y.to(tl.int64)[:, None] * (num_input_blocks * 32) + i[None, :]
     x_TX += row[None, :] * size_in + i[:, None]
     dtype: tl.constexpr = x_TX.dtype.element_ty
     IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
     total = tl.zeros([FEATURES, ROWS], tl.float32)
     first_block = part * blocks_per_part
-    for block in range(first_block, min(first_block + blocks_per_part, num_blocks)):
+    for block in range(first_block, min(first_block + blocks_per_part, num_input_blocks)):
         words = tl.load(words_YW + block * 32, mask=is_feature[:, None], other=0)
         for subblock in tl.static_range(4):
             start = block * 128 + subblock * 32
@@ -415,7 +421,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
     tl.store(out_TY + row * size_out + y, total, mask=y < size_out)
 
 
-@triton.jit(do_not_specialize=["first_feature", "num_features", "num_blocks"])
+@triton.jit(do_not_specialize=["first_feature", "num_features", "num_input_blocks"])
 def _widen_codes(  # type: ignore[no-untyped-def]
     words_YW,
     scale_GY,
@@ -424,7 +430,7 @@ def _widen_codes(  # type: ignore[no-untyped-def]
     num_features,
     size_in,
     size_out,
-    num_blocks,
+    num_input_blocks,
     GROUP_SIZE: tl.constexpr,
     BLOCKS_PER_GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -432,13 +438,13 @@ def _widen_codes(  # type: ignore[no-untyped-def]
     """A block of inputs of `FEATURES` features, from feature `first_feature` on. Groups have
     `GROUP_SIZE` inputs of a block, or `BLOCKS_PER_GROUP` blocks.
     """
-    block = tl.program_id(0) % num_blocks
-    feature = tl.program_id(0) // num_blocks * FEATURES + tl.arange(0, FEATURES)[:, None]
+    block = tl.program_id(0) % num_input_blocks
+    feature = tl.program_id(0) // num_input_blocks * FEATURES + tl.arange(0, FEATURES)[:, None]
     i = tl.arange(0, 32)[None, :]
     y, is_feature = first_feature + feature, feature < num_features
     IS_E4M3: tl.constexpr = words_YW.dtype.element_ty == tl.int32
     words = tl.load(
-        words_YW + (y.to(tl.int64) * num_blocks + block) * 32 + i, mask=is_feature, other=0
+        words_YW + (y.to(tl.int64) * num_input_blocks + block) * 32 + i, mask=is_feature, other=0
     )
     for subblock in tl.static_range(4):
         x = subblock * 32 + i

@@ -55,11 +55,13 @@ _GOLDEN_GAMMA, _MIX_1, _MIX_2 = (tl.constexpr(word) for word in sampling.SPLITMI
 
 def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, num_columns = logits_BV.shape
-    num_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
-    block_max_BX = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_BV.device)
+    num_vocab_blocks = triton.cdiv(num_columns, BLOCK_COLUMNS)
+    block_max_BX = torch.empty(
+        num_rows, num_vocab_blocks, dtype=torch.float32, device=logits_BV.device
+    )
     max_B = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
     column_B = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
-    _block_maxima[_grid(num_rows, num_blocks)](
+    _block_maxima[_grid(num_rows, num_vocab_blocks)](
         logits_BV, block_max_BX, num_columns, TILE=_BLOCKS_PER_TILE
     )
     _row_best[(num_rows,)](
@@ -68,7 +70,7 @@ def row_best(logits_BV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         max_B,
         column_B,
         num_columns,
-        PADDED_BLOCKS=_padded_size(num_blocks),
+        PADDED_BLOCKS=_padded_size(num_vocab_blocks),
     )
     return max_B, column_B, block_max_BX
 
@@ -145,10 +147,10 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     entry may lie elsewhere; they are counted separately.
     """
     num_rows = len(gap_rows.rows_R)
-    num_blocks = gap_rows.block_max_BX.shape[1]
+    num_vocab_blocks = gap_rows.block_max_BX.shape[1]
     near_blocks_RX = (
         gap_rows.block_max_BX.index_select(0, gap_rows.rows_R)
-        .topk(min(max_top_k, num_blocks), sorted=False)
+        .topk(min(max_top_k, num_vocab_blocks), sorted=False)
         .indices
     )
     num_near_blocks = near_blocks_RX.shape[1]
@@ -181,8 +183,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
         counts_RX,
         lists_RK,
         max_top_k,
-        num_blocks,
-        PADDED_BLOCKS=_padded_size(num_blocks),
+        num_vocab_blocks,
+        PADDED_BLOCKS=_padded_size(num_vocab_blocks),
         PADDED_TOP_K=triton.next_power_of_2(max(max_top_k, MAX_LISTED_TOP_K)),
     )
     return lists_RK
@@ -218,12 +220,12 @@ def gap_histogram(
 ) -> Tensor:
     shift, num_bits = RADIX_PASSES[radix_pass]
     num_rows = len(gap_rows.rows_R)
-    num_blocks = gap_rows.block_max_BX.shape[1]
+    num_vocab_blocks = gap_rows.block_max_BX.shape[1]
     num_copies = triton.cdiv(_NUM_HISTOGRAMS, max(1, num_rows))
     histogram_RSX = torch.zeros(
         num_rows, num_copies, 1 << num_bits, dtype=torch.int64, device=gap_limit_R.device
     )
-    _gap_histogram[_grid(num_rows, num_blocks)](
+    _gap_histogram[_grid(num_rows, num_vocab_blocks)](
         gap_rows.logits_BV,
         gap_rows.block_max_BX,
         gap_rows.rows_R,
@@ -242,10 +244,11 @@ def gap_histogram(
     return histogram_RSX.sum(dim=1)
 
 
-def _grid(num_rows: int, num_blocks: int) -> tuple[int, int]:
+def _grid(num_rows: int, num_vocab_blocks: int) -> tuple[int, int]:
     """(rows, programs that share the tiles of a row)."""
     return num_rows, min(
-        triton.cdiv(num_blocks, _BLOCKS_PER_TILE), triton.cdiv(_MAX_PROGRAMS, max(1, num_rows))
+        triton.cdiv(num_vocab_blocks, _BLOCKS_PER_TILE),
+        triton.cdiv(_MAX_PROGRAMS, max(1, num_rows)),
     )
 
 
@@ -256,9 +259,9 @@ def _padded_size(length: int) -> int:
 def _sums_within_gap_limit(gap_rows: GapRows, gap_limit_R: Tensor, by_weight: bool) -> Tensor:
     """Weights within the limit, or how many tokens lie there, by block, int64 [R, X]."""
     num_rows = len(gap_rows.rows_R)
-    num_blocks = gap_rows.block_max_BX.shape[1]
-    sums_RX = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=gap_limit_R.device)
-    _block_sums[_grid(num_rows, num_blocks)](
+    num_vocab_blocks = gap_rows.block_max_BX.shape[1]
+    sums_RX = torch.empty(num_rows, num_vocab_blocks, dtype=torch.int64, device=gap_limit_R.device)
+    _block_sums[_grid(num_rows, num_vocab_blocks)](
         gap_rows.logits_BV,
         gap_rows.block_max_BX,
         gap_rows.rows_R,
@@ -312,10 +315,10 @@ def _weights(gaps, gap_limit):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _block_gaps(block_max_X, blocks_X, num_blocks, max_logit, temperature):  # type: ignore[no-untyped-def]
+def _block_gaps(block_max_X, blocks_X, num_vocab_blocks, max_logit, temperature):  # type: ignore[no-untyped-def]
     """The smallest gap of each block; 0 if it is NaN, since its other gaps may be numbers."""
     gaps_X = _gaps(
-        tl.load(block_max_X + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY),
+        tl.load(block_max_X + blocks_X, mask=blocks_X < num_vocab_blocks, other=-_INFINITY),
         max_logit,
         temperature,
     )
@@ -334,8 +337,8 @@ def _tile_gaps(logits_V, blocks_X, is_near_X, num_columns, max_logit, temperatur
 @triton.jit
 def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
-    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+    num_vocab_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
+    for tile in range(tl.program_id(1), tl.cdiv(num_vocab_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         columns_XC = blocks_X[:, None] * _BLOCK_COLUMNS + tl.arange(0, _BLOCK_COLUMNS)[None, :]
         logits_XC = tl.load(
@@ -344,19 +347,21 @@ def _block_maxima(logits_BV, block_max_BX, num_columns, TILE: tl.constexpr):  # 
             other=-_INFINITY,
         )
         tl.store(
-            block_max_BX + row * num_blocks + blocks_X,
+            block_max_BX + row * num_vocab_blocks + blocks_X,
             tl.max(_replace_nan(logits_XC), 1),
-            mask=blocks_X < num_blocks,
+            mask=blocks_X < num_vocab_blocks,
         )
 
 
 @triton.jit
 def _row_best(logits_BV, block_max_BX, max_B, column_B, num_columns, PADDED_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
-    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
+    num_vocab_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, PADDED_BLOCKS)
     block_max_X = tl.load(
-        block_max_BX + row * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=-_INFINITY
+        block_max_BX + row * num_vocab_blocks + blocks_X,
+        mask=blocks_X < num_vocab_blocks,
+        other=-_INFINITY,
     )
     max_logit = tl.max(block_max_X, 0)
     block = tl.min(tl.where(block_max_X == max_logit, blocks_X, PADDED_BLOCKS), 0)
@@ -421,12 +426,16 @@ def _block_sums(  # type: ignore[no-untyped-def]
     max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     gap_limit = tl.load(gap_limit_R + r)
-    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
-    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+    num_vocab_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
+    for tile in range(tl.program_id(1), tl.cdiv(num_vocab_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         is_near_X = (
             _block_gaps(
-                block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
+                block_max_BX + row * num_vocab_blocks,
+                blocks_X,
+                num_vocab_blocks,
+                max_logit,
+                temperature,
             )
             <= gap_limit
         )
@@ -444,7 +453,9 @@ def _block_sums(  # type: ignore[no-untyped-def]
                 _weights(gaps_XC, gap_limit) if BY_WEIGHT else (gaps_XC <= gap_limit).to(tl.int64)
             )
             sums_X = tl.sum(amounts_XC, 1)
-        tl.store(sums_RX + r * num_blocks + blocks_X, sums_X, mask=blocks_X < num_blocks)
+        tl.store(
+            sums_RX + r * num_vocab_blocks + blocks_X, sums_X, mask=blocks_X < num_vocab_blocks
+        )
 
 
 @triton.jit
@@ -510,9 +521,11 @@ def _pick_column(  # type: ignore[no-untyped-def]
     max_logit = tl.load(max_R + r)
     temperature = tl.load(temperature_R + r)
     target_weight = tl.load(target_weight_R + r)
-    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
+    num_vocab_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
     blocks_X = tl.arange(0, PADDED_BLOCKS)
-    sums_X = tl.load(sums_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0)
+    sums_X = tl.load(
+        sums_RX + r * num_vocab_blocks + blocks_X, mask=blocks_X < num_vocab_blocks, other=0
+    )
     is_passed_X = tl.cumsum(sums_X, 0) <= target_weight
     block = tl.sum(is_passed_X.to(tl.int32), 0)
     weight_left = target_weight - tl.sum(tl.where(is_passed_X, sums_X, 0), 0)
@@ -558,14 +571,14 @@ def _near_gaps(  # type: ignore[no-untyped-def]
     tl.store(gaps_RC + offsets_XC, gaps_XC, mask=mask_X[:, None])
 
 
-@triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_blocks"])
+@triton.jit(do_not_specialize=["top_k_R", "max_top_k", "num_vocab_blocks"])
 def _make_list(  # type: ignore[no-untyped-def]
     nearest_gaps_RK,
     top_k_R,
     counts_RX,
     lists_RK,
     max_top_k,
-    num_blocks,
+    num_vocab_blocks,
     PADDED_BLOCKS: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
 ):
@@ -580,7 +593,10 @@ def _make_list(  # type: ignore[no-untyped-def]
     )
     bits_K = gaps_K.to(tl.int32, bitcast=True)
     num_within_gap_limit = tl.sum(
-        tl.load(counts_RX + r * num_blocks + blocks_X, mask=blocks_X < num_blocks, other=0), 0
+        tl.load(
+            counts_RX + r * num_vocab_blocks + blocks_X, mask=blocks_X < num_vocab_blocks, other=0
+        ),
+        0,
     )
     counts_K = tl.where(
         bits_K < _INFINITY_BITS,
@@ -698,11 +714,15 @@ def _gap_histogram(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperature_R + r)
     gap_limit, prefix = tl.load(gap_limit_R + r), tl.load(prefix_R + r)
     histogram_X = histogram_RSX + ((r * num_copies + tl.program_id(1) % num_copies) << num_bits)
-    num_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
-    for tile in range(tl.program_id(1), tl.cdiv(num_blocks, TILE), tl.num_programs(1)):
+    num_vocab_blocks = tl.cdiv(num_columns, _BLOCK_COLUMNS)
+    for tile in range(tl.program_id(1), tl.cdiv(num_vocab_blocks, TILE), tl.num_programs(1)):
         blocks_X = tile * TILE + tl.arange(0, TILE)
         nearest_gap_X = _block_gaps(
-            block_max_BX + row * num_blocks, blocks_X, num_blocks, max_logit, temperature
+            block_max_BX + row * num_vocab_blocks,
+            blocks_X,
+            num_vocab_blocks,
+            max_logit,
+            temperature,
         )
         gap_prefixes_X = nearest_gap_X.to(tl.int32, bitcast=True) >> (shift + num_bits)
         is_near_X = (nearest_gap_X <= gap_limit) & (gap_prefixes_X <= prefix)

@@ -21,7 +21,7 @@ from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8
 INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 CODES_PER_WORD = len(INT4_SHIFTS)
 MAX_CODE, MIDDLE_CODE = 15, 8
-BLOCK_ROWS = 128  # that share scales where e4m3 numbers are computed
+FP8_SCALE_BLOCK_ROWS = 128  # output features per scale, where a rank rounds weights to e4m3
 _MIN_SCALE = 2.0**-100  # of groups of zeros too; every dtype of scales but float16 holds it
 
 
@@ -60,13 +60,16 @@ def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor,
 
 def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """(e4m3 codes, uint8 [Y, X], and scales, float32 [Y, G]) nearest to the values: of
-    `BLOCK_ROWS` rows and `group_size` inputs, the largest number becomes the largest code.
+    `FP8_SCALE_BLOCK_ROWS` rows and `group_size` inputs, the largest number becomes the largest
+    code.
     """
     rows = len(values_YX)
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
-    max_magnitude_YG = functional.pad(values_YGX.abs().amax(2), (0, 0, 0, -rows % BLOCK_ROWS))
-    scale_BG = max_magnitude_YG.unflatten(0, (-1, BLOCK_ROWS)).amax(1) / MAX_FP8
-    scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(BLOCK_ROWS, 0)[:rows]
+    max_magnitude_YG = functional.pad(
+        values_YGX.abs().amax(2), (0, 0, 0, -rows % FP8_SCALE_BLOCK_ROWS)
+    )
+    scale_BG = max_magnitude_YG.unflatten(0, (-1, FP8_SCALE_BLOCK_ROWS)).amax(1) / MAX_FP8
+    scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(FP8_SCALE_BLOCK_ROWS, 0)[:rows]
     return to_fp8(values_YGX / scale_YG.unsqueeze(2)).flatten(1), scale_YG
 
 

@@ -178,14 +178,14 @@ def next_token(context: bytes, seed: int) -> int:
 
 
 def generate(
-    token_ids: list[int], num_prompt_tokens: int, sampling: ResolvedSampling, max_total: int
+    token_ids: list[int], num_prompt_tokens: int, sampling: ResolvedSampling, max_total_tokens: int
 ) -> tuple[list[int], str]:
     """All tokens of an undisturbed run and why it ends. `token_ids` may hold generated tokens
     already.
     """
     tokens, digests = list(token_ids), array("Q")
     extend_digests(digests, tokens, sampling.seed)
-    most = min(max_total, num_prompt_tokens + sampling.max_tokens)
+    most = min(max_total_tokens, num_prompt_tokens + sampling.max_tokens)
     while True:
         if len(tokens) > num_prompt_tokens and tokens[-1] in sampling.stop_token_ids:
             return tokens, "stop"
@@ -205,7 +205,7 @@ class Row:
     tokens: list[int]
     num_prompt_tokens: int
     num_stored_tokens: int
-    num_computed: int
+    num_computed_tokens: int
     digests: array[int]
     block_table: list[int]
     sampling: ResolvedSampling
@@ -277,7 +277,7 @@ class FakeRank:
             f"a slot twice in a step, or none: {plan.slots}"
         )
         batch = [self._row(slot) for slot in plan.slots]
-        starts = [row.num_computed for row in batch]
+        starts = [row.num_computed_tokens for row in batch]
         for row, num_new in zip(batch, plan.num_new_tokens, strict=True):
             self._store(row, num_new)
         sampled, scores = int32_array(), []
@@ -291,7 +291,7 @@ class FakeRank:
                 scores.append(self._score(row, start, context))
             row_mask = masks.pop(len(sampled), None) if samples else None
             assert masked or row_mask is None, f"a mask for a row without a grammar: {row}"
-            assert samples == (row.num_computed == len(row.tokens)), (
+            assert samples == (row.num_computed_tokens == len(row.tokens)), (
                 f"samples {samples} in the wrong chunk: {row}"
             )
             if samples:
@@ -330,7 +330,7 @@ class FakeRank:
                 tokens=tokens,
                 num_prompt_tokens=rows.num_prompt_tokens[i],
                 num_stored_tokens=rows.num_stored_tokens[i],
-                num_computed=min(rows.num_stored_tokens[i], len(tokens) - 1),
+                num_computed_tokens=min(rows.num_stored_tokens[i], len(tokens) - 1),
                 digests=array("Q"),
                 block_table=[],
                 sampling=rows.sampling[i],
@@ -374,7 +374,7 @@ class FakeRank:
 
     def _store(self, row: Row, num_new: int) -> None:
         """Write the cells of a chunk, except those in shared blocks."""
-        start, end = row.num_computed, row.num_computed + num_new
+        start, end = row.num_computed_tokens, row.num_computed_tokens + num_new
         assert num_new >= 1 and end <= len(row.tokens), f"{num_new} new tokens: {row}"
         assert end <= len(row.block_table) * self.block_size, (
             f"{num_new} new tokens beyond the blocks: {row}"
@@ -394,26 +394,26 @@ class FakeRank:
             self.unread_writes.append((self.num_steps - 1, row.block_table[index], cells))
             block += written
             position = upto
-        row.num_computed = end
+        row.num_computed_tokens = end
 
     def _attend(self, row: Row, start: int) -> bytes:
         """Read the whole context of a row. A wrong read corrupts what the row has stored."""
         blocks = self.blocks
-        num_bytes = row.num_computed * DIGEST_BYTES
+        num_bytes = row.num_computed_tokens * DIGEST_BYTES
         context = b"".join([blocks[block_id] for block_id in row.block_table])[:num_bytes]
         if context != row.digests.tobytes()[:num_bytes]:
             self._spoil(row, start, xxhash.xxh3_64_digest(context))
         return context
 
     def _spoil(self, row: Row, start: int, wrong: bytes) -> None:
-        for position in range(max(start, row.num_stored_tokens), row.num_computed):
+        for position in range(max(start, row.num_stored_tokens), row.num_computed_tokens):
             index, offset = divmod(position, self.block_size)
             first = offset * DIGEST_BYTES
             self.blocks[row.block_table[index]][first : first + DIGEST_BYTES] = wrong
 
     def _score(self, row: Row, start: int, context: bytes) -> PromptLogprobs:
         """The scores of the prompt tokens that follow those of a chunk."""
-        end = min(row.num_computed + 1, row.num_prompt_tokens)
+        end = min(row.num_computed_tokens + 1, row.num_prompt_tokens)
         assert row.sampling.prompt_logprobs == 0 and start + 1 < end, f"nothing to score: {row}"
         ranks = int32_array(
             score(context[: place * DIGEST_BYTES], row.tokens[place])

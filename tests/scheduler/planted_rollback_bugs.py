@@ -82,24 +82,24 @@ class OneTokenAhead(_RollsBack):
     """A sequence skips one token."""
 
     def _after(self, seq: Sequence) -> None:
-        seq.num_computed += 1
+        seq.num_computed_tokens += 1
 
 
 class OneTokenBehind(_RollsBack):
     """A sequence computes one token again that was computed."""
 
     def _after(self, seq: Sequence) -> None:
-        seq.num_computed = max(1, seq.num_computed - 1)
+        seq.num_computed_tokens = max(1, seq.num_computed_tokens - 1)
 
 
 class NothingIsUndone(_RollsBack):
     """A sequence goes on after the steps that are lost."""
 
     def _before(self, seq: Sequence) -> Callable[[], None]:
-        num_computed = seq.num_computed
+        num_computed_tokens = seq.num_computed_tokens
 
         def restore() -> None:
-            seq.num_computed = min(num_computed, len(seq.token_ids) - 1)
+            seq.num_computed_tokens = min(num_computed_tokens, len(seq.token_ids) - 1)
 
         return restore
 
@@ -136,7 +136,7 @@ class RetractedTokensAreNotCounted(Scheduler):
 
     def retract(self, seq: Sequence) -> None:
         super().retract(seq)
-        seq.num_retracted = 0
+        seq.num_retracted_tokens = 0
 
 
 class BlockIsGivenAwayTwice(Scheduler):

@@ -78,7 +78,7 @@ class PartialChunkSamples(Scheduler):
         if not step.sampling_flags[-1]:
             step.sampling_flags[-1] = 1
             step.sampling_sequences.append(seq)
-            seq.num_pending, seq.num_total = 1, seq.num_total + 1
+            seq.num_pending_tokens, seq.num_total_tokens = 1, seq.num_total_tokens + 1
 
 
 class BudgetExceeded(Scheduler):
@@ -103,7 +103,7 @@ class DecodeStarvedByPrefill(Scheduler):
 
     def _schedule_running(self, step: StepDraft) -> None:
         last = self.running[-1] if self.running else None
-        if last is None or last.num_total - last.num_computed <= 1:
+        if last is None or last.num_total_tokens - last.num_computed_tokens <= 1:
             super()._schedule_running(step)
             return
         others, self.queues.running = self.running[:-1], [last]
@@ -186,7 +186,7 @@ class InFlightForgottenOnPreemption(_WithPreempted):
     """A preempted sequence does not wait for its token in flight, and gets it twice."""
 
     def _break(self, seq: Sequence) -> None:
-        seq.num_pending, seq.num_total = 0, len(seq.token_ids)
+        seq.num_pending_tokens, seq.num_total_tokens = 0, len(seq.token_ids)
 
 
 class TokenOfEndedDelivered(Scheduler):
@@ -218,7 +218,7 @@ class RunsBeyondLength(Scheduler):
 
     def add(self, request: Request) -> Sequence:
         seq = super().add(request)
-        seq.max_total += 1
+        seq.max_total_tokens += 1
         return seq
 
 
@@ -228,7 +228,7 @@ class SentAgainCountsAsPrompt(Scheduler):
     def add(self, request: Request) -> Sequence:
         seq = super().add(request)
         most = len(seq.token_ids) + request.sampling.max_tokens
-        seq.max_total = min(most, self.limits.max_total_tokens)
+        seq.max_total_tokens = min(most, self.limits.max_total_tokens)
         return seq
 
 
@@ -236,11 +236,11 @@ class EpochKeepsTokensInFlight(Scheduler):
     """After a lost step, sequences wait for tokens that will never come."""
 
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
-        pending = {id(seq): seq.num_pending for seq in (*self.running, *self.waiting)}
+        pending = {id(seq): seq.num_pending_tokens for seq in (*self.running, *self.waiting)}
         convicted = super().start_epoch(cache_survives=cache_survives)
         for seq in (*self.running, *self.waiting):
-            seq.num_pending = pending[id(seq)]
-            seq.num_total += seq.num_pending
+            seq.num_pending_tokens = pending[id(seq)]
+            seq.num_total_tokens += seq.num_pending_tokens
         return convicted
 
 
@@ -411,7 +411,7 @@ class ScoresAreLostWithAnEpoch(Scheduler):
     def start_epoch(self, *, cache_survives: bool = False) -> list[Sequence]:
         for submitted in self.submitted_steps:
             for seq in submitted.scored_sequences:
-                seq.next_scored_position = min(seq.num_computed + 1, seq.num_prompt_tokens)
+                seq.next_scored_position = min(seq.num_computed_tokens + 1, seq.num_prompt_tokens)
         return super().start_epoch(cache_survives=cache_survives)
 
 

@@ -370,10 +370,11 @@ class Simulation:
         for sequence in running:
             if sequence.status is SequenceStatus.RUNNING:
                 stored = self.num_read.get(sequence.request_id, -1)
-                assert sequence.num_computed == min(stored, len(sequence.token_ids) - 1), (
-                    f"{sequence.num_computed} computed, {stored} stored for certain: {sequence}"
+                assert sequence.num_computed_tokens == min(stored, len(sequence.token_ids) - 1), (
+                    f"{sequence.num_computed_tokens} computed, {stored} stored for certain:"
+                    f" {sequence}"
                 )
-                self.num_read[sequence.request_id] = sequence.num_computed
+                self.num_read[sequence.request_id] = sequence.num_computed_tokens
                 self.report.rolled_back += 1
             elif sequence.status is SequenceStatus.WAITING:
                 assert sequence.request_id in admitted, f"starts again: {sequence}"
@@ -490,7 +491,7 @@ class Simulation:
         by_slot = {}
         for sequence in self.scheduler.running:
             by_slot[sequence.slot] = self.clients[sequence.request_id]
-            last_in_flight = sequence.num_total >= len(self._limit_of(sequence))
+            last_in_flight = sequence.num_total_tokens >= len(self._limit_of(sequence))
             assert sequence.slot in moving or last_in_flight or sequence.is_held, (
                 f"does not move: {sequence}"
             )

@@ -41,7 +41,7 @@ def test_next_step_is_planned_before_the_result_is_read() -> None:
     seq = scheduler.add(make_request("a", [1, 2, 3]))
     must_schedule(scheduler)
     assert rows(must_schedule(scheduler)) == [(seq.slot, 1, True)]
-    assert (seq.num_pending, len(seq.token_ids)) == (2, 3)
+    assert (seq.num_pending_tokens, len(seq.token_ids)) == (2, 3)
     give(scheduler, 8)
     give(scheduler, 9)
     assert seq.token_ids == [1, 2, 3, 8, 9]
@@ -152,7 +152,7 @@ def test_preempted_sequence_keeps_its_token_in_flight() -> None:
     preempted = scheduler.add(make_request("new", range(100, 100 + 2 * BLOCK)))
     must_schedule(scheduler)
     must_schedule(scheduler)
-    assert (preempted.status, preempted.num_pending) == (SequenceStatus.WAITING, 1)
+    assert (preempted.status, preempted.num_pending_tokens) == (SequenceStatus.WAITING, 1)
     output = give(scheduler, 8, 9)
     assert output.token_ids == [8, 9] and preempted.token_ids[-1] == 9
 
@@ -234,7 +234,7 @@ def test_new_epoch_forgets_tokens_that_were_not_read() -> None:
     scheduler = busy_scheduler()
     give(scheduler, 5)
     scheduler.start_epoch()
-    assert [seq.num_pending for seq in scheduler.waiting] == [0, 0, 0]
+    assert [seq.num_pending_tokens for seq in scheduler.waiting] == [0, 0, 0]
     plan = must_schedule(scheduler)
     assert plan.admitted_rows is not None and plan.admitted_rows.token_ids[:7].tolist() == [
         *range(6),
@@ -276,7 +276,7 @@ def test_preempted_sequence_loses_its_token_in_flight_with_the_epoch() -> None:
     preempted = scheduler.add(make_request("new", range(100, 100 + 2 * BLOCK)))
     must_schedule(scheduler)
     must_schedule(scheduler)
-    assert preempted.num_pending == 1
+    assert preempted.num_pending_tokens == 1
     scheduler.start_epoch()
     scheduler.check()
-    assert (preempted.num_pending, preempted.num_total) == (0, 2 * BLOCK)
+    assert (preempted.num_pending_tokens, preempted.num_total_tokens) == (0, 2 * BLOCK)

@@ -350,16 +350,22 @@ def busy_scheduler() -> Scheduler:
 @pytest.mark.parametrize(
     ("breakage", "law"),
     [
-        (lambda s: setattr(s.running[0], "num_computed", 100), "token counts are out of order"),
+        (
+            lambda s: setattr(s.running[0], "num_computed_tokens", 100),
+            "token counts are out of order",
+        ),
         (lambda s: s.running[1].block_table.pop(), "has computed beyond its blocks"),
         (lambda s: setattr(s.running[0], "slot", NO_SLOT), "in the running queue but not running"),
         (lambda s: setattr(s.waiting[0], "slot", 3), "in the waiting queue but not waiting"),
-        (lambda s: setattr(s.waiting[0], "num_computed", 1), "waiting, but holds blocks"),
-        (lambda s: setattr(s.running[0], "num_pending", 1), "tokens in flight were miscounted"),
+        (lambda s: setattr(s.waiting[0], "num_computed_tokens", 1), "waiting, but holds blocks"),
+        (
+            lambda s: setattr(s.running[0], "num_pending_tokens", 1),
+            "tokens in flight were miscounted",
+        ),
         (lambda s: setattr(s.running[0], "arrival_index", 9), "not in order of arrival"),
         (lambda s: s.queues.free_slots.pop(), "slots were lost or duplicated"),
         (
-            lambda s: setattr(s.running[0], "num_computed", 1),
+            lambda s: setattr(s.running[0], "num_computed_tokens", 1),
             "in the middle of its prompt, but not last",
         ),
         (lambda s: s.running.extend(s.running[:1] * 8), "running, 8 allowed"),

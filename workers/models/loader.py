@@ -21,8 +21,8 @@ from configs.formats.stored import I8, tensor_name
 from configs.model import ModelConfig
 from configs.quantization import Quantization
 from kernels.reference.grouped import (
-    BLOCK_ROWS,
     CODES_PER_WORD,
+    FP8_SCALE_BLOCK_ROWS,
     pack_codes,
     quantize_blocks,
     quantize_groups,
@@ -193,8 +193,10 @@ def _computed_codes(
         max_magnitude_M = whole_rows.abs().amax(dim=1)
         codes, scale_M = quantize_rows(whole_rows[:, inputs.start : inputs.stop], max_magnitude_M)
         return codes, None, scale_M.unsqueeze(1)
-    first, end = (edge // BLOCK_ROWS * BLOCK_ROWS for edge in (rows.start, rows.stop - 1))
-    whole_rows = values[first : min(end + BLOCK_ROWS, piece.shape[0]), :]
+    first, end = (
+        edge // FP8_SCALE_BLOCK_ROWS * FP8_SCALE_BLOCK_ROWS for edge in (rows.start, rows.stop - 1)
+    )
+    whole_rows = values[first : min(end + FP8_SCALE_BLOCK_ROWS, piece.shape[0]), :]
     zeros = None
     if piece.zeros is None:
         codes, scale = quantize_blocks(whole_rows, piece.group_size)

@@ -78,7 +78,7 @@ class TensorParallelGroup:
         """Sum over the ranks, in place; returns `tensor`. The result has the same bits on every
         rank.
         """
-        self.progress.num_collectives += 1
+        self.progress.num_all_reduces += 1
         faults.reach("collective", self.rank)
         return tensor if self.size == 1 else self._transport.all_reduce(tensor)
 

@@ -87,7 +87,7 @@ def sequence(structural_tag: bytes, name: str = "a") -> Sequence:
         sampling=ResolvedSampling(seed=0, max_tokens=1000),
         structural_tag=structural_tag,
     )
-    return Sequence(request, arrival_index=0, max_total=1002)
+    return Sequence(request, arrival_index=0, max_total_tokens=1002)
 
 
 def allowed_by(mask: MaskAnswer) -> list[int]:

@@ -263,7 +263,7 @@ ANSWER = framed((True, None)) + framed((True, (b"mask", 0.0)))
 def first_mask(helper: Any) -> Any:
     matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     matching._helper = helper
-    seq = EngineSequence(request("a", b"grammar"), arrival_index=0, max_total=100)
+    seq = EngineSequence(request("a", b"grammar"), arrival_index=0, max_total_tokens=100)
     [answer] = matching.masks([seq], WAIT_S)
     with matching._lock:
         for follower in matching._followers.values():
@@ -441,7 +441,7 @@ def matching() -> Iterator[GrammarMatching]:
 
 
 def followed(structural_tag: bytes, name: str) -> EngineSequence:
-    return EngineSequence(request(name, structural_tag), arrival_index=0, max_total=100)
+    return EngineSequence(request(name, structural_tag), arrival_index=0, max_total_tokens=100)
 
 
 def test_a_child_that_is_killed_or_stopped_costs_its_grammar_a_moment(

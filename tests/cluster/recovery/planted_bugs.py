@@ -117,7 +117,7 @@ class LosesWhatItKept(StepLoop):
         news = super()._news(output)
         for seq in output.sequences:
             if seq.request_id in self._open_requests:
-                self._open_requests[seq.request_id].num_sent = seq.num_output_tokens
+                self._open_requests[seq.request_id].num_sent_tokens = seq.num_output_tokens
         return news
 
 

@@ -152,8 +152,8 @@ def test_a_load_may_take_any_time_while_bytes_come(world: World) -> None:
 
 
 def test_work_that_does_not_move_names_the_rank_that_is_behind(world: World) -> None:
-    world.ranks[0].at = Progress(phase="steps", step_id=7, layer=3, num_collectives=40)
-    world.ranks[1].at = Progress(phase="steps", step_id=7, layer=2, num_collectives=39)
+    world.ranks[0].at = Progress(phase="steps", step_id=7, layer=3, num_all_reduces=40)
+    world.ranks[1].at = Progress(phase="steps", step_id=7, layer=2, num_all_reduces=39)
     began_s = world.now_s
     why = world.run(3 * STUCK_AFTER_S, busy_since_s=began_s)
     assert why is not None and why.startswith(
