@@ -30,6 +30,7 @@ from cluster.api.fields import (
     ValuePredicate,
 )
 from cluster.api.unknown import UnknownFields
+from cluster.client.prompts import join_parts
 from scheduler.bounds import field_limit
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
@@ -265,7 +266,7 @@ class ChatMessage(RequestModel):
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
+        return join_parts(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
 
 
 class Function(Options):
