@@ -35,9 +35,9 @@ INTRODUCTION = (
     " their keys is ignored; one that looks misspelled is refused all the same. Unknown keys of"
     " messages, their parts and their calls are ignored silently: clients send back what any server"
     " gave them. An unknown field that is null asks for nothing."
-    " `launch.py serve --unknown-fields refuse`, or `unknown_fields: refuse` in `serve.yaml`, refuses"
-    " all unknown fields by name. The Python API, the command line and YAML refuse what they do not"
-    " know.",
+    " `launch.py serve --unknown-fields refuse`, or `unknown_fields: refuse` in `serve.yaml`,"
+    " refuses all unknown fields by name. The Python API, the command line and YAML refuse what"
+    " they do not know.",
     "A switch of thinking (`reasoning_effort`, `enable_thinking`, also in `chat_template_kwargs`)"
     " is a hint: where the chat template has no such switch, it changes nothing. Only a model that"
     " always thinks refuses to be told not to.",
