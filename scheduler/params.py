@@ -346,10 +346,18 @@ class SamplingParams:
     def resolve_all(
         self, *, seed: int, eos_token_ids: Iterable[int] = ()
     ) -> list[ResolvedSampling]:
-        """The engine's messages, one per output: as `resolve`, and sharing all but their seeds."""
+        """The engine's messages, one per output: as `resolve`, and sharing all but their seeds.
+        Only the first asks for the log probabilities of the prompt, which are the same for all.
+        """
         first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)
-        seeds = (derive_seed(seed, index) for index in range(self.n or 1))
-        return [dataclasses.replace(first_sampling, seed=output_seed) for output_seed in seeds]
+        other_seeds = (derive_seed(seed, index) for index in range(1, self.n or 1))
+        return [
+            first_sampling,
+            *(
+                dataclasses.replace(first_sampling, seed=other_seed, prompt_logprobs=-1)
+                for other_seed in other_seeds
+            ),
+        ]
 
 
 def _structure_error(problem: str) -> RequestError:

@@ -59,10 +59,9 @@ def conversation_of(
 ) -> Conversation:
     """Raises `RequestError`, as `Conversation` and for too many messages."""
     check_bound("messages", len(messages), "messages", configured_maximum=served_model.max_messages)
-    functions = (tool.model_dump(exclude_unset=True) for tool in tools)
     return Conversation(
         messages=messages,
-        tools=[{"type": "function", "function": function} for function in functions] or None,
+        tools=[tool.for_template() for tool in tools] or None,
         template_variables=variables,
         continues_last_message=continues_last_message,
     )

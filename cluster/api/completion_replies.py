@@ -114,7 +114,7 @@ class CompletionWriter(OpenAIWriter):
             for completion in generation.completions:
                 offsets = self._new_offsets(echoed_prompt)
                 logprobs = self._logprobs(completion.token_ids, completion.logprobs, offsets)
-                entries = generation.outputs[completion.index].prompt_logprobs
+                entries = generation.prompt_logprobs
                 if self._num_echo_top_logprobs is not None and entries is not None:
                     _, prompt_logprobs = self._new_echo(
                         prompt_index, self._num_echo_top_logprobs
@@ -124,7 +124,7 @@ class CompletionWriter(OpenAIWriter):
                 text = echoed_prompt + completion.text
                 choices.append(_choice(index, text, logprobs, completion.finish_reason))
                 choices[-1] |= prompt_logprobs_field(
-                    self._tokenizer, generation, completion.index, self._num_prompt_top_logprobs
+                    self._tokenizer, generation, self._num_prompt_top_logprobs
                 )
                 if self._includes_token_ids:
                     choices[-1] |= self._prompt_ids(prompt_index)

@@ -25,7 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from cluster.api.app import Api
 from cluster.api.errors import HttpError, http_error, openai_error_body
 from cluster.api.exchange import WRITE_NOW_KEY, JsonResponse
-from scheduler.bounds import HTTP_BOUNDS
+from scheduler.bounds import HTTP_BOUNDS, short_repr
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
@@ -232,6 +232,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._asks_for_upgrade():
             return
         self._count_head(len(self.url))
+        self._check_transfer_codings()
         self._stop_timer()
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
@@ -246,6 +247,21 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.scope[WRITE_NOW_KEY] = cycle.write_now
         if not self.pipeline:
             self._running_cycle = self.cycle
+
+    def _check_transfer_codings(self) -> None:
+        """Raise `HttpError` for a body that is more than cut into chunks, which is all that the
+        parser undoes.
+        """
+        values = [value for name, value in self.headers if name == b"transfer-encoding"]
+        codings = [coding.strip().lower() for coding in b",".join(values).split(b",")]
+        unknown_codings = [coding for coding in codings if coding not in (b"", b"chunked")]
+        if unknown_codings:
+            raise HttpError(
+                501 if codings[-1] == b"chunked" else 400,
+                f"transfer-encoding: {short_repr(unknown_codings[0].decode('latin-1'))} is not"
+                " supported, only chunked is; a compressed body names its coding in"
+                " content-encoding",
+            )
 
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= _MAX_FRAMING_PER_BYTE * len(body)

@@ -189,7 +189,6 @@ _IGNORED_NAMES_BY_SERVER = {
     "GitHub Copilot": "intent snippy copilot_cache_control",
     "Anthropic": """
         cache_control betas inference_geo speed diagnostics user_profile_id tools.cache_control
-        tools.function.cache_control
     """,
     "Codex": "client_metadata",
     "Azure": "user_security_context",

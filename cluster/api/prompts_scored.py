@@ -58,13 +58,12 @@ def prompt_logprobs(
 def prompt_logprobs_field(
     tokenizer: Tokenizer | None,
     generation: Generation,
-    output_index: int,
     num_top_logprobs: int | None,
 ) -> dict[str, Any]:
-    """vLLM's field for the prompt of an output; empty if that is not wanted."""
+    """vLLM's field for a prompt; empty if that is not wanted."""
     if num_top_logprobs is None:
         return {}
-    entries = generation.outputs[output_index].prompt_logprobs
+    entries = generation.prompt_logprobs
     if entries is None:
         return {}
     token_ids = generation.prompt_token_ids

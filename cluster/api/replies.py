@@ -267,7 +267,7 @@ class ChatWriter(OpenAIWriter):
         [generation] = self._generations
         choices = [self._choice(completion) for completion in generation.completions]
         prompt_logprobs = prompt_logprobs_field(
-            self._tokenizer, generation, 0, self._num_prompt_top_logprobs
+            self._tokenizer, generation, self._num_prompt_top_logprobs
         )
         return self._body(choices) | self._prompt_ids() | prompt_logprobs
 

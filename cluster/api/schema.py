@@ -30,6 +30,7 @@ from cluster.api.fields import (
     ValuePredicate,
 )
 from cluster.api.unknown import UnknownFields
+from cluster.client.prompts import join_parts
 from scheduler.bounds import field_limit
 from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
@@ -102,10 +103,12 @@ class RequestModel(BaseModel):
 class Options(RequestModel):
     """Base of what says how to answer. Its unknown fields are treated as those of the request, if
     an `UnknownFields` is the context of the validation. `FIELD_PATH`: where it is in the request.
-    `MISPLACED_FIELDS`: fields that are refused because they have another place, with that.
+    `IS_IN_PROMPT`: the model reads all of it, so no field of it is ignored. `MISPLACED_FIELDS`:
+    fields that are refused because they have another place, with that.
     """
 
     FIELD_PATH: ClassVar[str]
+    IS_IN_PROMPT: ClassVar[bool] = False
     MISPLACED_FIELDS: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")
@@ -115,7 +118,11 @@ class Options(RequestModel):
             return values
         values = dict(values)
         info.context.remove_unknown(
-            values, cls.field_names(), path=cls.FIELD_PATH, refused_fields=cls.MISPLACED_FIELDS
+            values,
+            cls.field_names(),
+            path=cls.FIELD_PATH,
+            is_in_prompt=cls.IS_IN_PROMPT,
+            refused_fields=cls.MISPLACED_FIELDS,
         )
         return values
 
@@ -265,24 +272,42 @@ class ChatMessage(RequestModel):
             return self.refusal or ""
         if isinstance(self.content, str):
             return self.content
-        return "\n".join(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
+        return join_parts(p.text if isinstance(p, TextPart) else p.refusal for p in self.content)
 
 
 class Function(Options):
     FIELD_PATH: ClassVar[str] = "tools.function"
+    IS_IN_PROMPT: ClassVar[bool] = True
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    _given_tool: dict[str, Any] | None = None  # of which this is the function
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool for chat templates, which write it as it is: in the client's own order, with all
+        of its keys, if it came in the form that templates read.
+        """
+        if self._given_tool is not None:
+            return self._given_tool
+        return {"type": "function", "function": self.model_dump(exclude_unset=True)}
 
 
 class Tool(Options):
     FIELD_PATH: ClassVar[str] = "tools"
+    IS_IN_PROMPT: ClassVar[bool] = True
     MISPLACED_FIELDS: ClassVar[dict[str, str]] = {
         "strict": "it has its place in the tool's function"
     }
     type: Literal["function"]
     function: Function
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_given(cls, values: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
+        tool = check(values)
+        tool.function._given_tool = values
+        return tool
 
 
 class FunctionName(Options):

@@ -50,7 +50,7 @@ class UnknownFields:
         self.names: dict[str, None] = {}
         self._refuse = refuse
         # Paths and names, of which many tools have one.
-        self._ignored_paths: set[tuple[str, str]] = set()
+        self._unknown_paths: set[tuple[str, str]] = set()
 
     def remove_unknown(
         self,
@@ -58,26 +58,30 @@ class UnknownFields:
         field_names: frozenset[str],
         *,
         path: str = "",
+        is_in_prompt: bool = False,
         fields_without_effect: Mapping[str, tuple[ValuePredicate, str]] = MappingProxyType({}),
         refused_fields: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Remove from an object at `path` what is not in `field_names`. Raises `RequestError` for
-        what cannot be ignored, and `HttpError`.
+        """Remove from an object at `path` what is not in `field_names`. `is_in_prompt`: the model
+        reads that, so it is not ignored. Raises `RequestError` for what cannot be ignored, and
+        `HttpError`.
         """
         for name in [name for name in values if name not in field_names]:
             value = values.pop(name)
-            if (path, name) in self._ignored_paths:
+            if (path, name) in self._unknown_paths:
                 continue
             if name in fields_without_effect:
                 _check_effect(name, value, *fields_without_effect[name])
             elif name in refused_fields:
                 _check_refused(name, value, refused_fields[name])
-            else:
-                self._remove_one(name, value, values, field_names, path)
+            elif self._check_unknown(name, value, values, field_names, path) and not is_in_prompt:
+                full_name = f"{path}.{name}" if path else name
+                self.names[full_name[:MAX_NAME_LENGTH]] = None
 
-    def _remove_one(
+    def _check_unknown(
         self, name: str, value: Any, values: dict[str, Any], field_names: frozenset[str], path: str
-    ) -> None:
+    ) -> bool:
+        """Whether an unknown field asks for anything. Raises as `remove_unknown`."""
         full_name = f"{path}.{name}" if path else name
         parameter = (path.split(".")[0] or name)[:MAX_NAME_LENGTH]
         if self._refuse:
@@ -86,8 +90,8 @@ class UnknownFields:
                 f"unknown field {full_name[:100]!r}; known are {known_names}", parameter
             )
         if value is None:
-            return
-        count = len(self._ignored_paths) + 1
+            return False
+        count = len(self._unknown_paths) + 1
         check_bound("unknown fields", count, path or "the body", path.split(".")[0])
         meant_fields = [
             field for field in FIELD_SYNONYMS.get(name, ()) if field in field_names and not path
@@ -104,8 +108,8 @@ class UnknownFields:
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
             )
-        self._ignored_paths.add((path, name))
-        self.names[full_name[:MAX_NAME_LENGTH]] = None
+        self._unknown_paths.add((path, name))
+        return True
 
 
 class IgnoredFields:

@@ -108,8 +108,11 @@ class OutputFollower:
         sink: Sink | None,
         *,
         is_prompt_only: bool = False,
+        scored_output: OutputFollower | None = None,
     ) -> None:
-        """`is_prompt_only`: the engine's only token is dropped, since no output was asked for."""
+        """`is_prompt_only`: the engine's only token is dropped, since no output was asked for.
+        `scored_output`: the one that gets the log probabilities of the prompt, for all.
+        """
         self.request = request
         self.completion = CompletionOutput(index)
         self._stream = stream
@@ -120,11 +123,17 @@ class OutputFollower:
         self._prompt_logprobs = (
             PromptLogprobs.empty(num_top_logprobs) if num_top_logprobs >= 0 else None
         )
-        self._has_sent_prompt_logprobs = False
+        self._scored_output = scored_output
+        self._has_sent_chunk = False
+        self._held_chunks: list[tuple[OutputFollower, Chunk]] = []  # of others, for this to begin
 
     @property
     def prompt_logprobs(self) -> PromptEntries | None:
-        """Those that have arrived; all of them have before the first token comes."""
+        """Those that have arrived; all of them have before the first token of the output that gets
+        them comes.
+        """
+        if self._scored_output is not None:
+            return self._scored_output.prompt_logprobs
         return None if self._prompt_logprobs is None else PromptEntries(self._prompt_logprobs)
 
     @property
@@ -208,9 +217,7 @@ class OutputFollower:
         if logprobs is not None:
             completion.logprobs = (completion.logprobs or []) + logprobs
         if self._sink is not None and (tokens or finish_reason):
-            prompt_logprobs = None if self._has_sent_prompt_logprobs else self.prompt_logprobs
-            self._has_sent_prompt_logprobs = True
-            self._sink(
+            self._send(
                 Chunk(
                     index=completion.index,
                     text=text,
@@ -219,9 +226,25 @@ class OutputFollower:
                     finish_reason=finish_reason,
                     num_prompt_tokens=self.request.num_prompt_tokens,
                     num_cached_tokens=num_cached_tokens,
-                    prompt_logprobs=prompt_logprobs,
                 )
             )
+
+    def _send(self, chunk: Chunk) -> None:
+        """Pass a chunk on, or hold it until the log probabilities of the prompt are complete, which
+        are part of the first one.
+        """
+        scored_output = self._scored_output
+        if scored_output is not None and not scored_output._has_sent_chunk:
+            scored_output._held_chunks.append((self, chunk))
+            return
+        if not self._has_sent_chunk:
+            self._has_sent_chunk = True
+            chunk.prompt_logprobs = self.prompt_logprobs
+        assert self._sink is not None
+        self._sink(chunk)
+        held_chunks, self._held_chunks = self._held_chunks, []
+        for output, held_chunk in held_chunks:
+            output._send(held_chunk)
 
 
 class Generation:

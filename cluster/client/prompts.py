@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -203,7 +203,9 @@ def _variables_error(variables: object) -> RequestError:
 
 
 def check_messages(messages: object) -> list[Message]:
-    """The messages as a list. Raises `RequestError` unless each has a role and content."""
+    """The messages as a list, each content a text or None. Raises `RequestError` unless each has a
+    role and content.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise RequestError("messages must be a non-empty list of {role, content}", "messages")
     for message in messages:
@@ -212,7 +214,35 @@ def check_messages(messages: object) -> list[Message]:
             raise RequestError(
                 f"each message needs a role and content, got {short_repr(message)}", "messages"
             )
-    return list(messages)
+    return [message | {"content": _content_text(message["content"])} for message in messages]
+
+
+def _content_text(content: object) -> str | None:
+    """The content of a message as text, for templates write anything else as Python does, or leave
+    it out. Raises `RequestError`.
+    """
+    if isinstance(content, str | None):
+        return content
+    parts = content if isinstance(content, list | tuple) else ()
+    wrong_parts = [part for part in parts if not _is_text_part(part)]
+    if parts is not content or wrong_parts:
+        raise RequestError(
+            'the content of a message must be text, None, or a list of {"type": "text", "text":'
+            f" ...}}; got {short_repr(wrong_parts[0] if wrong_parts else content)}",
+            "messages",
+        )
+    return join_parts(part["text"] for part in parts)
+
+
+def _is_text_part(part: object) -> bool:
+    if not isinstance(part, Mapping):
+        return False
+    return part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def join_parts(texts: Iterable[str]) -> str:
+    """The content of a message that comes in parts, from Python or over HTTP."""
+    return "\n".join(texts)
 
 
 def _token_ids(value: object) -> list[int]:

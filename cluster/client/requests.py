@@ -86,7 +86,7 @@ class RequestBuilder:
         else:
             news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
         arrival_s = time.time()
-        outputs = []
+        outputs: list[OutputFollower] = []
         resolved_params = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
         for index, sampling in enumerate(resolved_params):
             request = Request(
@@ -101,9 +101,16 @@ class RequestBuilder:
             )
             check_request(request, self.limits)
             text_stream = self._text_stream(params, rendered_prompt)
-            is_prompt_only = params.max_tokens == 0
+            has_scores = params.prompt_logprobs is not None
             outputs.append(
-                OutputFollower(request, index, text_stream, sink, is_prompt_only=is_prompt_only)
+                OutputFollower(
+                    request,
+                    index,
+                    text_stream,
+                    sink,
+                    is_prompt_only=params.max_tokens == 0,
+                    scored_output=outputs[0] if has_scores and outputs else None,
+                )
             )
         return Generation(rendered_prompt.text, outputs, rendered_prompt.session_id, loosened_tools)
 

@@ -32,6 +32,7 @@ def test_prompts_are_scored_once_although_a_rank_dies(
         os.kill(processes_of(llm)["rank 1"].pid, signal.SIGKILL)
         outputs = llm.client.wait(generations)
         assert llm.stats().num_recoveries == 1
+        assert llm.stats().num_cached_tokens > 0, "the second output of each reads the cache"
     for prompt, output, generation in zip(prompts, outputs, generations, strict=True):
         assert (output.token_ids, output.finish_reason) == ([], "length")
         with torch.inference_mode():

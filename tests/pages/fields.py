@@ -31,11 +31,13 @@ INTRODUCTION = (
     " only change which token is drawn, and chat programs send a full set of them with every"
     " request, whether they are in use or not.",
     "The rule holds for the fields of the body and of the objects in it that say how to answer,"
-    " such as tools and formats. Unknown keys of messages, their parts and their calls are ignored"
-    " silently: clients send back what any server gave them. An unknown field that is null asks for"
-    " nothing. `launch.py serve --unknown-fields refuse`, or `unknown_fields: refuse` in"
-    " `serve.yaml`, refuses all unknown fields by name. The Python API, the command line and YAML"
-    " refuse what they do not know.",
+    " such as formats. The tools of a chat are in the prompt as the client wrote them, so none of"
+    " their keys is ignored; one that looks misspelled is refused all the same. Unknown keys of"
+    " messages, their parts and their calls are ignored silently: clients send back what any server"
+    " gave them. An unknown field that is null asks for nothing."
+    " `launch.py serve --unknown-fields refuse`, or `unknown_fields: refuse` in `serve.yaml`,"
+    " refuses all unknown fields by name. The Python API, the command line and YAML refuse what"
+    " they do not know.",
     "A switch of thinking (`reasoning_effort`, `enable_thinking`, also in `chat_template_kwargs`)"
     " is a hint: where the chat template has no such switch, it changes nothing. Only a model that"
     " always thinks refuses to be told not to.",

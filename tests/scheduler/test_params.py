@@ -357,6 +357,11 @@ def test_outputs_differ_in_their_seeds_and_share_all_else() -> None:
     assert len({id(sampling.stop_token_ids) for sampling in each}) == 1
 
 
+def test_only_the_first_output_asks_for_the_scores_of_the_prompt() -> None:
+    each = SamplingParams(n=3, prompt_logprobs=0).resolve_all(seed=41)
+    assert [sampling.prompt_logprobs for sampling in each] == [0, -1, -1]
+
+
 # -- bounds ----------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,25 @@ def test_an_upgrade_to_http_2_is_ignored(server: Server, length: int) -> None:
     assert answers.count(b"HTTP/1.1 200") == 4 and answers.count(b'"text_completion"') == 3
 
 
+@pytest.mark.parametrize(
+    ("codings", "status", "reason"),
+    [
+        (b"gzip, chunked", 501, b"transfer-encoding: 'gzip' is not supported, only chunked is"),
+        (b"Deflate\r\nTransfer-Encoding: chunked", 501, b"'deflate' is not supported"),
+        (b"gzip", 400, b"'gzip' is not supported"),
+        (b", Chunked", 200, b"text_completion"),
+    ],
+)
+def test_a_body_in_another_transfer_coding_than_chunks_is_refused(
+    server: Server, codings: bytes, status: int, reason: bytes
+) -> None:
+    head = HEAD + b"Connection: close\r\nTransfer-Encoding: %b\r\n\r\n" % codings
+    with connect(server) as connection:
+        connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+        answer = answer_of(connection)
+    assert answer.startswith(b"HTTP/1.1 %d " % status) and reason in answer
+
+
 def test_a_request_for_a_tunnel_is_refused(server: Server) -> None:
     with connect(server) as connection:
         connection.sendall(b"CONNECT a.example:80 HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -255,14 +255,8 @@ def test_another_name_of_a_field_is_refused_alone_and_ignored_beside_it() -> Non
 
 
 def test_options_within_a_request_follow_the_rule_and_are_named_with_their_place() -> None:
-    function = {"name": "f", "cache_control": {}, "strict": False}
-    tools = [{"type": "function", "function": function, "cache_control": {}}] * 2
     options = {"include_usage": True, "continuous_usage_stats": True}
-    assert ignored({"tools": tools, "stream_options": options}) == [
-        "stream_options.continuous_usage_stats",
-        "tools.cache_control",
-        "tools.function.cache_control",
-    ]
+    assert ignored({"stream_options": options}) == ["stream_options.continuous_usage_stats"]
     with pytest.raises(
         RequestError, match=r"'tools.function.parameter'; did you mean 'parameters'"
     ) as refused:
@@ -272,15 +266,13 @@ def test_options_within_a_request_follow_the_rule_and_are_named_with_their_place
     assert ignored({"response_format": schema}) == ["response_format.json_schema.version"]
 
 
-def test_what_is_ignored_in_a_tool_does_not_reach_the_template() -> None:
-    function = {"name": "f", "cache_control": {}}
-    body = {"tools": [{"type": "function", "function": function, "x": 1}]}
-    request = read_request(ChatRequest, json.dumps(CHAT | body).encode())
-    assert request.tools is not None
-    assert request.tools[0].model_dump(exclude_unset=True) == {
-        "type": "function",
-        "function": {"name": "f"},
-    }
+def test_what_is_unknown_in_a_tool_is_in_the_prompt_and_so_not_ignored() -> None:
+    tool = {"x": 1, "function": {"return": {}, "name": "f"}, "type": "function"}
+    unknown_fields = UnknownFields()
+    body = json.dumps(CHAT | {"tools": [tool]}).encode()
+    request = read_request(ChatRequest, body, unknown_fields=unknown_fields)
+    assert request.tools is not None and not unknown_fields.names
+    assert json.dumps(request.tools[0].function.for_template()) == json.dumps(tool)
 
 
 def test_every_unknown_field_is_refused_by_name_where_that_is_wished() -> None:

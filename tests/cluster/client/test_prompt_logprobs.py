@@ -7,11 +7,13 @@ from array import array
 import pytest
 
 from cluster.client.outputs import Chunk, Generation, OutputFollower
+from cluster.client.requests import RequestBuilder
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News, unpack
 from scheduler.errors import EngineError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs, int32_array
-from scheduler.params import ResolvedSampling
+from scheduler.params import ResolvedSampling, SamplingParams
+from tests.cluster.api.scripted import LIMITS, MODEL
 
 PROMPT = [5, 6, 7, 8, 9]
 
@@ -107,6 +109,38 @@ def test_a_driver_that_takes_over_is_not_asked_for_scores_that_have_arrived() ->
     assert output.continued_request().sampling.prompt_logprobs == 1, "some are missing"
     generation.take(output, News(first_index=0, token_ids=[1], prompt_logprobs=part(3, 5)))
     assert output.continued_request().sampling.prompt_logprobs == -1
+
+
+def two_outputs() -> tuple[Generation, list[Chunk]]:
+    chunks: list[Chunk] = []
+    builder = RequestBuilder(MODEL, None, SamplingParams(), LIMITS, seed=0)
+    params = SamplingParams(n=2, prompt_logprobs=1, max_tokens=2)
+    return builder.build(PROMPT, params, chunks.append), chunks
+
+
+def test_of_several_outputs_the_first_is_scored_and_each_shows_the_scores_first() -> None:
+    generation, chunks = two_outputs()
+    assert [request.sampling.prompt_logprobs for request in generation.requests] == [1, -1]
+    first, second = generation.outputs
+    generation.take(second, News(first_index=0, token_ids=[1]))
+    generation.take(first, News(first_index=0, prompt_logprobs=part(1, 5)))
+    assert not chunks, "the second waits for the first"
+    generation.take(first, News(first_index=0, token_ids=[3]))
+    generation.take(second, News(first_index=1, token_ids=[2], finish_reason="length"))
+    assert [(chunk.index, chunk.token_ids) for chunk in chunks] == [(0, [3]), (1, [1]), (1, [2])]
+    assert [list(chunk.prompt_logprobs or ()) for chunk in chunks] == [WHOLE, WHOLE, []]
+
+
+def test_an_output_that_has_waited_for_the_first_is_shown_when_both_are_aborted() -> None:
+    generation, chunks = two_outputs()
+    generation.take(generation.outputs[1], News(first_index=0, token_ids=[1]))
+    for output in generation.outputs:
+        output.abort()
+    assert [(chunk.index, chunk.token_ids, chunk.finish_reason) for chunk in chunks] == [
+        (0, [], "abort"),
+        (1, [1], None),
+        (1, [], "abort"),
+    ]
 
 
 def test_a_long_prompt_is_shown_in_pieces() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cluster import LLM, SamplingParams
+from cluster.api.schema import ChatMessage
 from cluster.client.prompts import (
     Conversation,
     ParsedPrompt,
@@ -143,6 +144,31 @@ def test_a_message_without_role_or_content_is_refused_and_shown(message: object)
     with pytest.raises(RequestError, match="each message needs a role and content, got") as refused:
         parse_prompt({"messages": [MESSAGE, message]})
     assert repr(message) in str(refused.value)
+
+
+def test_content_in_parts_is_joined_as_over_http_and_no_content_stays_so() -> None:
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "47 + 38?"}]
+    message = {"role": "user", "content": parts, "name": "Ann"}
+    over_http = ChatMessage.model_validate(message).for_template(arguments_as_text=True)
+    answer = {"role": "assistant", "content": None, "reasoning": "Hm"}
+    parsed = parse_prompt({"messages": [message, answer]})
+    assert parsed.conversation == Conversation(messages=[over_http, answer])
+    assert over_http["content"] == "What is\n47 + 38?" and message["content"] is parts
+
+
+@pytest.mark.parametrize(
+    "content",
+    [5, True, {"text": "Hi"}, [["Hi"]], [{"type": "image", "url": "a"}], [{"type": "text"}]],
+)
+def test_content_that_is_no_text_is_refused_with_what_is_possible(content: Any) -> None:
+    messages = [MESSAGE, {"role": "user", "content": content}]
+    with pytest.raises(
+        RequestError, match=r'must be text, None, or a list of {"type": "text", .*; got '
+    ) as refused:
+        parse_prompt({"messages": messages})
+    shown_value = content[0] if isinstance(content, list) else content
+    assert str(refused.value).endswith(f"got {shown_value!r}")
+    assert refused.value.parameter == "messages"
 
 
 def test_what_a_chat_template_gets_goes_with_messages_only() -> None:

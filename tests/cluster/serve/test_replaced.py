@@ -118,14 +118,22 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
     wait_until(lambda: processes(*OURS, "ray::ServeReplica") <= others, "the end of it", 5.0)
 
 
-@pytest.mark.parametrize("lost", ["gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    ("killed", "lost"),
+    [
+        ("gcs_server", "gcs_server"),
+        ("raylet", "raylet"),
+        ("ray::DashboardAgent", "raylet"),
+        ("ray::RuntimeEnvAgent", "raylet"),
+    ],
+)
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
-    start: Callable[..., Program], lost: str
+    start: Callable[..., Program], killed: str, lost: str
 ) -> None:
     program = start(*WITHOUT_SPARES, "--ray-address", "local")
     program.wait_until_ready()
     for pid in family(program.process.pid):
-        if Path((command_of(pid) or "").split(" ")[0]).name == lost:
+        if Path((command_of(pid) or "").split(" ")[0]).name == killed:
             os.kill(pid, signal.SIGKILL)
     said, _ = program.process.communicate(timeout=END_S)  # Ray says more than a pipe holds
     assert program.process.returncode == 1
