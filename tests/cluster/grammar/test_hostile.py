@@ -548,7 +548,7 @@ def count_forks(
 def test_refusals_are_remembered_for_a_while(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = structural_tag_for(regex="a{3,1}")
+    bad = structural_tag_of({"type": "regex", "pattern": "a{3,1}"})
     with pytest.raises(RequestError) as first:
         compiler.check(bad)
     forks = count_forks(compiler, monkeypatch, compiler._helper.fork)
@@ -600,7 +600,8 @@ def test_refusals_take_a_limited_place(
     monkeypatch.setattr(compiler_module, "_MAX_CACHED_VERDICTS", 2)
     for number in range(4):
         with pytest.raises(RequestError):
-            compiler.check(structural_tag_for(regex="a" * number + "b{3,1}"))
+            bad = {"type": "regex", "pattern": "a" * number + "b{3,1}"}
+            compiler.check(structural_tag_of(bad))
     assert len(compiler._refusals) == 2
 
 
