@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.grammar.formats import MAX_STRUCTURAL_TAG_BYTES
-from cluster.grammar.helper import Helper, HelperError, HelperLostError, HelperTimeoutError
+from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 
 # Seconds of a processor's time, in the first queue and in the other one.
@@ -85,26 +85,37 @@ class GrammarCompiler:
 
     def _compiles(self, structural_tag: str, limit_s: float) -> bool:
         """Whether it can be compiled in time. Raises `RequestError`, `RequestFailedError`."""
-        try:
-            child = self._helper.fork(CHILD_MEMORY_BYTES)
-        except HelperError as error:  # not the grammar's fault
-            raise RequestFailedError(
-                f"structured_outputs: no grammar can be compiled here: {error}"
-            ) from None
         encoded_tag = structural_tag.encode()
-        try:
-            child.call(limit_s, "check", structural_tag)
-        except HelperTimeoutError:
-            return False
-        except (HelperError, HelperLostError) as error:
-            raise self._remember_refusal(encoded_tag, f"it cannot be compiled: {error}") from None
-        finally:
-            child.close()
+        for is_last_attempt in (False, True):
+            child = self._child()
+            try:
+                child.call(limit_s, "check", structural_tag)
+                break
+            except HelperTimeoutError:
+                return False
+            except HelperLostError:  # the first one may have been chosen to free memory
+                if is_last_attempt:
+                    reason = "the process that compiles it has ended twice; simplify it"
+                    raise self._remember_refusal(encoded_tag, reason) from None
+            except HelperError as error:
+                reason = f"it cannot be compiled: {error}"
+                raise self._remember_refusal(encoded_tag, reason) from None
+            finally:
+                child.close()
         with self._lock:
             self._possible_digests[_digest(encoded_tag)] = None
             while len(self._possible_digests) > _MAX_CACHED_VERDICTS:
                 self._possible_digests.popitem(last=False)
         return True
+
+    def _child(self) -> Child:
+        """A new child. Raises `RequestFailedError`."""
+        try:
+            return self._helper.fork(CHILD_MEMORY_BYTES)
+        except HelperError as error:  # not the grammar's fault
+            raise RequestFailedError(
+                f"structured_outputs: no grammar can be compiled here: {error}"
+            ) from None
 
     def _enter_slow_queue(self) -> None:
         with self._lock:

@@ -212,6 +212,8 @@ class Follower:
             self._answer(followed_seq, _too_slow_error(cost_text))
         elif isinstance(mask_or_reason, str):
             self._fail([followed_seq], mask_or_reason)
+        elif mask_or_reason == b"":
+            self._answer(followed_seq, _dead_end_error(followed_seq.num_tokens_asked))
         else:
             self._answer(followed_seq, mask_or_reason)
 
@@ -227,6 +229,14 @@ class Follower:
 
 def _no_mask_error(followed_seq: FollowedSequence, reason: str) -> RequestFailedError:
     return RequestFailedError(f"no mask for request {followed_seq.sequence.request_id}: {reason}")
+
+
+def _dead_end_error(num_tokens: int) -> RequestError:
+    return RequestError(
+        f"structured_outputs: no token fits the grammar here; output tokens so far: {num_tokens}."
+        " Change what no text fits, such as a class without characters",
+        "structured_outputs",
+    )
 
 
 def _too_slow_error(cost_text: str) -> RequestError:

@@ -215,13 +215,18 @@ def _object(schema: Schema, path: str) -> Schema:
     possible_properties = {name: part for name, part in properties.items() if part is not False}
     if additional_schema is None and properties and not possible_properties:
         additional_schema = False  # without properties, any are possible
-    has_free_names = has_name_rules or additional_schema not in (None, False)
+    has_free_names = bool(schema.get("patternProperties")) or names_schema is not None
+    has_free_names |= additional_schema not in (None, False)
     _check_property_count(
         schema, len(required_names), None if has_free_names else len(possible_properties), path
     )
     schema |= {"properties": possible_properties, "required": required_names}
     if additional_schema is not None:
         schema["additionalProperties"] = additional_schema
+    if possible_properties and additional_schema not in (None, False):
+        # A named property is not a free one, however its name is spelled.
+        pattern = patterns.other_names_pattern(possible_properties)
+        schema["propertyNames"] = {"pattern": pattern}
     omitted_if_empty = ("properties", "required", "patternProperties")
     return {name: value for name, value in schema.items() if value or name not in omitted_if_empty}
 
@@ -289,6 +294,8 @@ def _check_property_count(
 ) -> None:
     """A name may come twice, and counts once. `num_named_properties`: None for any names."""
     minimum = schema.get("minProperties", 0)
+    if minimum > schema.get("maxProperties", minimum):
+        raise NotHonoredError(f"{path}.minProperties is more than maxProperties", "minProperties")
     if num_named_properties is not None and minimum > num_named_properties:
         raise NotHonoredError(f"{path}.minProperties is more than are possible", "minProperties")
     if num_named_properties is None and minimum > max(1, num_required_names):

@@ -8,6 +8,7 @@ escapes of JSON. What cannot be rewritten so that only texts of the expression m
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from scheduler.bounds import check_bound, short_repr
@@ -16,16 +17,33 @@ from scheduler.errors import RequestError
 _TOKEN = re.compile(
     r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)"  # an escape
     r"|\[(?:\\.|[^\]\\])*+\]?"  # a class, or one that is not closed
-    r"|\{\d+(?:,\d*)?\}"  # a repetition
+    r"|\{(?:[0-9]+(?:,[0-9]*)?|,[0-9]*)\}"  # a repetition
     r"|\(\?:|\)\??|.",
     re.DOTALL,
 )
-_REPETITION = re.compile(r"\{\d")
+_CLASS = re.compile(r"\[(?:\\.|[^\]\\])*+\]", re.DOTALL)
+_REPETITION_MARKS = {"?", "*", "+", ")?"}
+_UNREPEATABLE_TOKENS = {"", "^", "$", "(", "(?:", "|"}
+_MAX_BOUND_DIGITS = 9
 _NON_CHARACTER_TOKENS = {"^", "$", "(", "(?:", ")", ")?", "?", "*", "+"}
 # What Python takes for something else in a class, or will some day.
 _AMBIGUOUS_CLASS = re.compile(r"\[|--|&&|~~|\|\|")
 _CLASS_ITEM = re.compile(r"\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)|.", re.DOTALL)
-_CLASS_ESCAPES = set("dDwWsS")
+_Ranges = list[tuple[int, int]]  # code points, from the first to the last
+
+# What `\s` of Python and of ECMA-262 has in common, and what is a space to either of them.
+_SPACES: _Ranges = [
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
+    *((0x2028, 0x2029), (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000)),
+]
+_SPACES_TO_SOME: _Ranges = [*_SPACES, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF)]
+_CLASS_ESCAPES: dict[str, _Ranges] = {
+    "d": [(0x30, 0x39)],
+    "w": [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)],
+    "s": _SPACES,
+}
+_ESCAPED_IN_JSON: _Ranges = [(0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C)]
+_SURROGATES, _END_OF_CODE_POINTS = (0xD800, 0xDFFF), (0x110000, 0x110000)
 _CONTROL_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "0": "\0"}
 # Characters that JSON spells with a letter, as patterns of that.
 _JSON_ESCAPE_PATTERNS = {
@@ -36,7 +54,9 @@ _JSON_ESCAPE_PATTERNS = {
     "\r": r"(?:\\r)",
     "\f": r"(?:\\f)",
 }
-UNESCAPED_CHARACTER = r"[^\"\\\u0000-\u001f]"  # characters of a JSON string that are not escaped
+_MAX_COMPARED_CHARACTERS = 16  # of a name
+_ESCAPED_IN_CLASS = r"\"\\\u0000-\u001f"  # characters that JSON escapes, in a class
+UNESCAPED_CHARACTER = f"[^{_ESCAPED_IN_CLASS}]"
 
 
 @dataclass(slots=True)
@@ -64,12 +84,15 @@ def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = Fals
         raise refusal(f"{path}: groups that begin with '(?', other than '(?:', are not supported")
     groups = [_Group(True, True)]
     tokens = _TOKEN.findall(pattern)
+    _check_repetitions(tokens, path)
     text = "".join(
         _rewritten_token(token, groups, path, is_json_string=is_json_string) for token in tokens
     )
     if len(groups) > 1:
         raise refusal(f"{path}: a group is not closed")
     if not is_json_string:
+        if not text:
+            raise refusal(f"{path}: nothing but an empty answer matches {short_repr(pattern)}")
         return text
     if not groups[0].has_alternatives:
         if tokens[:1] == ["^"] and "$" not in tokens:
@@ -78,6 +101,34 @@ def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = Fals
             text = f"{UNESCAPED_CHARACTER}*{text}"
     # Without an end of its own, `(a|b|b{1,2})` of xgrammar 0.2.8 goes on after `a` as after `b`.
     return f"{text}()" if "|" in text else text
+
+
+def other_names_pattern(names: Collection[str]) -> str:
+    """A pattern of the spellings in JSON, without a backslash, of all names but these. Where names
+    are longer than is compared, those that begin like them are not matched either.
+    """
+    # xgrammar 0.2.8 leaves out what is escaped in JSON where a pattern is of ASCII alone.
+    is_ascii = all(map(str.isascii, names))
+    return f"{_other_names_pattern(names, 0, '' if is_ascii else _ESCAPED_IN_CLASS)}()"
+
+
+def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> str:
+    rests_by_character: dict[str, list[str]] = {}
+    for name in filter(None, names):
+        rests_by_character.setdefault(name[0], []).append(name[1:])
+    any_character = f"[^{escaped}]" if escaped else "."
+    alternatives = [] if "" in names else [""]
+    if rests_by_character:
+        characters = "".join(map(_spelled, rests_by_character))
+        alternatives.append(f"[^{characters}{escaped}]{any_character}*")
+    else:
+        alternatives.append(f"{any_character}+")
+    if depth < _MAX_COMPARED_CHARACTERS:
+        for character, rests in rests_by_character.items():
+            if not _is_escaped_in_json(character):
+                pattern = _other_names_pattern(rests, depth + 1, escaped)
+                alternatives.append(_spelled(character) + pattern)
+    return f"({'|'.join(alternatives)})"
 
 
 def leading_tokens(pattern: str) -> list[str]:
@@ -89,7 +140,7 @@ def leading_tokens(pattern: str) -> list[str]:
         return []
     characters: list[str] = []
     for token, next_token in zip(tokens[1:], [*tokens[2:], ""], strict=True):
-        is_repeated = next_token[:1] in {"?", "*", "+"} or _REPETITION.match(next_token)
+        is_repeated = _is_repetition(next_token)
         may_be_left_out = is_repeated and next_token[:1] != "+"
         if token in _NON_CHARACTER_TOKENS or may_be_left_out:
             break
@@ -116,6 +167,33 @@ def _may_match(character: str, token: str) -> bool:
         return True
 
 
+def _is_repetition(token: str) -> bool:
+    return token in _REPETITION_MARKS or (token[:1] == "{" and len(token) > 1)
+
+
+def _check_repetitions(tokens: list[str], path: str) -> None:
+    """Raise `RequestError` for a repetition of nothing, or of a repetition."""
+    for before, previous, token in zip(["", "", *tokens], ["", *tokens], tokens, strict=False):
+        if token == ")?" or not _is_repetition(token):
+            continue
+        if previous in _UNREPEATABLE_TOKENS:
+            raise refusal(f"{path}: there is nothing that {token!r} could repeat")
+        is_lazy = token == "?" and not _is_repetition(before)
+        if _is_repetition(previous) and not is_lazy:
+            raise refusal(
+                f"{path}: {previous + token!r} repeats a repetition, or is possessive, which is"
+                " not supported; repeat a group, as in '(?:a{2})+'"
+            )
+        bounds = re.findall("[0-9]+", token)
+        if any(len(bound) > _MAX_BOUND_DIGITS for bound in bounds):  # xgrammar would cut it off
+            raise refusal(
+                f"{path}: the bounds of a repetition have at most {_MAX_BOUND_DIGITS} digits, got"
+                f" {short_repr(token)}"
+            )
+        if len(bounds) == 2 and int(bounds[0]) > int(bounds[1]):
+            raise refusal(f"{path}: nothing is repeated {token!r} times")
+
+
 def _rewritten_token(token: str, groups: list[_Group], path: str, *, is_json_string: bool) -> str:
     """What a token becomes."""
     group = groups[-1]
@@ -138,8 +216,8 @@ def _rewritten_token(token: str, groups: list[_Group], path: str, *, is_json_str
         groups[-1].is_at_end |= group.has_ended_alternative or group.is_at_end
         # In a schema, `(ab+)?` of xgrammar 0.2.8 matches what `b*` matches.
         return "|)" if token == ")?" else token
-    if token in ("?", "*", "+") or (token[0] == "{" and len(token) > 1):
-        return token
+    if _is_repetition(token):
+        return token.replace("{,", "{0,")
     return _rewritten_atom(token, groups, path, is_json_string=is_json_string)
 
 
@@ -153,25 +231,31 @@ def _rewritten_atom(token: str, groups: list[_Group], path: str, *, is_json_stri
         group.is_at_start = False
         return token
     group.is_at_start = False
+    if token == ".":
+        return UNESCAPED_CHARACTER if is_json_string else r"[^\n]"
     if token[0] == "[":
-        _check_class(token, path, is_json_string=is_json_string)
-        return token
+        return _rewritten_class(token, path, is_json_string=is_json_string)
     character = _character(token, path)
-    if character is None or not is_json_string or not _is_escaped_in_json(character):
-        return token
+    if character is None:
+        return _rewritten_class(f"[{token}]", path, is_json_string=is_json_string)
+    if not is_json_string or not _is_escaped_in_json(character):
+        return _spelled(character)
     if character not in _JSON_ESCAPE_PATTERNS:
         raise refusal(f"{path} has the control character {character!r}, which is not supported")
     return _JSON_ESCAPE_PATTERNS[character]
 
 
 def _character(token: str, path: str) -> str | None:
-    """The character that a token stands for, None if there are several."""
+    """The character that a token, other than a dot, stands for; None if there are several."""
     if token[0] != "\\":
-        return None if token == "." else token
+        return token
     if len(token) > 2:
-        return chr(int(token[2:], 16))
+        character = chr(int(token[2:], 16))
+        if "\ud800" <= character <= "\udfff":
+            raise refusal(f"{path}: {token!r} is half of a character; write the character itself")
+        return character
     name = token[1:]
-    if name in _CLASS_ESCAPES:
+    if name.lower() in _CLASS_ESCAPES:
         return None
     if name in _CONTROL_ESCAPES:
         return _CONTROL_ESCAPES[name]
@@ -180,50 +264,82 @@ def _character(token: str, path: str) -> str | None:
     return name
 
 
-def _check_class(token: str, path: str, *, is_json_string: bool) -> None:
-    """Raise `RequestError` for a class whose characters xgrammar would not spell as JSON does: it
-    leaves out those that need an escape, unless there are no others.
+def _spelled(character: str) -> str:
+    """A pattern of one character, inside a class or not."""
+    is_plain = character.isalnum() or character in " _/,:;@#%&=!" or character > "\x9f"
+    return character if is_plain else f"\\u{ord(character):04x}"
+
+
+def _rewritten_class(token: str, path: str, *, is_json_string: bool) -> str:
+    """A class without escapes of several characters; in JSON, without what needs an escape there,
+    which xgrammar 0.2.8 leaves out only of some classes, depending on the whole pattern.
     """
-    if token[-1] != "]":
+    if not _CLASS.fullmatch(token):
         raise refusal(f"{path}: a class is not closed")
     items = _CLASS_ITEM.findall(token[1:-1])
     is_negated = items[:1] == ["^"]
     items = items[1:] if is_negated else items
     if not items:
         raise refusal(f"{path}: the class {token!r} is empty")
-    characters = [_character(item, path) if item[0] == "\\" else item for item in items]
-    has_unescaped = is_negated or any(map(_has_unescaped_character, _ranges(items, characters)))
-    if is_json_string and not has_unescaped:
+    listed = _listed_ranges(token, items, path, is_negated=is_negated)
+    excluded = listed if is_negated else _complement(listed)
+    if not _complement(excluded):
+        raise refusal(f"{path}: no character is in the class {token!r}")
+    if is_json_string:
+        excluded = [*excluded, *_ESCAPED_IN_JSON]
+    matched = _complement(excluded)
+    if not matched:
         raise refusal(f"{path}: the class {token!r} has no character that is not escaped in JSON")
+    spans = (
+        _spelled(chr(first)) + (f"-{_spelled(chr(last))}" if last > first else "")
+        for first, last in (_complement(matched) if is_negated else matched)
+    )
+    return f"[{'^' if is_negated else ''}{''.join(spans)}]"
 
 
-def _ranges(items: list[str], characters: list[str | None]) -> list[tuple[int, int]]:
-    """The code points that a class lists, as ranges; one of several characters as all of them."""
-    ranges: list[tuple[int, int]] = []
+def _listed_ranges(token: str, items: list[str], path: str, *, is_negated: bool) -> _Ranges:
+    """What a class lists."""
+    characters = [_character(item, path) for item in items]
+    ranges: _Ranges = []
     index = 0
     while index < len(items):
         first = characters[index]
-        last = first
-        if items[index + 1 : index + 2] == ["-"] and index + 2 < len(items):
-            last = characters[index + 2]
-            index += 2
-        if first is None or last is None:
-            ranges.append((0, 0x10FFFF))
+        if first is None:
+            ranges += _escape_ranges(items[index][1], is_negated=is_negated)
         else:
+            last = first
+            # Beside an escape of several characters, a dash stands for itself.
+            if items[index + 1 : index + 2] == ["-"] and any(characters[index + 2 : index + 3]):
+                index += 2
+                last = characters[index] or first
+            if last < first:
+                raise refusal(f"{path}: the class {token!r} has a range that ends before it begins")
             ranges.append((ord(first), ord(last)))
         index += 1
     return ranges
 
 
-def _has_unescaped_character(span: tuple[int, int]) -> bool:
-    """Whether a range has a character that JSON does not escape."""
-    first, last = max(span[0], 0x20), span[1]
-    some_characters = map(chr, range(first, min(last, first + 2) + 1))
-    return not all(map(_is_escaped_in_json, some_characters))
+def _escape_ranges(name: str, *, is_negated: bool) -> _Ranges:
+    """What `\\s` and the like list in a class: what is a space to some is kept out either way."""
+    ranges = _CLASS_ESCAPES[name.lower()]
+    if name in "sS" and (name == "S") != is_negated:
+        ranges = _SPACES_TO_SOME
+    return _complement(ranges) if name.isupper() else ranges
+
+
+def _complement(ranges: _Ranges) -> _Ranges:
+    """All other characters."""
+    gaps: _Ranges = []
+    start = 0
+    for first, last in sorted([*ranges, _SURROGATES, _END_OF_CODE_POINTS]):
+        if first > start:
+            gaps.append((start, first - 1))
+        start = max(start, last + 1)
+    return gaps
 
 
 def _is_escaped_in_json(character: str) -> bool:
-    return character < " " or character in '"\\'
+    return any(first <= ord(character) <= last for first, last in _ESCAPED_IN_JSON)
 
 
 def refusal(reason: str) -> RequestError:

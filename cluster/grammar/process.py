@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import gc
 import os
+import re
 import resource
 import signal
 import socket
@@ -35,6 +36,8 @@ MAX_COMPILED_BYTES = 32 * 2**20  # 24 tools of an agent take 9 MB with Qwen3's t
 MAX_COMMAND_BYTES = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 _MAX_OOM_SCORE_ADJ = "1000"  # of all processes, when the machine is out of memory
+# What xgrammar's messages begin with: a time, a line of its source, and a check there.
+_PLACE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 
 TimedMaskAnswer = tuple[bytes | int | str | None, float]
 
@@ -80,8 +83,9 @@ class ChildCalls:
         self, new_tokens: list[tuple[int, list[int]]], ended_numbers: list[int]
     ) -> Iterator[TimedMaskAnswer]:
         """For each (number of the sequence, output tokens since the last call): which tokens may
-        come next, and the seconds of the processor that this took. A mask; None for any token; the
-        place of an earlier sequence of this call with the same mask; or an error message.
+        come next, and the seconds of the processor that this took. A mask, empty for no token; None
+        for any token; the place of an earlier sequence of this call with the same mask; or an error
+        message.
         """
         for number in ended_numbers:
             self._matchers.pop(number, None)
@@ -100,7 +104,7 @@ class ChildCalls:
                 f"it needs more than {self.memory_bytes // 2**20} MiB of memory, the most that a"
                 " grammar may use; simplify it"
             )
-        return str(error) or type(error).__name__
+        return _PLACE_IN_SOURCE.sub("", str(error)).strip() or type(error).__name__
 
     def _mask_or_reason(self, number: int, token_ids: list[int]) -> bytes | str | None:
         try:
@@ -118,7 +122,7 @@ class ChildCalls:
                 return f"its grammar does not allow token {token_id}, which it has already"
         if not matcher.fill_next_token_bitmask(self._bitmask):
             return None
-        return self._bitmask.numpy().tobytes()
+        return self._bitmask.numpy().tobytes() if self._bitmask.any() else b""
 
 
 def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:

@@ -64,12 +64,15 @@ ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 def honored_schema(schema: object, path: str) -> Any:
     """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
-    accept but not enforce, what is no schema, and references that have no end.
+    accept but not enforce, what is no schema or fits nothing, and references that have no end.
     """
     try:
-        return _Rewriter(schema, path, drops_keywords=False).rewritten()
+        rewritten = _Rewriter(schema, path, drops_keywords=False).rewritten()
     except NotHonoredError as error:
         raise patterns.refusal(str(error)) from None
+    if rewritten is False:
+        raise patterns.refusal(f"{path}: no value fits this schema")
+    return rewritten
 
 
 def loosened_schema(schema: object, path: str) -> tuple[Any, bool]:
@@ -111,7 +114,10 @@ class _Rewriter:
         while self._unwritten_targets:
             name, target, reference = self._unwritten_targets.pop()
             path = self._path + reference.removeprefix("#").replace("/", ".")
-            targets[name.removeprefix("#/$defs/")] = self._rewritten_part(target, path, 0)
+            rewritten_target = self._rewritten_part(target, path, 0)
+            if rewritten_target is False:
+                raise NotHonoredError(f"{path}: no value fits this schema")
+            targets[name.removeprefix("#/$defs/")] = rewritten_target
         if targets and isinstance(root, dict):
             root["$defs"] = targets
         if self._has_references:

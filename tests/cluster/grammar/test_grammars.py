@@ -54,6 +54,9 @@ REGEXES = [
     r"x{0,3}y?z",
     r"[^0-9\n]{4}",
     r"ä+ö",
+    r".{5,40}",
+    r"\S+\s\S+",
+    r"{a{,2}}",
 ]
 CHOICES = [["yes", "no"], ["a", "ab", "abc"], ["positive", "negative", "neutral"], ["ja, sicher"]]
 
@@ -372,7 +375,33 @@ def test_masks_are_a_function_of_known_tokens(
         matching.forget(name)
 
 
+def test_a_grammar_that_no_token_fits_is_the_callers_fault(
+    compiler: GrammarCompiler, matching: GrammarMatching, tokenizer: Tokenizer
+) -> None:
+    tag = structural_tag_of({"type": "regex", "pattern": r"a[^\s\S]"})
+    first, second = (sequence(compiler.check(tag), name) for name in ("first", "second"))
+    before = matching.masks([first, second], WAIT_S)
+    assert all(isinstance(mask, bytes) for mask in before)
+    for seq in (first, second):
+        seq.token_ids += tokenizer.encode("a")
+    for answer in matching.masks([first, second], WAIT_S):
+        assert isinstance(answer, RequestError) and answer.parameter == "structured_outputs"
+        assert "no token fits the grammar here; output tokens so far: 1" in str(answer)
+    for name in ("first", "second"):
+        matching.forget(name)
+
+
 # What is refused, and what is hostile
+
+
+@pytest.mark.parametrize(
+    "pattern", ["a{3,1}", "a++", "[z-a]", "{x}"], ids=["bounds", "possessive", "range", "brace"]
+)
+def test_no_place_in_a_source_reaches_a_user(compiler: GrammarCompiler, pattern: str) -> None:
+    for tag in ({"type": "regex", "pattern": pattern}, {"type": "regex", "pattern": ""}):
+        with pytest.raises(RequestError, match=r"it cannot be compiled: [A-Z]") as error:
+            compiler.check(structural_tag_of(tag))
+        assert not re.search(r"project|\.cc|:\d\d|Check failed", str(error.value))
 
 
 @pytest.mark.parametrize(
@@ -431,7 +460,7 @@ def test_masks_are_a_function_of_known_tokens(
         ({"items": "string"}, "must be a JSON schema, got 'string'"),
         ({"type": "strnig"}, "json.type must be one of string, .*got 'strnig'"),
         ({"type": "string", "pattern": "(unclosed"}, "json.pattern: a group is not closed"),
-        ({"type": "string", "pattern": "a{3,1}"}, "cannot be compiled"),
+        ({"type": "string", "pattern": "a{3,1}"}, "json.pattern: nothing is repeated"),
     ],
 )
 def test_refused_schemas(compiler: GrammarCompiler, schema: Any, message: str) -> None:

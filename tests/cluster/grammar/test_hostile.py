@@ -548,7 +548,7 @@ def count_forks(
 def test_refusals_are_remembered_for_a_while(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bad = structural_tag_for(regex="a{3,1}")
+    bad = structural_tag_of({"type": "regex", "pattern": "a{3,1}"})
     with pytest.raises(RequestError) as first:
         compiler.check(bad)
     forks = count_forks(compiler, monkeypatch, compiler._helper.fork)
@@ -561,13 +561,47 @@ def test_refusals_are_remembered_for_a_while(
     assert forks
 
 
+@pytest.mark.parametrize("loses_helper", [False, True])
+def test_a_compiler_that_is_killed_once_is_replaced(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, loses_helper: bool
+) -> None:
+    fork = compiler._helper.fork
+
+    def killed(memory_bytes: int) -> Child:
+        child = fork(memory_bytes)
+        if len(forks) == 1:
+            process = compiler._helper._process
+            assert process is not None
+            os.kill(process.pid if loses_helper else child.pid, signal.SIGKILL)
+            if loses_helper:
+                process.wait()
+        return child
+
+    forks = count_forks(compiler, monkeypatch, killed)
+    structural_tag = structural_tag_for(choice=["killed once", str(loses_helper)])
+    assert compiler.check(structural_tag) == structural_tag.encode()
+    assert len(forks) == 2 and not _is_refused(compiler, structural_tag)
+
+
+def test_a_grammar_that_loses_its_compiler_twice_is_refused(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = ScriptedHelper(b"", b"")
+    forks = count_forks(compiler, monkeypatch, helper.fork)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="has ended twice; simplify it"):
+            compiler.check(structural_tag_for(choice=["killed twice"]))
+    assert len(forks) == helper.ended == 2, "it is remembered"
+
+
 def test_refusals_take_a_limited_place(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiler_module, "_MAX_CACHED_VERDICTS", 2)
     for number in range(4):
         with pytest.raises(RequestError):
-            compiler.check(structural_tag_for(regex="a" * number + "b{3,1}"))
+            bad = {"type": "regex", "pattern": "a" * number + "b{3,1}"}
+            compiler.check(structural_tag_of(bad))
     assert len(compiler._refusals) == 2
 
 

@@ -256,6 +256,28 @@ def test_an_alternative_ends_where_it_ends(
             {"patternProperties": {"^x": INT}, "additionalProperties": STR},
             "json.patternProperties cannot be honored together with 'additionalProperties'",
         ),
+        (False, "json: no value fits this schema"),
+        ({"allOf": [{"type": "boolean"}, STR]}, "json: no value fits this schema"),
+        ({"anyOf": [False, False]}, "json: no value fits this schema"),
+        (
+            {
+                "properties": {"x": {"$ref": "#/$defs/a"}},
+                "$defs": {"a": {"allOf": [{"type": "boolean"}, STR]}},
+            },
+            r"json.\$defs.a: no value fits this schema",
+        ),
+        (
+            {"type": "object", "patternProperties": {"^x": False}, "minProperties": 1},
+            "json.minProperties is more than are possible",
+        ),
+        (
+            {"type": "object", "minProperties": 3, "maxProperties": 2},
+            "json.minProperties is more than maxProperties",
+        ),
+        (
+            {"properties": {"a": {"type": "object", "minProperties": 1, "maxProperties": 0}}},
+            "json.properties.a.minProperties is more than maxProperties",
+        ),
         ({"type": "object", "minProperties": 2}, "json.minProperties cannot be honored where"),
         (
             {"properties": {"a": False}, "additionalProperties": True},
