@@ -162,7 +162,7 @@ def job_of(chat: Chat, served_model: ServedModel) -> Job:
             generations,
             tokenizer,
             state=answer_state_after(generations[0].prompt or ""),
-            has_tools=bool(chat.rules.tools),
+            looks_for_calls=bool(chat.rules.tools),
             includes_token_ids=bool(options.return_token_ids),
             num_prompt_top_logprobs=options.prompt_logprobs,
         )

@@ -203,18 +203,22 @@ class ChatWriter(OpenAIWriter):
         tokenizer: Tokenizer,
         *,
         state: AnswerState,
-        has_tools: bool,
+        looks_for_calls: bool,
         includes_token_ids: bool = False,
         num_prompt_top_logprobs: int | None = None,
     ) -> None:
-        """`state`: the part with which an answer begins. `has_tools`: whether to look for calls.
+        """`state`: the part with which an answer begins. `looks_for_calls`: as `AnswerParser`.
         `num_prompt_top_logprobs`: how many alternatives to report per token of the prompt, None for
         no log probabilities of it.
         """
         super().__init__(
             "chatcmpl", "chat.completion", model, generations, includes_token_ids=includes_token_ids
         )
-        self._tokenizer, self._initial_state, self._has_tools = tokenizer, state, has_tools
+        self._tokenizer, self._initial_state, self._looks_for_calls = (
+            tokenizer,
+            state,
+            looks_for_calls,
+        )
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._choices: dict[int, _ChatChoice] = {}
         self._is_text_only = not includes_token_ids  # as long as no chunk has log probabilities
@@ -260,7 +264,7 @@ class ChatWriter(OpenAIWriter):
         def content(text: str) -> bytes:
             return self._events(self.CHUNK_OBJECT, [_delta(index, {"content": text})])
 
-        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._looks_for_calls)
         return _ChatChoice(parser, TextEventTemplate(reasoning), TextEventTemplate(content))
 
     def body(self) -> dict[str, Any]:
@@ -277,7 +281,7 @@ class ChatWriter(OpenAIWriter):
         return {"prompt_token_ids": self._generations[0].prompt_token_ids}
 
     def _choice(self, completion: CompletionOutput) -> dict[str, Any]:
-        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._looks_for_calls)
         parts = parser.push(completion.text)
         remaining_parts = parser.finish(is_cut_off=completion.is_cut_off)
         reasoning = parts.reasoning + remaining_parts.reasoning

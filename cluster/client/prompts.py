@@ -214,7 +214,7 @@ def check_messages(messages: object) -> list[Message]:
             raise RequestError(
                 f"each message needs a role and content, got {short_repr(message)}", "messages"
             )
-    return [message | {"content": _content_text(message["content"])} for message in messages]
+    return [{**message, "content": _content_text(message["content"])} for message in messages]
 
 
 def _content_text(content: object) -> str | None:

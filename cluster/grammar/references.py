@@ -152,16 +152,16 @@ def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any
         schema = unvisited.pop()
         if id(schema) in satisfiable_ids:
             continue
-        missing_ids = _missing_ids(schema, targets, satisfiable_ids)
-        if not missing_ids:
+        awaited_ids = _awaited_ids(schema, targets, satisfiable_ids)
+        if not awaited_ids:
             satisfiable_ids.add(id(schema))
             unvisited += dependents.pop(id(schema), ())
-        for missing_id in missing_ids:
-            dependents.setdefault(missing_id, []).append(schema)
+        for awaited_id in awaited_ids:
+            dependents.setdefault(awaited_id, []).append(schema)
     return satisfiable_ids
 
 
-def _missing_ids(
+def _awaited_ids(
     schema: Mapping[str, Any], targets: Mapping[str, Any], satisfiable_ids: set[int]
 ) -> list[int]:
     """The ids of schemas of which one must be finite for this one to be; empty if it is."""
@@ -180,15 +180,15 @@ def _missing_ids(
     if "enum" in schema or "const" in schema:
         return []
     types = schema.get("type")
-    missing_ids_per_type: list[list[int]] = []
+    awaited_ids_per_type: list[list[int]] = []
     for type_name in types if isinstance(types, list) else [types]:
         needed_parts = _REQUIRED_PARTS_BY_TYPE.get(type_name)
         needed_schemas = needed_parts(schema) if needed_parts is not None else []
-        missing_ids = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
-        if not missing_ids:
+        awaited_ids = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
+        if not awaited_ids:
             return []
-        missing_ids_per_type.append(missing_ids)
-    return [missing_id for missing_ids in missing_ids_per_type for missing_id in missing_ids]
+        awaited_ids_per_type.append(awaited_ids)
+    return [awaited_id for awaited_ids in awaited_ids_per_type for awaited_id in awaited_ids]
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:

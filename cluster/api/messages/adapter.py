@@ -51,8 +51,10 @@ def messages_job(request: MessagesRequest, served_model: ServedModel) -> Job:
 
     def make_writer(generations: list[Generation]) -> Writer:
         state = answer_state_after(generations[0].prompt or "")
-        has_tools = bool(chat.rules.tools)
-        return MessageWriter(served_model.name, generations[0], state=state, has_tools=has_tools)
+        looks_for_calls = bool(chat.rules.tools)
+        return MessageWriter(
+            served_model.name, generations[0], state=state, looks_for_calls=looks_for_calls
+        )
 
     return dataclasses.replace(job, make_writer=make_writer, ignored=omissions.names)
 

@@ -35,12 +35,12 @@ class MessageWriter:
     """Answers one request of one output."""
 
     def __init__(
-        self, model: str, generation: Generation, *, state: AnswerState, has_tools: bool
+        self, model: str, generation: Generation, *, state: AnswerState, looks_for_calls: bool
     ) -> None:
         """As `ChatWriter`."""
         self._model, self._generation = model, generation
-        self._initial_state, self._has_tools = state, has_tools
-        self._parser = AnswerParser(state, looks_for_calls=has_tools)
+        self._initial_state, self._looks_for_calls = state, looks_for_calls
+        self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
         self._id = f"msg_{uuid.uuid4().hex}"
         self._num_blocks = 0
         self._open_kind: str | None = None  # the kind of the block that is open
@@ -74,7 +74,7 @@ class MessageWriter:
     def body(self) -> dict[str, Any]:
         """The whole answer."""
         [completion] = self._generation.completions
-        parser = AnswerParser(self._initial_state, looks_for_calls=self._has_tools)
+        parser = AnswerParser(self._initial_state, looks_for_calls=self._looks_for_calls)
         pieces = list(parser.pieces(completion.text))
         pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
         values = (value for piece in pieces for value in _texts_and_calls(piece))

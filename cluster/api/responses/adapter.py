@@ -37,7 +37,7 @@ def responses_job(request: ResponsesRequest, served_model: ServedModel) -> Job:
     omissions = Omissions(refuse=served_model.refuse_unknown)
     tool_table = ToolTable(request.tools or [], omissions)
     job = job_of(_chat(request, tool_table, served_model, omissions), served_model)
-    has_tools = bool(tool_table.functions) and request.tool_choice != "none"
+    looks_for_calls = bool(tool_table.functions) and request.tool_choice != "none"
 
     def make_writer(generations: list[Generation]) -> Writer:
         [generation] = generations
@@ -47,7 +47,7 @@ def responses_job(request: ResponsesRequest, served_model: ServedModel) -> Job:
             generation,
             served_model.tokenizer,
             state=answer_state_after(generation.prompt or ""),
-            tools=tool_table if has_tools else None,
+            tools=tool_table if looks_for_calls else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
             encrypts=request.encrypts_reasoning,
             logprobs=request.num_top_logprobs is not None,

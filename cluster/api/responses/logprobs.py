@@ -28,11 +28,11 @@ class MessageLogprobs:
     messages: for each message, its tokens so far in OpenAI's form.
     """
 
-    def __init__(self, tokenizer: Tokenizer, state: AnswerState, *, has_tools: bool) -> None:
-        """`state`, `has_tools`: as `AnswerParser`."""
+    def __init__(self, tokenizer: Tokenizer, state: AnswerState, *, looks_for_calls: bool) -> None:
+        """`state`, `looks_for_calls`: as `AnswerParser`."""
         self.messages: list[list[dict[str, Any]]] = []
         self._tokenizer = tokenizer
-        self._parser = AnswerParser(state, looks_for_calls=has_tools)
+        self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
         self._decoder = _UTF8(errors="replace")
         # Characters that are not reported yet, each with the indices of its tokens in the output.
         self._pending_characters: list[tuple[str, list[int]]] = []

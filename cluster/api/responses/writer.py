@@ -72,7 +72,7 @@ class ResponseWriter:
         self._parser = AnswerParser(state, looks_for_calls=tools is not None)
         self._logprobs: MessageLogprobs | None = None
         if logprobs:
-            self._logprobs = MessageLogprobs(tokenizer, state, has_tools=tools is not None)
+            self._logprobs = MessageLogprobs(tokenizer, state, looks_for_calls=tools is not None)
         self._num_messages = 0  # that have begun
         self._num_logprobs_sent = 0  # of the last one
         self._names_by_kind = {

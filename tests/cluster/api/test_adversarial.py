@@ -101,9 +101,9 @@ def read_events(data: bytes) -> list[Any]:
 
 def writer_of(api: str, generation: Generation, state: AnswerState) -> Any:
     if api == "chat":
-        return ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True)
+        return ChatWriter("tiny", [generation], TOKENIZER, state=state, looks_for_calls=True)
     if api == "messages":
-        return MessageWriter("tiny", generation, state=state, has_tools=True)
+        return MessageWriter("tiny", generation, state=state, looks_for_calls=True)
     return ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS)
 
 

@@ -102,8 +102,8 @@ def writers_of(text: str) -> dict[str, Any]:
     generation = generation_of(text)
     state = AnswerState.UNDECIDED
     return {
-        "chat": ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=True),
-        "messages": MessageWriter("tiny", generation, state=state, has_tools=True),
+        "chat": ChatWriter("tiny", [generation], TOKENIZER, state=state, looks_for_calls=True),
+        "messages": MessageWriter("tiny", generation, state=state, looks_for_calls=True),
         "responses": ResponseWriter({}, generation, TOKENIZER, state=state, tools=NO_TOOLS),
     }
 

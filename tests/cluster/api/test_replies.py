@@ -115,7 +115,7 @@ def check_chats() -> None:
         generation, chunks = run(text, rng, params)
         tools = rng.random() < 0.7
         streamed, whole = (
-            ChatWriter("tiny", [generation], TOKENIZER, state=state, has_tools=tools)
+            ChatWriter("tiny", [generation], TOKENIZER, state=state, looks_for_calls=tools)
             for _ in range(2)
         )
         events, body = events_of(streamed, chunks), body_of(whole)
@@ -204,7 +204,9 @@ def test_usage_adds_up_prompts_and_outputs() -> None:
 def test_logprobs_name_their_tokens_and_bytes() -> None:
     rng = random.Random(0)  # does not tear characters
     generation, _ = run("ü", rng, SamplingParams(logprobs=1))
-    writer = ChatWriter("tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, has_tools=False)
+    writer = ChatWriter(
+        "tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, looks_for_calls=False
+    )
     [choice] = body_of(writer)["choices"]
     entries = choice["logprobs"]["content"]
     assert b"".join(bytes(entry["bytes"]) for entry in entries) == "ü<|im_end|>".encode()
@@ -251,7 +253,9 @@ def test_log_probabilities_that_json_lacks_are_the_lowest(logprob: float) -> Non
     done = generation.completions[0]
     entry = TokenLogprobs(logprob=logprob, top_token_ids=(1,), top_logprobs=(logprob,))
     done.logprobs = [entry] * len(done.token_ids)
-    chat = ChatWriter("tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, has_tools=False)
+    chat = ChatWriter(
+        "tiny", [generation], TOKENIZER, state=AnswerState.CONTENT, looks_for_calls=False
+    )
     text = CompletionWriter("tiny", [generation], TOKENIZER, echo=False)
     first = body_of(chat)["choices"][0]["logprobs"]["content"][0]
     assert first["logprob"] == first["top_logprobs"][0]["logprob"] == LOWEST_LOGPROB

@@ -387,7 +387,7 @@ def test_the_tokens_of_messages_are_found_in_any_answer(seed: int) -> None:
         if piece.reasoning or piece.calls:
             messages.append("")
         messages[-1] += piece.content
-    found = MessageLogprobs(TOKENIZER, AnswerState.UNDECIDED, has_tools=True)
+    found = MessageLogprobs(TOKENIZER, AnswerState.UNDECIDED, looks_for_calls=True)
     for token_id in token_ids:
         found.push([token_id], [TokenLogprobs(logprob=-1.0)])
     found.finish(is_cut_off=False)

@@ -123,7 +123,6 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
     [
         ("gcs_server", "gcs_server"),
         ("raylet", "raylet"),
-        ("ray::DashboardAgent", "raylet"),
         ("ray::RuntimeEnvAgent", "raylet"),
     ],
 )
