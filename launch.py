@@ -41,7 +41,7 @@ import typer.core
 from cluster.commands.process_one import leave_process_one
 from configs.engine import EngineConfig
 from configs.options import flag_of
-from configs.serve import ServeConfig
+from configs.serve import ServeConfig, checked_api_key
 from configs.shapes import SHAPES
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
@@ -257,7 +257,7 @@ def serve(
     from cluster.serve.run import ServeJob, run_serve  # loads Ray
 
     if serve_options["api_key"] is None:
-        serve_options["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
+        serve_options["api_key"] = _key_of_environment()
     sampling = dataclasses.asdict(sampling_defaults)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     run_serve(
@@ -320,7 +320,7 @@ def trace(
     with _errors_to_exit_codes():
         from cluster.commands.trace import run_trace
 
-        print(run_trace(url.rstrip("/"), seconds, output, os.environ.get("EAGLERAY_API_KEY")))
+        print(run_trace(url.rstrip("/"), seconds, output, _key_of_environment()))
 
 
 @app.command()
@@ -345,6 +345,11 @@ def doctor(
         print(f"{len(problems)} problem{plural} found" if problems else "no problems found")
         if problems:
             raise typer.Exit(2)
+
+
+def _key_of_environment() -> str | None:
+    key = os.environ.get("EAGLERAY_API_KEY")
+    return checked_api_key(key) if key else None
 
 
 def _start_logging(level: str) -> None:

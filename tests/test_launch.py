@@ -312,7 +312,7 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
         (["--model", "/nowhere"], "/nowhere"),
         (["--tp", "3"], "tensor_parallel_size"),
         (["--replicas", "0"], "replicas must be a whole number of at least 1"),
-        (["--api-key", ""], "api_key must not be empty"),
+        (["--api-key", ""], "api_key (--api-key or EAGLERAY_API_KEY) must not be empty"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--port", "0"], "--port 0 must be from 1 to 65535"),
         (["--port", "99999"], "--port 99999 must be from 1 to 65535"),
@@ -547,7 +547,7 @@ def words(flags_and_values: dict[str, Any]) -> list[str]:
 def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[ServeJob] = []
     monkeypatch.setattr(cluster.serve.run, "run_serve", jobs.append)
-    monkeypatch.setenv("EAGLERAY_API_KEY", "from the environment")
+    monkeypatch.setenv("EAGLERAY_API_KEY", "from the environment\n")
     flags = {
         "--host": "::1",
         "--port": 81,

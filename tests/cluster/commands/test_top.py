@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,3 +86,17 @@ def test_a_trace_has_the_steps_their_parts_and_who_waited(tmp_path: Path) -> Non
     assert (forward["ts"], forward["dur"]) == (pytest.approx(4000, abs=1), 4000)
     assert any(event["name"] == "step 1: no result" for event in events)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "seconds"
+
+
+def test_the_key_of_the_environment_may_end_with_a_newline(tmp_path: Path) -> None:
+    with serve(echo_number, api_key="secret") as server:
+        command = [sys.executable, "launch.py", "trace", "--url", server.url]
+        done = subprocess.run(
+            [*command, "--output", str(tmp_path / "trace.json")],
+            cwd=SOURCE_ROOT,
+            env=os.environ | {"EAGLERAY_API_KEY": "secret\n"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 0, done.stderr
