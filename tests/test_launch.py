@@ -354,6 +354,54 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
     assert (run.exit_code, run.stderr) == (exit_code, message)
 
 
+# Standard streams
+
+
+def run_shell(arguments: str) -> Run:
+    """Run the command line with what a shell redirects."""
+    command = f"{sys.executable} launch.py {arguments}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=120
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate Hi >/dev/full",
+        "generate Hi >&-",
+        "chat >&-",
+        "bench >&-",
+        "doctor >/dev/full",
+        "--help >&-",
+    ],
+)
+def test_standard_output_that_cannot_be_written_is_named(command: str) -> None:
+    """Where answers go there, before anything runs."""
+    run_shell(command).check_one_message("standard output cannot be written: ")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
+def test_closed_streams_get_a_stand_in(closed: str) -> None:
+    program = (
+        "import os, sys; from cluster.commands.standard_streams import prepare_standard_streams;"
+        " prepare_standard_streams(); assert not sys.stdin.isatty();"
+        " assert os.open('.', os.O_RDONLY) > 2; print('ignored', file=sys.stderr, flush=True);"
+        " print('printed')"
+    )
+    command = f'{sys.executable} -c "{program}" {closed}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=SOURCE_ROOT, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, b"printed\n"), done.stderr
+
+
+def test_a_reader_that_ends_early_gets_no_message() -> None:
+    run = run_shell("doctor | true")
+    assert (run.exit_code, run.stderr) == (1, "")
+
+
 # The surface
 
 ENGINE_FLAGS = {
