@@ -32,7 +32,7 @@ from cluster.serve.run import ServeJob
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from configs.shapes import SHAPES
-from scheduler.errors import EngineError
+from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
 from tests.workers.test_grouped import FORMATS
 from workers.models.random_checkpoint import write_random_checkpoint
@@ -837,11 +837,14 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
         "cluster.commands.doctor.os.sysconf",
         {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 24 * 10**6}.__getitem__,
     )
-    lines = cluster.commands.doctor._model_lines("qwen3-30b-a3b")
+    lines, problems = cluster.commands.doctor._examine_model("qwen3-30b-a3b")
+    [problem] = problems
+    assert "qwen3-30b-a3b fits neither the memory of this machine nor its GPUs" in problem
     assert "30.5 billion parameters, 3.35 billion of them for each token" in lines[0]
     assert "a rank with --tp 4: 15.3 GB of weights in bfloat16, 14.5 GB of experts" in lines
     assert "memory of this machine, 24.0 GB: too little for such weights of all ranks" in lines
-    dense = cluster.commands.doctor._model_lines("qwen3-8b")
+    dense, problems = cluster.commands.doctor._examine_model("qwen3-8b")
+    assert not problems
     [memory] = [line for line in dense if line.startswith("memory of this machine")]
     assert "enough for such weights of all ranks with --spares off" in memory
     assert "experts" not in "".join(dense)
@@ -850,7 +853,7 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
 def test_doctor_counts_weights_in_the_form_in_which_they_are_kept(tmp_path: Path) -> None:
     raw = SHAPES["qwen3-8b"] | {"quantization_config": FORMATS["awq_128"][0]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    lines = cluster.commands.doctor._model_lines(str(tmp_path))
+    lines, _ = cluster.commands.doctor._examine_model(str(tmp_path))
     # 6.95 billion parameters in 4 bits, with 3 bytes per 128; 1.24 billion of the vocabulary.
     assert "a rank with --tp 1: 6.1 GB of weights in int4, as they are stored" in lines
 
@@ -859,19 +862,36 @@ def test_doctor_says_how_many_gpus_a_model_needs(monkeypatch: pytest.MonkeyPatch
     gpu = SimpleNamespace(total_memory=85 * 10**9)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
-    lines = cluster.commands.doctor._model_lines("qwen3-235b-a22b")
+    lines, problems = cluster.commands.doctor._examine_model("qwen3-235b-a22b")
+    assert len(problems) == 1
     assert (
         "memory of cuda:1, 85.0 GB: enough with --tp 8, on 8 GPUs like this one; there are 2"
         in [line.strip() for line in lines]
     )
-    lines = cluster.commands.doctor._model_lines("qwen3-8b")
+    lines, _ = cluster.commands.doctor._examine_model("qwen3-8b")
     assert "memory of cuda:0, 85.0 GB: enough with --tp 1" in lines
 
 
-def test_doctor_refuses_what_is_no_model() -> None:
-    run = invoke("doctor", "--model", "qwen4")
-    assert run.exit_code == 2
-    assert "'qwen4' is neither a directory nor a shape; shapes are qwen3-60m," in run.stderr
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen4", "'qwen4' is neither a directory nor a shape; shapes are qwen3-60m,"),
+        ("", "'' is neither a directory nor a shape; shapes are qwen3-60m,"),
+        ("launch.py", "'launch.py' is a file; give the directory that holds it"),
+        ("~nobody-here/model", "'~nobody-here/model' is not a usable path: "),
+    ],
+)
+def test_doctor_refuses_what_is_no_model(model: str, message: str) -> None:
+    invoke("doctor", "--model", model).check_one_message(f"error: --model {message}")
+
+
+def test_doctor_refuses_a_folder_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(ConfigError, match="'/root/x' is not a usable path"):
+        cluster.commands.doctor._examine_model("/root/x")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")
