@@ -17,6 +17,11 @@ HUB_ID_PATTERN = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
     """The directory of a checkpoint; a hub id is downloaded first. Raises `ConfigError`."""
     if (path := find_directory(model, option=option)) is not None:
+        if revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} is one of a hub id, and {option} {model!r} is a directory;"
+                " leave revision out, or give a hub id"
+            )
         return path
     if not HUB_ID_PATTERN.match(model):
         raise ConfigError(
