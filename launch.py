@@ -12,8 +12,9 @@
     python launch.py bench --shape qwen3-30b-a3b --num-layers 4 --num-seqs 16
     python launch.py doctor --model qwen3-30b-a3b
 
-Exit codes: 0 for success; 2 for a mistake in the command or its input; 1 for a fault of the engine;
-130 after Ctrl-C.
+Exit codes: 0 for success; 2 for a mistake in the command or its input, or where standard output is
+closed or full; 1 for a fault of the engine, or where the reader of the output has ended; 130 after
+Ctrl-C.
 
 The flags of the engine and of sampling are derived from the fields of `EngineConfig` and
 `SamplingParams`.
@@ -39,9 +40,10 @@ import typer
 import typer.core
 
 from cluster.commands.process_one import leave_process_one
+from cluster.commands.standard_streams import check_output, prepare_standard_streams
 from configs.engine import EngineConfig
 from configs.options import flag_of
-from configs.serve import ServeConfig
+from configs.serve import ServeConfig, checked_api_key
 from configs.shapes import SHAPES
 from scheduler.errors import ClientError, EaglerayError
 from scheduler.params import SamplingParams
@@ -148,6 +150,8 @@ def generate(
 ) -> None:
     """Generate text for PROMPTs or for a file of requests."""
     _start_logging(config.log_level)
+    if output is None:
+        check_output()
     from cluster.commands.generate import run_generate  # loads Ray
 
     run_generate(
@@ -160,6 +164,7 @@ def generate(
 def chat(*, config: EngineConfig, sampling_defaults: SamplingParams) -> None:
     """Talk with the model in the terminal; also without a command: launch.py --tp 2."""
     _start_logging(config.log_level)
+    check_output()
     from cluster.commands.chat import run_chat  # loads Ray
 
     run_chat(config, sampling_defaults)
@@ -215,6 +220,7 @@ def bench(
     """
     config = dataclasses.replace(config, seed=config.seed or 0)
     _start_logging(config.log_level)
+    check_output()
     from cluster.commands.bench import BenchJob, run_bench  # loads Ray and torch
 
     run_bench(
@@ -257,7 +263,7 @@ def serve(
     from cluster.serve.run import ServeJob, run_serve  # loads Ray
 
     if serve_options["api_key"] is None:
-        serve_options["api_key"] = os.environ.get("EAGLERAY_API_KEY") or None
+        serve_options["api_key"] = _key_of_environment()
     sampling = dataclasses.asdict(sampling_defaults)
     sampling = {name: value for name, value in sampling.items() if value is not None}
     run_serve(
@@ -320,7 +326,8 @@ def trace(
     with _errors_to_exit_codes():
         from cluster.commands.trace import run_trace
 
-        print(run_trace(url.rstrip("/"), seconds, output, os.environ.get("EAGLERAY_API_KEY")))
+        message = run_trace(url.rstrip("/"), seconds, output, _key_of_environment())
+        print(message, flush=True)
 
 
 @app.command()
@@ -342,9 +349,15 @@ def doctor(
         for problem in problems:
             print(f"PROBLEM: {problem}")
         plural = "" if len(problems) == 1 else "s"
-        print(f"{len(problems)} problem{plural} found" if problems else "no problems found")
+        summary = f"{len(problems)} problem{plural} found" if problems else "no problems found"
+        print(summary, flush=True)
         if problems:
             raise typer.Exit(2)
+
+
+def _key_of_environment() -> str | None:
+    key = os.environ.get("EAGLERAY_API_KEY")
+    return checked_api_key(key) if key else None
 
 
 def _start_logging(level: str) -> None:
@@ -378,9 +391,14 @@ def _errors_to_exit_codes() -> Iterator[None]:
 
 def main() -> None:
     """Run the command that the program's arguments name."""
+    prepare_standard_streams()
     leave_process_one()
     gc.disable()  # during the start only: a command that runs for long enables it again
-    app()
+    try:
+        app()
+    except ClientError as error:  # of printing what --help says; commands report theirs
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

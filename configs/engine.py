@@ -56,7 +56,7 @@ class EngineConfig:
         flag_default=None,
     )
     tokenizer: str | None = option(None, help="Directory or hub id of another tokenizer.")
-    revision: str | None = option(None, help="Revision of a hub id.")
+    revision: str | None = option(None, help="Revision of a hub id; not for a directory.")
     tensor_parallel_size: int = option(
         1,
         flag="--tp",

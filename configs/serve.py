@@ -126,8 +126,8 @@ class ServeConfig:
             raise ConfigError(
                 "target_ongoing_requests says when engines are added; give max_replicas with it"
             )
-        if self.api_key == "":
-            raise ConfigError("api_key must not be empty; leave it out to serve without one")
+        if self.api_key is not None:
+            object.__setattr__(self, "api_key", checked_api_key(self.api_key))
 
     @property
     def has_single_engine(self) -> bool:
@@ -184,3 +184,19 @@ class ServeConfig:
             if not isinstance(values.get(name, {}), Mapping):
                 raise ConfigError(f"{name} must be a mapping of options, got {values[name]!r}")
         return cls(**{**values, "engine": EngineConfig.from_dict(values.get("engine", {}))})
+
+
+def checked_api_key(text: str) -> str:
+    """A key without spaces and newlines at its ends, which a file from which it was read may have,
+    and a header does not. Raises `ConfigError` for one that clients could not send.
+    """
+    key = text.strip()
+    name = "api_key (--api-key or EAGLERAY_API_KEY)"
+    if not key:
+        raise ConfigError(f"{name} must not be empty; leave it out to serve without one")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(
+            f"{name} must consist of printable ASCII characters, which every client can send in a"
+            " header; make another key"
+        )
+    return key

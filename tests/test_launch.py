@@ -32,7 +32,7 @@ from cluster.serve.run import ServeJob
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from configs.shapes import SHAPES
-from scheduler.errors import EngineError
+from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
 from tests.workers.test_grouped import FORMATS
 from workers.models.random_checkpoint import write_random_checkpoint
@@ -312,7 +312,7 @@ def test_a_prompt_too_long_names_its_line_and_the_limit(
         (["--model", "/nowhere"], "/nowhere"),
         (["--tp", "3"], "tensor_parallel_size"),
         (["--replicas", "0"], "replicas must be a whole number of at least 1"),
-        (["--api-key", ""], "api_key must not be empty"),
+        (["--api-key", ""], "api_key (--api-key or EAGLERAY_API_KEY) must not be empty"),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--port", "0"], "--port 0 must be from 1 to 65535"),
         (["--port", "99999"], "--port 99999 must be from 1 to 65535"),
@@ -352,6 +352,54 @@ def test_a_fault_of_ours_is_1_and_an_interruption_130(
     monkeypatch.setattr(cluster.commands.generate, "run_generate", fail)
     run = invoke("generate", "Hi")
     assert (run.exit_code, run.stderr) == (exit_code, message)
+
+
+# Standard streams
+
+
+def run_shell(arguments: str) -> Run:
+    """Run the command line with what a shell redirects."""
+    command = f"{sys.executable} launch.py {arguments}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=120
+    )
+    return Run(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "generate Hi >/dev/full",
+        "generate Hi >&-",
+        "chat >&-",
+        "bench >&-",
+        "doctor >/dev/full",
+        "--help >&-",
+    ],
+)
+def test_standard_output_that_cannot_be_written_is_named(command: str) -> None:
+    """Where answers go there, before anything runs."""
+    run_shell(command).check_one_message("standard output cannot be written: ")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
+def test_closed_streams_get_a_stand_in(closed: str) -> None:
+    program = (
+        "import os, sys; from cluster.commands.standard_streams import prepare_standard_streams;"
+        " prepare_standard_streams(); assert not sys.stdin.isatty();"
+        " assert os.open('.', os.O_RDONLY) > 2; print('ignored', file=sys.stderr, flush=True);"
+        " print('printed')"
+    )
+    command = f'{sys.executable} -c "{program}" {closed}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=SOURCE_ROOT, stdin=subprocess.DEVNULL, capture_output=True
+    )
+    assert (done.returncode, done.stdout) == (0, b"printed\n"), done.stderr
+
+
+def test_a_reader_that_ends_early_gets_no_message() -> None:
+    run = run_shell("doctor | true")
+    assert (run.exit_code, run.stderr) == (1, "")
 
 
 # The surface
@@ -547,7 +595,7 @@ def words(flags_and_values: dict[str, Any]) -> list[str]:
 def test_the_flags_of_serve_reach_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[ServeJob] = []
     monkeypatch.setattr(cluster.serve.run, "run_serve", jobs.append)
-    monkeypatch.setenv("EAGLERAY_API_KEY", "from the environment")
+    monkeypatch.setenv("EAGLERAY_API_KEY", "from the environment\n")
     flags = {
         "--host": "::1",
         "--port": 81,
@@ -789,11 +837,14 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
         "cluster.commands.doctor.os.sysconf",
         {"SC_PAGE_SIZE": 1000, "SC_PHYS_PAGES": 24 * 10**6}.__getitem__,
     )
-    lines = cluster.commands.doctor._model_lines("qwen3-30b-a3b")
+    lines, problems = cluster.commands.doctor._examine_model("qwen3-30b-a3b")
+    [problem] = problems
+    assert "qwen3-30b-a3b fits neither the memory of this machine nor its GPUs" in problem
     assert "30.5 billion parameters, 3.35 billion of them for each token" in lines[0]
     assert "a rank with --tp 4: 15.3 GB of weights in bfloat16, 14.5 GB of experts" in lines
     assert "memory of this machine, 24.0 GB: too little for such weights of all ranks" in lines
-    dense = cluster.commands.doctor._model_lines("qwen3-8b")
+    dense, problems = cluster.commands.doctor._examine_model("qwen3-8b")
+    assert not problems
     [memory] = [line for line in dense if line.startswith("memory of this machine")]
     assert "enough for such weights of all ranks with --spares off" in memory
     assert "experts" not in "".join(dense)
@@ -802,7 +853,7 @@ def test_doctor_says_what_a_model_needs_and_whether_this_machine_has_it(
 def test_doctor_counts_weights_in_the_form_in_which_they_are_kept(tmp_path: Path) -> None:
     raw = SHAPES["qwen3-8b"] | {"quantization_config": FORMATS["awq_128"][0]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    lines = cluster.commands.doctor._model_lines(str(tmp_path))
+    lines, _ = cluster.commands.doctor._examine_model(str(tmp_path))
     # 6.95 billion parameters in 4 bits, with 3 bytes per 128; 1.24 billion of the vocabulary.
     assert "a rank with --tp 1: 6.1 GB of weights in int4, as they are stored" in lines
 
@@ -811,19 +862,36 @@ def test_doctor_says_how_many_gpus_a_model_needs(monkeypatch: pytest.MonkeyPatch
     gpu = SimpleNamespace(total_memory=85 * 10**9)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
-    lines = cluster.commands.doctor._model_lines("qwen3-235b-a22b")
+    lines, problems = cluster.commands.doctor._examine_model("qwen3-235b-a22b")
+    assert len(problems) == 1
     assert (
         "memory of cuda:1, 85.0 GB: enough with --tp 8, on 8 GPUs like this one; there are 2"
         in [line.strip() for line in lines]
     )
-    lines = cluster.commands.doctor._model_lines("qwen3-8b")
+    lines, _ = cluster.commands.doctor._examine_model("qwen3-8b")
     assert "memory of cuda:0, 85.0 GB: enough with --tp 1" in lines
 
 
-def test_doctor_refuses_what_is_no_model() -> None:
-    run = invoke("doctor", "--model", "qwen4")
-    assert run.exit_code == 2
-    assert "'qwen4' is neither a directory nor a shape; shapes are qwen3-60m," in run.stderr
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen4", "'qwen4' is neither a directory nor a shape; shapes are qwen3-60m,"),
+        ("", "'' is neither a directory nor a shape; shapes are qwen3-60m,"),
+        ("launch.py", "'launch.py' is a file; give the directory that holds it"),
+        ("~nobody-here/model", "'~nobody-here/model' is not a usable path: "),
+    ],
+)
+def test_doctor_refuses_what_is_no_model(model: str, message: str) -> None:
+    invoke("doctor", "--model", model).check_one_message(f"error: --model {message}")
+
+
+def test_doctor_refuses_a_folder_that_may_not_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bool:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(ConfigError, match="'/root/x' is not a usable path"):
+        cluster.commands.doctor._examine_model("/root/x")
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="this system has no /dev/shm")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 
@@ -172,7 +173,9 @@ class Api:
         try:
             seconds = float(text)
         except ValueError:
-            raise RequestError(f"seconds must be a number, got {text[:50]!r}", "seconds") from None
+            seconds = math.nan
+        if not seconds > 0:
+            raise RequestError(f"seconds must be a number above 0, got {text[:50]!r}", "seconds")
         return await json_response(
             lambda: chrome_trace(self._client.records(seconds)), self._trace_threads
         )

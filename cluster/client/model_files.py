@@ -16,6 +16,25 @@ HUB_ID_PATTERN = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
     """The directory of a checkpoint; a hub id is downloaded first. Raises `ConfigError`."""
+    if (path := find_directory(model, option=option)) is not None:
+        if revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} is one of a hub id, and {option} {model!r} is a directory;"
+                " leave revision out, or give a hub id"
+            )
+        return path
+    if not HUB_ID_PATTERN.match(model):
+        raise ConfigError(
+            f"{option} {model!r} is neither an existing directory nor a hub id such as"
+            " Qwen/Qwen3-0.6B"
+        )
+    return _download(model, revision, option)
+
+
+def find_directory(model: str, *, option: str = "model") -> Path | None:
+    """The directory that `model` names, None if nothing is there. Raises `ConfigError` if it is a
+    file, or may not be looked at.
+    """
     try:
         path = Path(model).expanduser()
         is_dir, path_exists = bool(model) and path.is_dir(), bool(model) and path.exists()
@@ -25,12 +44,7 @@ def find_model(model: str, revision: str | None = None, *, option: str = "model"
         return path.resolve()
     if path_exists:
         raise ConfigError(f"{option} {model!r} is a file; give the directory that holds it")
-    if not HUB_ID_PATTERN.match(model):
-        raise ConfigError(
-            f"{option} {model!r} is neither an existing directory nor a hub id such as"
-            " Qwen/Qwen3-0.6B"
-        )
-    return _download(model, revision, option)
+    return None
 
 
 def _download(model: str, revision: str | None, option: str) -> Path:

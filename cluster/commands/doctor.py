@@ -9,6 +9,7 @@ import platform
 import shutil
 from pathlib import Path
 
+from cluster.client.model_files import find_directory
 from configs.engine import EngineConfig
 from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig
@@ -35,25 +36,26 @@ def examine(model: str | None = None) -> tuple[list[str], list[str]]:
     lines = [f"python {platform.python_version()} on {platform.platform()}"]
     lines += [f"{package} {_version(package) or 'not installed'}" for package in PACKAGES]
     lines += [*_device_lines(), _ray_address_line()]
-    return [*lines, *(_model_lines(model) if model is not None else ())], _problems()
+    model_lines, model_problems = _examine_model(model) if model is not None else ([], [])
+    return [*lines, *model_lines], [*_problems(), *model_problems]
 
 
-def _model_lines(name: str) -> list[str]:
-    """The parameters of a model, the bytes of each rank's weights, and where those fit."""
-    import torch
-
-    if name not in SHAPES and not Path(name).is_dir():
-        raise ConfigError(
-            f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
-        )
+def _examine_model(name: str) -> tuple[list[str], list[str]]:
+    """The parameters of a model, the bytes of each rank's weights, and where those fit; and the
+    problem where that is nowhere.
+    """
     kept_quantization = None
     if name in SHAPES:
         model = ModelConfig.from_dict(SHAPES[name])
-    else:
-        model = ModelConfig.from_dir(Path(name))
+    elif (path := find_directory(name, option="--model")) is not None:
+        model = ModelConfig.from_dir(path)
         device = "cuda" if has_cuda() else "cpu"
-        config = resolve_config(EngineConfig(model=name), model, Path(name), device)
+        config = resolve_config(EngineConfig(model=name), model, path, device)
         kept_quantization = config.quantization
+    else:
+        raise ConfigError(
+            f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
+        )
     lines = [f"model {name}: {parameters_line(model)}"]
     bytes_per_matrix_weight: float = _BYTES_PER_BF16_WEIGHT
     weight_format = "bfloat16"
@@ -72,19 +74,35 @@ def _model_lines(name: str) -> list[str]:
             expert_bytes = _BYTES_PER_BF16_WEIGHT * rank_parameters.expert_parameters
             weights += f", {_gigabytes(expert_bytes)} of experts"
         lines.append(f"a rank with --tp {num_ranks}: {weights}")
+    fit_lines, fits = _examine_fit(rank_bytes)
+    problem = (
+        f"model {name} fits neither the memory of this machine nor its GPUs: use more machines, or"
+        " a smaller model"
+    )
+    return [*lines, *fit_lines], [] if fits else [problem]
+
+
+def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
+    """Where weights fit, of so many bytes per rank for each number of ranks; and whether they fit
+    anywhere.
+    """
+    import torch
+
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory_text = _gigabytes(memory_bytes)
-    lines.append(f"memory of this machine, {memory_text}: {_verdict(rank_bytes[1], memory_bytes)}")
+    verdict = _verdict(rank_bytes[1], memory_bytes)
+    lines = [f"memory of this machine, {_gigabytes(memory_bytes)}: {verdict}"]
+    fits = rank_bytes[1] < memory_bytes
     for i in range(num_gpus := torch.cuda.device_count()):
         memory_bytes = torch.cuda.get_device_properties(i).total_memory
         usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
         verdict = "too little for a part of such weights"
         if fitting_sizes := [size for size in rank_bytes if rank_bytes[size] < usable_bytes]:
             verdict = f"enough with --tp {fitting_sizes[0]}"
+            fits = fits or fitting_sizes[0] <= num_gpus
             if fitting_sizes[0] > num_gpus:
                 verdict += f", on {fitting_sizes[0]} GPUs like this one; there are {num_gpus}"
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
-    return lines
+    return lines, fits
 
 
 def _verdict(weight_bytes: int, memory_bytes: int) -> str:

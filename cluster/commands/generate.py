@@ -102,11 +102,11 @@ def _write_outputs(outputs: list[RequestOutput], prompts: list[str], path: Path 
             if output.error is not None:
                 logger.error("%r failed: %s", prompt, output.error)
             for completion in output.outputs:
-                print(f"> {prompt}\n{completion.text}\n")
+                print(f"> {prompt}\n{completion.text}\n", flush=True)
         return
     lines = "".join(output_line(i, output) + "\n" for i, output in enumerate(outputs))
     if path is None:
-        print(lines, end="")
+        print(lines, end="", flush=True)
         return
     try:
         path.write_text(lines, encoding="utf-8")

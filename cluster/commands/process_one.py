@@ -22,7 +22,7 @@ def leave_process_one() -> None:
     if child_pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED_SIGNALS)
         return
-    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    has_terminal = sys.stdin.isatty()
     for signal_number in _FORWARDED_SIGNALS:
         # A terminal sends Ctrl-C to the child as well.
         if not (has_terminal and signal_number in (signal.SIGINT, signal.SIGQUIT)):

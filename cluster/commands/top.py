@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
+from http.client import HTTPException
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
@@ -55,7 +56,7 @@ def read_metrics(url: str) -> MetricsReading:
     try:
         with urllib.request.urlopen(f"{url}/metrics", timeout=ANSWER_TIMEOUT_S) as answer:
             text = answer.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise no_server_error(url, error) from None
     reading = MetricsReading(time.monotonic())
     for family in text_string_to_metric_families(text):
@@ -73,7 +74,7 @@ def no_server_error(url: str, error: Exception) -> ConfigError:
     """The error for an address at which no server answers."""
     return ConfigError(
         f"no server answers at {url!r}: {error}. Start one with 'python launch.py serve', or name"
-        " its address with --url"
+        " its address with --url, such as http://127.0.0.1:8000"
     )
 
 

@@ -18,5 +18,5 @@ def use_auth_token_if_there_is_one() -> None:
         return
     default = Path.home() / ".ray" / "auth_token"
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or default)
-    if os.environ.get("RAY_AUTH_TOKEN") or path.is_file():
+    if os.environ.get("RAY_AUTH_TOKEN") or os.access(path, os.R_OK):
         os.environ.setdefault("RAY_AUTH_MODE", "token")

@@ -103,7 +103,10 @@ def shortage_message(
     if strategy == "STRICT_PACK" and tensor_parallel_size > 1:
         needed_text += ", each replica on one node" if num_groups > 1 else ", on one node"
     option_names = ("--replicas or " if num_groups > 1 else "") + "tensor_parallel_size"
+    advice = f"Lower {option_names}, add nodes, or wait for other work to end"
+    if device == "cuda" and not any(node["Resources"].get("GPU") for node in living_nodes()):
+        advice = "No node has a GPU: use device cpu, or add nodes that have one"
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
-        f" [{'; '.join(rows)}]. Lower {option_names}, add nodes, or wait for other work to end"
+        f" [{'; '.join(rows)}]. {advice}"
     )

@@ -1,8 +1,9 @@
 """What a container may leave out, filled in before Ray and torch are imported, which look for it.
 
 A user id without an entry in the system's list has no name and no home directory, and a home
-directory may not be writable. The stand-ins are variables of the environment, so the processes that
-this one starts have them too. What is set is left alone.
+directory may not be writable: Docker sets HOME=/ for such a user. The stand-ins are variables of
+the environment, so the processes that this one starts have them too. What is set is left alone,
+except for a HOME that Ray could not use.
 """
 
 from __future__ import annotations
@@ -28,13 +29,23 @@ def set_missing_variables() -> None:
         os.environ.setdefault("HOME", str(_private_folder("home") or "/"))
         os.environ.setdefault("LOGNAME", f"user{user_id}")
     home = Path.home()
+    if not _can_hold_token(home) and (stand_in := _private_folder("home")) is not None:
+        os.environ["HOME"] = str(stand_in)
+        hub_folder = home / ".cache" / "huggingface"
+        if os.access(hub_folder, os.R_OK | os.X_OK) and "XDG_CACHE_HOME" not in os.environ:
+            os.environ.setdefault("HF_HOME", str(hub_folder))  # models that are there stay in use
     for variable, cache_path in _CACHE_FOLDERS.items():
         overriding = _OVERRIDING_VARIABLES if variable == "EAGLERAY_CACHE_DIR" else ()
-        is_chosen = variable in os.environ or any(map(os.environ.get, overriding))
-        if is_chosen or _can_be_made(home / cache_path):
+        if variable in os.environ or any(map(os.environ.get, overriding)):
             continue
-        if (folder := _private_folder("cache")) is not None:
+        folder = home if _can_be_made(home / cache_path) else _private_folder("cache")
+        if folder is not None and folder != Path.home():
             os.environ[variable] = str(folder / cache_path)
+
+
+def _can_hold_token(home: Path) -> bool:
+    """Whether Ray finds its token in a home directory, or can write a new one there."""
+    return os.access(home / ".ray" / "auth_token", os.R_OK) or _can_be_made(home / ".ray")
 
 
 def _can_be_made(path: Path) -> bool:

@@ -92,7 +92,9 @@ def begin(folder: Path) -> Iterator[Begin]:
     """Starts `launch.py` in an environment, without any variables but those needed."""
     begun: list[subprocess.Popen[str]] = []
 
-    def begin(traits: tuple[str, ...], *arguments: str) -> subprocess.Popen[str]:
+    def begin(
+        traits: tuple[str, ...], *arguments: str, **more_variables: str
+    ) -> subprocess.Popen[str]:
         command: list[str] = []
         if PROCESS_ONE in traits or any(trait in MOUNTS for trait in traits):
             new = ["-pf", "--mount-proc"] if PROCESS_ONE in traits else []
@@ -105,7 +107,7 @@ def begin(folder: Path) -> Iterator[Begin]:
             "PATH": os.environ["PATH"],
             "TMPDIR": str(folder),
             "EAGLERAY_CACHE_DIR": str(folder / "kernels"),
-        }
+        } | more_variables
         command += [sys.executable, "launch.py", *arguments]
         begun.append(
             subprocess.Popen(
@@ -145,10 +147,13 @@ def wait_until_ready(program: subprocess.Popen[str]) -> str:
 
 
 @needs_namespaces
-def test_generate_works_in_those_that_take_no_core(begin: Begin) -> None:
-    """Each trait only takes something away, so what works in several works in each."""
+@pytest.mark.parametrize("home", ["/", "/nonexistent", "/root"])
+def test_generate_works_in_those_that_take_no_core(home: str, begin: Begin) -> None:
+    """Each trait only takes something away, so what works in several works in each. Nor can any of
+    these home directories, of which Docker sets the first, be written.
+    """
     traits = (*MOUNTS, "an unknown user", PROCESS_ONE)
-    program = begin(traits, "generate", "--tp", "2", "What is 47 + 38?")
+    program = begin(traits, "generate", "--tp", "2", "What is 47 + 38?", HOME=home)
     output, _ = program.communicate(timeout=START_S)
     assert program.returncode == 0 and "\n85\n" in output, output
 

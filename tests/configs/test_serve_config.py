@@ -26,12 +26,20 @@ from scheduler.errors import ConfigError
         ({"upscale_delay_s": 0}, "upscale_delay_s must be"),
         ({"unknown_fields": "maybe"}, "unknown_fields must be one of ignore, refuse"),
         ({"engine": 3}, "engine must be a mapping"),
+        ({"api_key": " \n"}, r"api_key \(--api-key or EAGLERAY_API_KEY\) must not be empty"),
+        ({"api_key": "a\nb"}, "EAGLERAY_API_KEY\\) must consist of printable ASCII"),
+        ({"api_key": "schl\u00fcssel"}, "must consist of printable ASCII"),
+        ({"api_key": "a\udcff"}, "must consist of printable ASCII"),
         ({"model": "x"}, "unknown serving option 'model'"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ServeConfig.from_dict(options)
+
+
+def test_a_key_from_a_file_has_no_end_of_line() -> None:
+    assert ServeConfig(api_key=" my key\r\n").api_key == "my key"
 
 
 def test_a_fixed_number_of_replicas_is_not_scaled() -> None:

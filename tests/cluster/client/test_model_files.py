@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.client.model_files import find_model, generation_defaults
+from cluster.client.setup import make_engine_setup
+from configs.engine import EngineConfig
 from scheduler.errors import ConfigError
 from scheduler.params import SamplingParams
 from workers.models.local import MODEL_PATTERNS
@@ -86,6 +88,13 @@ def test_a_hub_id_without_network_is_refused_quickly_and_clearly(
         "Check the spelling, the network and HF_HUB_OFFLINE, or give a directory"
     )
     assert "\n" not in message
+
+
+def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="revision 'v2' is one of a hub id, and model '/"):
+        find_model(str(tmp_path), "v2")
+    with pytest.raises(ConfigError, match="leave revision out, or give a hub id"):
+        make_engine_setup(EngineConfig(revision="v2"))
 
 
 def test_a_hub_id_is_downloaded_at_its_revision(

@@ -156,6 +156,11 @@ def test_engines_that_fit_one_node_each_are_counted_by_node(ray: MadeUpRay) -> N
         check_room(9, "cpu", num_groups=2)
 
 
+def test_a_cluster_without_gpus_is_not_asked_for_fewer(ray: MadeUpRay) -> None:
+    with pytest.raises(ConfigError, match=r"\]\. No node has a GPU: use device cpu, or add nodes"):
+        check_room(1, "cuda")
+
+
 def test_a_driver_that_was_given_up_does_not_touch_the_groups_of_its_successor(
     ray: MadeUpRay,
 ) -> None:
