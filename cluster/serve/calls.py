@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 
@@ -14,7 +15,10 @@ async def answers_in_time(
     """What the replicas answer that do so within `limit_s`, without an error. Ray Serve's own
     `broadcast` has no answers at all if one of them hangs.
     """
-    calls: list[Any] = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    try:
+        calls: list[Any] = await handle.broadcast(method, *args)._fetch_replica_results_async()
+    except DeploymentUnavailableError:  # it has no replica at the moment
+        return []
     answers = (asyncio.wait_for(call.get_async(), limit_s) for call in calls)
     answers_or_errors = await asyncio.gather(*answers, return_exceptions=True)
     return [answer for answer in answers_or_errors if not isinstance(answer, BaseException)]

@@ -30,6 +30,7 @@ from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
+NO_ANSWER_MESSAGE = "no engine answers"
 SUMMED_STATS = [f.name for f in fields(EngineStats) if f.name.startswith("num_")] + ["queue_s"]
 
 logger = logging.getLogger("eagleray")
@@ -118,9 +119,13 @@ class EnginePool:
         return merged_stats(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
-        """The steps of one of the engines: those of several do not fit into one list."""
+        """The steps of one of the engines: those of several do not fit into one list. Raises
+        `OverloadedError` if none answers.
+        """
         answers = self._run(self._ask_engines("records", seconds), POOL_STATS_TIMEOUT_S)
-        records: list[StepRecord] = answers[0] if answers else []
+        if not answers:
+            raise OverloadedError(NO_ANSWER_MESSAGE)
+        records: list[StepRecord] = answers[0]
         return records
 
     async def all_stats(self) -> list[EngineStats]:
@@ -253,7 +258,7 @@ def _no_answer_error(limit_s: float) -> OverloadedError:
 def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
     """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not all_stats:
-        raise OverloadedError("no engine answers")
+        raise OverloadedError(NO_ANSWER_MESSAGE)
     first_ready_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]

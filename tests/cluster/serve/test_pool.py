@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 import cluster.serve.leases as leases_module
 import cluster.serve.pool as pool_module
@@ -97,7 +99,7 @@ class FakeFrontend:
 
 class FakeLeases:
     """Replaces Ray Serve's handle and router. may_choose: until it is set, calls do not reach the
-    choice of an engine.
+    choice of an engine. Calls to all replicas find none.
     """
 
     def __init__(self, *names: str) -> None:
@@ -115,6 +117,12 @@ class FakeLeases:
         self.asked.append(lease_request)
         self.num_open += 1
         return FakeStream(self, lease_request)
+
+    def broadcast(self, *_: object) -> FakeLeases:
+        return self
+
+    async def _fetch_replica_results_async(self) -> list[Any]:
+        raise DeploymentUnavailableError(DeploymentID("engine"))
 
 
 class FakeStream:
@@ -338,6 +346,17 @@ def test_a_wait_for_an_engine_has_an_end(
         sending = pool.send([generation("two")])
         asyncio.run_coroutine_threadsafe(sending, loop).result(5)
     wait_until(lambda: leases.num_open == 0 and not pool._routed_requests, "everything to end")
+
+
+def test_while_there_is_no_engine_whoever_asks_for_its_state_is_told_so(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(loop, FakeLeases(), monkeypatch)
+    with pytest.raises(OverloadedError, match="^no engine answers$"):
+        pool.stats()
+    with pytest.raises(OverloadedError, match="^no engine answers$"):
+        pool.records(1.0)
+    assert asyncio.run_coroutine_threadsafe(pool.all_stats(), loop).result(5) == []
 
 
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(
