@@ -51,7 +51,8 @@ class RunningApplication:
         self._name = name
         self._check_can_start = check_can_start
         self._check_ray = check_ray
-        self._reported_loss = ""  # the reason that was logged for replicas that are lost now
+        # Of each deployment that lacks replicas now, the reason that was logged.
+        self._reported_reasons: dict[str, str] = {}
 
     @contextmanager
     def logged_waits(self) -> Iterator[None]:
@@ -98,22 +99,25 @@ class RunningApplication:
         if overview is None:
             raise EngineError(f"the application {self._name!r} was ended by another program")
         if overview.status == ApplicationStatus.RUNNING:
-            if self._reported_loss:
+            if self._reported_reasons:
                 logger.info("every replica serves again")
-            self._reported_loss = ""
+            self._reported_reasons = {}
             return
-        reason = reported_reason(overview)
         if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
-            raise EngineError(f"{CANNOT_START_MESSAGE}: {reason}")
-        deployments = overview.deployments.values()
-        unhealthy_deployments = [d for d in deployments if d.status == DeploymentStatus.UNHEALTHY]
-        if not unhealthy_deployments or reason == self._reported_loss:
-            return
-        if any(map(_has_no_replica, unhealthy_deployments)):
+            raise EngineError(f"{CANNOT_START_MESSAGE}: {reported_reason(overview)}")
+        deployments = overview.deployments
+        unhealthy = {n: d for n, d in deployments.items() if d.status == DeploymentStatus.UNHEALTHY}
+        reasons = {name: _telling_line(lacking.message) for name, lacking in unhealthy.items()}
+        news = [name for name in reasons if reasons[name] != self._reported_reasons.get(name)]
+        if news and any(map(_has_no_replica, unhealthy.values())):
             self._check_that_another_can_start()
-        event = "has failed to start" if self._reported_loss else "is lost"
-        logger.warning("a replica %s, Ray Serve starts another one: %s", event, reason)
-        self._reported_loss = reason
+        for name in news:
+            event = "has failed to start" if _failed_to_start(unhealthy[name]) else "is lost"
+            logger.warning(
+                "a replica of %r %s, Ray Serve starts another one: %s", name, event, reasons[name]
+            )
+        if reasons:
+            self._reported_reasons = reasons
 
     def _check_that_another_can_start(self) -> None:
         """Raise `EngineError` at once for a fault that another start would not repair."""
@@ -210,6 +214,13 @@ def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 
+def _failed_to_start(deployment: DeploymentStatusOverview) -> bool:
+    """Whether its last event is a failed start. Only the message tells: the trigger changes after
+    several failed starts, and never while another replica serves.
+    """
+    return "failed to start" in deployment.message
+
+
 def shortage_of_application(name: str) -> str:
     """What the cluster lacks for engines of an application that wait for room; "" if none waits."""
     return shortage_of_groups(_replica_prefix(name))
@@ -225,10 +236,14 @@ def reported_reason(
 ) -> str:
     """Serve's message about the deployment that failed, in one line."""
     messages = [deployment.message for deployment in overview.deployments.values()]
-    # The last line of a remote traceback names the error.
-    error_lines = [line for message in messages for line in message.splitlines() if "Error" in line]
-    lines = [line for message in [overview.message, *messages] for line in message.splitlines()]
-    return (error_lines[-1:] or lines[:1] or [default])[0].strip()
+    return _telling_line("\n".join([overview.message, *messages]).strip()) or default
+
+
+def _telling_line(message: str) -> str:
+    """The last line of a remote traceback, which names the error; without one the first line."""
+    lines = message.splitlines()
+    error_lines = [line for line in lines if "Error" in line]
+    return (error_lines[-1:] or lines[:1] or [""])[0].strip()
 
 
 def _controller() -> Any:

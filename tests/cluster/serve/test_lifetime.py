@@ -23,7 +23,8 @@ from cluster.timeouts import REPLICA_END_TIMEOUT_S
 from scheduler.errors import ConfigError, EngineError, UnreadableError
 
 LOST = "A replica's health check failed."
-IS_LOST = "a replica is lost, Ray Serve starts another one"
+IS_LOST = "a replica of 'engine' is lost, Ray Serve starts another one"
+HAS_FAILED = "a replica of 'engine' has failed to start, Ray Serve starts another one"
 FAILED = "The deployment failed to start 2 times in a row. Error:\nValueError: too little memory"
 
 
@@ -145,7 +146,24 @@ def test_each_start_that_fails_is_said_while_another_one_follows(
     watch(monkeypatch, lost, lost, failed, failed, overview("RUNNING", num_running=1))
     assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
         f"{IS_LOST}: {LOST}",
-        "a replica has failed to start, Ray Serve starts another one: OSError: it is busy",
+        f"{HAS_FAILED}: OSError: it is busy",
+    ]
+
+
+def test_losses_of_two_kinds_of_replicas_are_no_failed_starts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, api = (overview("UNHEALTHY", LOST, num_running=1) for _ in range(2))
+    api.deployments = {"api": api.deployments.pop("engine")}
+    both = overview("UNHEALTHY", num_running=1)
+    both.deployments = engine.deployments | api.deployments
+    engine.message, both.message, api.message = "['engine']", "['engine', 'api']", "['api']"
+    with caplog.at_level(logging.INFO, "eagleray"):
+        watch(monkeypatch, engine, both, both, api, overview("RUNNING", num_running=1))
+    assert [record.message for record in caplog.records] == [
+        f"{IS_LOST}: {LOST}",
+        f"a replica of 'api' is lost, Ray Serve starts another one: {LOST}",
+        "every replica serves again",
     ]
 
 

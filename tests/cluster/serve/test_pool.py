@@ -352,9 +352,9 @@ def test_while_there_is_no_engine_whoever_asks_for_its_state_is_told_so(
     loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = make_pool(loop, FakeLeases(), monkeypatch)
-    with pytest.raises(OverloadedError, match="^no engine answers$"):
+    with pytest.raises(OverloadedError, match=r"^no engine answers$"):
         pool.stats()
-    with pytest.raises(OverloadedError, match="^no engine answers$"):
+    with pytest.raises(OverloadedError, match=r"^no engine answers$"):
         pool.records(1.0)
     assert asyncio.run_coroutine_threadsafe(pool.all_stats(), loop).result(5) == []
 

@@ -167,7 +167,7 @@ def test_a_server_whose_replica_is_killed_again_and_again_goes_on(program: Progr
         assert program.process.poll() is None
         # Until then, the next loss would be part of this one.
         said = said_until(program, "every replica serves again")
-        assert said.count("a replica is lost") == 1 and "Traceback" not in said, said
+        assert said.count("is lost, Ray Serve") == 1 and "Traceback" not in said, said
 
 
 def test_a_server_whose_controller_is_killed_keeps_its_replica(program: Program) -> None:
