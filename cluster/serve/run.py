@@ -196,7 +196,8 @@ def _start(job: ServeJob, port_owner: SharedPortOwner | None, *, listens_itself:
             application(config), name=job.name, route_prefix=job.route_prefix, blocking=False
         )
     except RayServeException as error:  # such as a route prefix that is in use
-        raise ConfigError(f"{error}. Choose another --route-prefix") from None
+        reason = str(getattr(error, "cause", error))  # else a remote traceback comes first
+        raise ConfigError(f"{reason.rstrip('.')}. Choose another --route-prefix") from None
     except RuntimeError as error:
         reason = _failure_reason(job.name) or error
         raise EngineError(f"the application did not start: {reason}") from error

@@ -9,17 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import GetTimeoutError, RaySystemError
+from ray import serve
+from ray.exceptions import GetTimeoutError, RaySystemError, RayTaskError
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
+from ray.serve.exceptions import RayServeException
 from ray.serve.schema import (
     ApplicationStatus,
     ApplicationStatusOverview,
     DeploymentStatusOverview,
 )
 
-from cluster.serve import lifetime
+from cluster.serve import application, lifetime, run
 from cluster.serve.lifetime import RunningApplication
 from cluster.timeouts import REPLICA_END_TIMEOUT_S
+from configs.serve import ServeConfig
 from scheduler.errors import ConfigError, EngineError, UnreadableError
 
 LOST = "A replica's health check failed."
@@ -89,6 +92,24 @@ def test_what_the_cluster_lacks_is_said_while_an_application_starts(
         assert was_read.wait(5)
     assert [record.message for record in caplog.records] == ["waiting for 0 s: no room yet"] * 2
     assert "eagleray-waits" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_route_prefix_that_is_in_use_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        cause = RayServeException('Prefix / is being used by application "chat".')
+        raise RayTaskError("deploy", "Traceback\n...", cause, ip="here").as_instanceof_cause()
+
+    for module, name in ((serve, "start"), (application, "application")):
+        monkeypatch.setattr(module, name, lambda *_, **__: None)
+    monkeypatch.setattr(serve, "run", refuse)
+    job = run.ServeJob(config=ServeConfig(), host="::1", port=80)
+    with pytest.raises(ConfigError) as refused:
+        run._start(job, None, listens_itself=False)
+    assert str(refused.value) == (
+        'Prefix / is being used by application "chat". Choose another --route-prefix'
+    )
 
 
 def test_a_lost_replica_and_its_return_are_said_once(

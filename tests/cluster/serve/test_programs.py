@@ -158,7 +158,7 @@ def test_two_engines_are_started_listed_asked_and_ended_apart(
         return invoke(*arguments, "--ray-address", address)
 
     taken = launch_here("serve", *other, "--port", url.rpartition(":")[2], "--detach")
-    taken.check_refused("Choose another --route-prefix")
+    taken.check_refused('Failed to deploy application "other". Choose another --route-prefix\n')
     started = launch("serve", *other, "--route-prefix", "/other", "--detach")
     assert started.returncode == 0, started.stderr
     listed = launch_here("status")
