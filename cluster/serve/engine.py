@@ -87,6 +87,7 @@ class EngineReplica:
     """Run by Ray Serve, in the bundle of rank 0."""
 
     async def __init__(self, config: ServeConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._has_started = False  # Serve may end it before
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         self._model_name = config.model_name
@@ -105,6 +106,7 @@ class EngineReplica:
         self._metrics_task = asyncio.create_task(
             report_periodically(self._replica_id, self._metric_families)
         )
+        self._has_started = True
 
     async def limits(self) -> SchedulerLimits:
         """The limits that requests must respect."""
@@ -177,6 +179,8 @@ class EngineReplica:
         """Serve awaits this before it ends the replica. Waits for the requests of processes that
         share the engine, which Serve does not know of.
         """
+        if not self._has_started:
+            return
         deadline_s = time.monotonic() + self._drain_limit_s
         with contextlib.suppress(EaglerayError):  # it has ended before
             while await self._is_busy() and time.monotonic() < deadline_s:

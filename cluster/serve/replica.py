@@ -62,6 +62,7 @@ class ApiReplica:
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
     ) -> None:
         """`engines`: a deployment whose engines to share or lease; without it, this starts one."""
+        self._listener: HttpListener | None = None  # Serve may end this replica before it has one
         end_with_parent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         return_large_allocations()
@@ -84,7 +85,8 @@ class ApiReplica:
         self._metrics_task = asyncio.create_task(
             report_periodically(replica_id, self._families_for_ray)
         )
-        self._listener = HttpListener(self._api, config) if config.listens_itself else None
+        if config.listens_itself:
+            self._listener = HttpListener(self._api, config)
 
     async def _start_engine(self, config: ServeConfig, setup: EngineSetup) -> Client:
         """Start this replica's own engine; returns a client of it."""

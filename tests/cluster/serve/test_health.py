@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
+from cluster.serve.engine import EngineReplica
 from cluster.serve.health import DriverHealth
+from cluster.serve.replica import ApiReplica
+from configs.serve import ServeConfig
 from scheduler.errors import EngineDeadError, EngineError
 from tests.cluster.client.test_driver_replaced import MortalDriver, Owner
 from tests.cluster.client.test_outputs import Remote
@@ -171,3 +177,23 @@ def test_the_answer_waits_for_no_question(owner: Owner, watch: Watch) -> None:
     health.check()
     assert time.monotonic() - began_s < 1
     goes_on.set()
+
+
+@pytest.mark.parametrize("kind", [EngineReplica, ApiReplica])
+def test_a_replica_that_ends_before_it_has_started_ends_without_an_error(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise EngineError("the start fails")
+
+    monkeypatch.setattr(sys.modules[kind.__module__], "end_with_parent", fail)
+    end = kind.__del__
+    monkeypatch.delattr(kind, "__del__")  # which Python would call, too, but nobody would await
+
+    async def start_and_end() -> None:
+        replica = object.__new__(kind)
+        with pytest.raises(EngineError, match="the start fails"):
+            await replica.__init__(ServeConfig())
+        await end(replica)
+
+    asyncio.run(start_and_end())
