@@ -225,7 +225,7 @@ class EngineStats:
     and num_recoveries are those of the group of ranks; step_age_s is the time since the last result
     while there is work, also while ranks are replaced. recovery_waits_for names the missing
     resources while ranks cannot be placed, or says why the last start failed while another one
-    follows.
+    follows. driver_id: of the driver that counts, which no later one has.
 
     num_recomputed_tokens counts what running sequences lost with ranks and compute again. Not
     counted are steps in flight, cached prefixes of waiting sequences, and what an earlier driver
@@ -254,6 +254,7 @@ class EngineStats:
     num_recoveries: int = 0
     step_age_s: float = 0.0
     recovery_waits_for: str = ""
+    driver_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

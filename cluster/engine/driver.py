@@ -15,6 +15,7 @@ import logging
 import pickle
 import sys
 import time
+import uuid
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Driver:
         log_to_stderr(config.engine.log_level)
         self._config = config
         self._engine_id = engine_id
+        self._driver_id = uuid.uuid4().hex
         self._rank_maker = RankMaker(config, placement, engine_id, self.rank_actor_class)
         self._frontends = FrontendRecords(config.engine.frontend_timeout_s)
         self._grammars = GrammarMatching(
@@ -192,6 +194,7 @@ class Driver:
             step_age_s=time.monotonic() - busy_since_s if busy_since_s is not None else 0.0,
             recovery_waits_for=self._rank_maker.placement.missing_resources
             or self._supervisor.recovery.last_failed_start(),
+            driver_id=self._driver_id,
         )
 
     async def shutdown(self) -> None:

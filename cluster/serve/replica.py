@@ -34,7 +34,7 @@ from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
 from cluster.serve.calls import answers_in_time
 from cluster.serve.engine import EngineStatus, status_of
-from cluster.serve.gathered import GatheredCounters, ProcessCounters
+from cluster.serve.gathered import GatheredCounters, ProcessCounters, counters_of_engine
 from cluster.serve.health import DriverHealth
 from cluster.serve.listener import HttpListener
 from cluster.serve.pool import EnginePool
@@ -193,15 +193,18 @@ class ApiReplica:
         return self._api.metrics.families() if self._engines else await self._api.families()
 
     async def _gather_metrics(self) -> list[list[MetricFamily]]:
-        """The families of all processes of the API, and of all engines."""
+        """The families of all processes of the API, and of all engines. Those of a single engine
+        begin anew with its driver: a sum of one is read correctly without a memory.
+        """
         context = serve.get_replica_context()
         handle = serve.get_deployment_handle(context.deployment, context.app_name)
         answers = await answers_in_time(handle, "counters", limit_s=GATHER_TIMEOUT_S)
+        if self._pool is not None:
+            answers += map(counters_of_engine, await self._pool.all_stats())
+            return self._counters.families_of_all(answers)
         families = self._counters.families_of_all(answers)
         with contextlib.suppress(EaglerayError):  # the engine does not answer at the moment
-            pool = self._pool
-            all_stats = await pool.all_stats() if pool else [await self._api.stats()]
-            families += map(engine_families, all_stats)
+            families.append(engine_families(await self._api.stats()))
         return families
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from cluster.api.metrics import METRICS_MERGED_BY_MAX, ApiMetrics, MetricFamily, engine_families
+from cluster.serve.gathered import MAX_REMEMBERED_PROCESSES
 from scheduler.messages import EngineStats
 
 INTRODUCTION = f"""\
@@ -14,6 +15,9 @@ as gauges of each replica. This page is made from [what is counted](../cluster/a
 - A histogram has `_bucket`, `_sum` and `_count`, a summary the last two.
 - The numbers of all API processes and of all engines are added up. Not added up, but the largest:
   {", ".join(f"`{name}`" for name in sorted(METRICS_MERGED_BY_MAX))}.
+- What an API process, or the driver of one of several engines, had counted when `/metrics` was last
+  read stays in the sums when it is lost: API processes remember the last {MAX_REMEMBERED_PROCESSES}. The counters of a
+  single engine begin anew with its driver.
 - What a request and a sequence are: [words](architecture.md#words).
 """
 

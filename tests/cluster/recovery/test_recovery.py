@@ -139,11 +139,13 @@ def test_the_driver_is_killed_under_load(engine: LLM, expected: list[History]) -
     load = Load(engine, CASES)
     load.wait_for_news(10.0)
     old, dead_driver = processes_of(engine), engine._engine_processes.driver
+    counted_by = engine.stats().driver_id
     kill(engine, "driver")
     wait_until(lambda: engine._engine_processes.driver is not dead_driver, "the next driver", 30.0)
     assert all(command_of(process.pid) is None for process in old.values())
     assert compare(CASES, load.wait(LIMIT_S), expected) == []
     assert engine.stats().num_blocks == OPTIONS["num_kv_blocks"]
+    assert engine.stats().driver_id not in {"", counted_by}
 
 
 def test_a_cache_for_which_there_is_no_memory_is_allocated_again_and_who_asks_hears_why(

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from cluster.api.metrics import MetricFamily, merge
-from cluster.serve.gathered import MAX_REMEMBERED_PROCESSES, GatheredCounters
+from cluster.serve.gathered import (
+    MAX_REMEMBERED_PROCESSES,
+    GatheredCounters,
+    counters_of_engine,
+)
+from scheduler.messages import EngineStats
 
 
 class Process:
@@ -55,6 +60,36 @@ def test_a_process_that_takes_the_place_of_another_adds_to_what_that_one_had() -
     first, second = Process("a", 3), Process("b", 4)
     first.report(second)
     assert first.report(Process("c", 1)) == (8, 2)
+
+
+def test_the_sums_of_several_engines_do_not_fall_when_one_or_its_driver_is_lost() -> None:
+    api = Process("a").counters
+
+    def report(**steps_by_driver: int) -> tuple[float, float]:
+        """Steps and running sequences that are reported when these drivers answer."""
+        engines = [
+            EngineStats(
+                num_running=1,
+                num_waiting=0,
+                num_free_blocks=0,
+                num_blocks=0,
+                num_steps=num_steps,
+                num_preemptions=0,
+                num_prompt_tokens=0,
+                num_cached_tokens=0,
+                driver_id=driver_id,
+            )
+            for driver_id, num_steps in steps_by_driver.items()
+        ]
+        families = merge(api.families_of_all([counters_of_engine(stats) for stats in engines]))
+        values = {name: value for f in families for name, _, value in f.samples}
+        running = values.get("eagleray_num_requests_running", 0)
+        return values["eagleray_steps_total"], running
+
+    assert report(first=1450, second=2855) == (4305, 2)
+    assert report(first=1450) == (4305, 1), "an engine is lost, or does not answer"
+    assert report() == (4305, 0)
+    assert report(first=1460, third=5) == (4320, 2), "the next driver begins at 0"
 
 
 def test_only_so_many_processes_are_remembered() -> None:
