@@ -196,8 +196,9 @@ def _start(job: ServeJob, port_owner: SharedPortOwner | None, *, listens_itself:
             application(config), name=job.name, route_prefix=job.route_prefix, blocking=False
         )
     except RayServeException as error:  # such as a route prefix that is in use
-        reason = str(getattr(error, "cause", error))  # else a remote traceback comes first
-        raise ConfigError(f"{reason.rstrip('.')}. Choose another --route-prefix") from None
+        # The text of the error itself begins with a remote traceback.
+        refusal = str(getattr(error, "cause", error)).rstrip(".")
+        raise ConfigError(f"{refusal}. Choose another --route-prefix") from None
     except RuntimeError as error:
         reason = _failure_reason(job.name) or error
         raise EngineError(f"the application did not start: {reason}") from error

@@ -16,7 +16,7 @@ as gauges of each replica. This page is made from [what is counted](../cluster/a
 - The numbers of all API processes and of all engines are added up. Not added up, but the largest:
   {", ".join(f"`{name}`" for name in sorted(METRICS_MERGED_BY_MAX))}.
 - What an API process, or the driver of one of several engines, had counted when `/metrics` was last
-  read stays in the sums when it is lost. The API remembers the last {MAX_REMEMBERED_PROCESSES} of them.
+  read stays in the sums when it is lost. The API remembers the last {MAX_REMEMBERED_PROCESSES}.
   The counters of a single engine begin anew with its driver.
 - What a request and a sequence are: [words](architecture.md#words).
 """
