@@ -18,6 +18,7 @@ from scheduler.errors import ConfigError
 # Of the addresses of a name, those of a protocol that this machine does not have do not count.
 _NO_SUCH_PROTOCOL_ERRNOS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 PROBE_TIMEOUT_S = 3.0
+MAX_PORT = 65_535
 
 
 def local_cluster_address() -> str | None:
@@ -100,9 +101,11 @@ def is_host_and_port(address: str) -> bool:
 def is_listening(address: str) -> bool:
     """Whether something accepts connections there."""
     host, _, port = address.rpartition(":")
+    if int(port) > MAX_PORT:  # the system would try another one, without the higher bits
+        return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_TIMEOUT_S).close()
-    except (OSError, OverflowError, UnicodeError):  # the last two: no valid port, host name
+    except (OSError, UnicodeError):  # the last: no valid host name
         return False
     return True
 

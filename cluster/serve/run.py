@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from cluster.client.setup import EngineSetup, make_engine_setup
-from cluster.resources.addresses import check_port, host_and_port
+from cluster.resources.addresses import MAX_PORT, check_port, host_and_port
 from cluster.resources.local_ray import check_local_ray_alive
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
@@ -40,7 +40,6 @@ from workers.models.local import recheck_checkpoint
 DRAIN_GRACE_S = 5.0
 DRAIN_CHECK_PERIOD_S = 0.2
 LISTEN_TIMEOUT_S = 10.0
-MAX_PORT = 65_535
 
 logger = logging.getLogger("eagleray")
 

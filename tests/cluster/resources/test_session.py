@@ -96,7 +96,7 @@ def test_an_ipv6_address_is_looked_at_without_its_brackets() -> None:
         pytest.skip("this machine has no IPv6")
     port = server.getsockname()[1]
     with server:
-        assert is_listening(f"[::1]:{port}")
+        assert is_listening(f"[::1]:{port}") and not is_listening(f"[::1]:{port + 2**16}")
     assert not is_listening(f"[::1]:{port}")
 
 
