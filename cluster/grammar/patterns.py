@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 
 from scheduler.bounds import check_bound, short_repr
 from scheduler.errors import RequestError
@@ -54,7 +55,8 @@ _JSON_ESCAPE_PATTERNS = {
     "\r": r"(?:\\r)",
     "\f": r"(?:\\f)",
 }
-_MAX_COMPARED_CHARACTERS = 16  # of a name
+_MAX_COMPARED_CHARACTERS = 16  # of a name, after the first; fewer where there are many names
+_MAX_NAMES_PATTERN_CHARS = 16_384
 _ESCAPED_IN_CLASS = r"\"\\\u0000-\u001f"  # characters that JSON escapes, in a class
 UNESCAPED_CHARACTER = f"[^{_ESCAPED_IN_CLASS}]"
 
@@ -80,10 +82,11 @@ def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = Fals
     if not isinstance(pattern, str):
         raise refusal(f"{path} must be text, got {short_repr(pattern)}")
     check_bound("pattern", len(pattern), path, "structured_outputs")
-    if re.search(r"\(\?(?!:)", pattern):
-        raise refusal(f"{path}: groups that begin with '(?', other than '(?:', are not supported")
     groups = [_Group(True, True)]
     tokens = _TOKEN.findall(pattern)
+    if any(token == "(" and follower == "?" for token, follower in pairwise(tokens)):
+        raise refusal(f"{path}: groups that begin with '(?', other than '(?:', are not supported")
+    _check_nul(tokens, path)
     _check_repetitions(tokens, path)
     text = "".join(
         _rewritten_token(token, groups, path, is_json_string=is_json_string) for token in tokens
@@ -109,24 +112,29 @@ def other_names_pattern(names: Collection[str]) -> str:
     """
     # xgrammar 0.2.8 leaves out what is escaped in JSON where a pattern is of ASCII alone.
     is_ascii = all(map(str.isascii, names))
-    return f"{_other_names_pattern(names, 0, '' if is_ascii else _ESCAPED_IN_CLASS)}()"
+    for depth in range(_MAX_COMPARED_CHARACTERS, -1, -1):
+        pattern = _other_names_pattern(names, depth, "" if is_ascii else _ESCAPED_IN_CLASS)
+        if len(pattern) <= _MAX_NAMES_PATTERN_CHARS:
+            break
+    return f"{pattern}()"
 
 
 def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> str:
+    """Compares `depth` characters after the first."""
     rests_by_character: dict[str, list[str]] = {}
     for name in filter(None, names):
         rests_by_character.setdefault(name[0], []).append(name[1:])
     any_character = f"[^{escaped}]" if escaped else "."
     alternatives = [] if "" in names else [""]
     if rests_by_character:
-        characters = "".join(map(_spelled, rests_by_character))
+        characters = _listed([(ord(each), ord(each)) for each in rests_by_character])
         alternatives.append(f"[^{characters}{escaped}]{any_character}*")
     else:
         alternatives.append(f"{any_character}+")
-    if depth < _MAX_COMPARED_CHARACTERS:
+    if depth > 0:
         for character, rests in rests_by_character.items():
             if not _is_escaped_in_json(character):
-                pattern = _other_names_pattern(rests, depth + 1, escaped)
+                pattern = _other_names_pattern(rests, depth - 1, escaped)
                 alternatives.append(_spelled(character) + pattern)
     return f"({'|'.join(alternatives)})"
 
@@ -178,7 +186,7 @@ def _check_repetitions(tokens: list[str], path: str) -> None:
             continue
         if previous in _UNREPEATABLE_TOKENS:
             raise refusal(f"{path}: there is nothing that {token!r} could repeat")
-        is_lazy = token == "?" and not _is_repetition(before)
+        is_lazy = token == "?" and (previous == ")?" or not _is_repetition(before))
         if _is_repetition(previous) and not is_lazy:
             raise refusal(
                 f"{path}: {previous + token!r} repeats a repetition, or is possessive, which is"
@@ -279,6 +287,7 @@ def _rewritten_class(token: str, path: str, *, is_json_string: bool) -> str:
     items = _CLASS_ITEM.findall(token[1:-1])
     is_negated = items[:1] == ["^"]
     items = items[1:] if is_negated else items
+    _check_nul(items, path)
     if not items:
         raise refusal(f"{path}: the class {token!r} is empty")
     listed = _listed_ranges(token, items, path, is_negated=is_negated)
@@ -290,11 +299,34 @@ def _rewritten_class(token: str, path: str, *, is_json_string: bool) -> str:
     matched = _complement(excluded)
     if not matched:
         raise refusal(f"{path}: the class {token!r} has no character that is not escaped in JSON")
-    spans = (
-        _spelled(chr(first)) + (f"-{_spelled(chr(last))}" if last > first else "")
-        for first, last in (_complement(matched) if is_negated else matched)
-    )
-    return f"[{'^' if is_negated else ''}{''.join(spans)}]"
+    if matched == [(ord("^"), ord("^"))]:
+        return _spelled("^")
+    return f"[^{_listed(_complement(matched))}]" if is_negated else f"[{_listed(matched)}]"
+
+
+def _listed(ranges: _Ranges) -> str:
+    """Ranges as a class lists them. Before xgrammar 0.2.8 reads a class, it writes escapes as
+    characters, and control characters as hexadecimal numbers that end where no digit follows: so
+    '^' is not the first, and what is a digit comes before all that is escaped.
+    """
+    caret = ord("^")
+    spans: list[str] = []
+    has_caret = False
+    for first, last in ranges:
+        if first == caret:
+            has_caret, first = True, first + 1
+        if first <= last:
+            end = f"-{_spelled(chr(last))}" if last > first else ""
+            spans.append(_spelled(chr(first)) + end)
+    spans.sort(key=lambda span: span[0] == "\\")
+    return "".join(spans) + (_spelled("^") if has_caret else "")
+
+
+def _check_nul(items: list[str], path: str) -> None:
+    """Raise `RequestError` for `\\0` before a digit, an octal number of Python's."""
+    for item, follower in pairwise(items):
+        if item == r"\0" and follower.isdecimal():
+            raise refusal(f"{path}: {item + follower!r} is not supported; write '\\x00'")
 
 
 def _listed_ranges(token: str, items: list[str], path: str, *, is_negated: bool) -> _Ranges:

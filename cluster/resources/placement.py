@@ -235,7 +235,7 @@ class Placement:
         return table
 
     def _own_groups(self, fencing_token: int) -> list[tuple[PlacementGroup, dict[str, Any]]]:
-        """The groups of one generation, with Ray's record of each."""
+        """The groups with one fencing token, with Ray's record of each."""
         prefix = f"{self.name}-{fencing_token}-"
         return [
             (PlacementGroup(PlacementGroupID(bytes.fromhex(key))), table)

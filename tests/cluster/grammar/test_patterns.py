@@ -21,7 +21,7 @@ from tests.cluster.grammar.test_schemas import COMPILER, END, INT, compiled
 # Spaces of Unicode, among them what Python alone or ECMA-262 alone takes for one.
 SPACES = "\t\n\v\f\r \u00a0\u1680\u2000\u2003\u200a\u2028\u2029\u202f\u205f\u3000"
 DOUBTFUL_SPACES = "\x1c\x1f\x85\ufeff"
-CHARACTERS = SPACES + DOUBTFUL_SPACES + '\0\x7fa_1-^][{}."\\/\u20ac\U0001f600'
+CHARACTERS = SPACES + DOUBTFUL_SPACES + '\0\x01\x7fafZ_01-^][{}."\\/\u20ac\U0001f600'
 
 
 def regex_grammar(regex: str) -> xgrammar.CompiledGrammar:
@@ -41,6 +41,8 @@ def lets_through(grammar: xgrammar.CompiledGrammar, text: str) -> bool:
         *(".", r"[^\n]", "[^\n]", "[\n\t]", "\n", "\0", "[\0]", r"\s", r"\S", r"[^\s]", r"[^\S]"),
         *(r"\d", r"\D", r"[^\d]", r"\w", r"\W", r"[^\w]", r"[\S\n]", r"[\s\d]", "[^\u20ac]", "\\{"),
         *("[a-a]", "[\u2028-\u20ac]", r"[^\x00-\uffff]", "[\U0001f600-\U0001f64f]", r"[\]^-]"),
+        *("[a-z^]", "[_^]", r"[\^]", r"[^\^]", r"[\^-a]", "[^^a]", "[{}^~]", "[\\^\u20ac]"),
+        *(r"[\x01-\x1fa-f]", r"[^\x00-\x1f0-9]", r"[\x01^]", r"[\x00a]"),
     ],
 )
 def test_a_regex_lets_the_same_characters_through_as_python(regex: str) -> None:
@@ -58,6 +60,7 @@ def test_a_regex_lets_the_same_characters_through_as_python(regex: str) -> None:
     [
         *(".", r"\s", r"\S", r"[^\s]", r"[^\S]", r"\D", r"\W", r"[\S\n]", "[^\u20ac]", "[^a]"),
         *("\u20ac?.", "\u20ac?[^a]", r"\u20ac?\S", "[!-\u20ac]", r"[\x00-\x08a-z]", r"[\n -z]"),
+        *(r"[\s^]", r"[a-z^\s]", "[\u20ac^]", r"[^\x01\^a\u20ac]"),
     ],
 )
 def test_a_pattern_lets_only_its_characters_through_and_only_json(pattern: str) -> None:
@@ -84,6 +87,9 @@ def test_a_pattern_lets_only_its_characters_through_and_only_json(pattern: str) 
         ("a{\u0663}", ["a{\u0663}"]),
         ("(?:a{2})+", ["aa", "aaaa"]),
         ("a??b", ["ab", "b"]),
+        ("(a+)??b", ["aab", "b"]),
+        (r"\(?a\)?", ["(a)", "a"]),
+        ("[(?]a", ["(a", "?a"]),
     ],
 )
 def test_braces_are_repetitions_where_they_are_in_python(regex: str, texts: list[str]) -> None:
@@ -99,6 +105,9 @@ def test_braces_are_repetitions_where_they_are_in_python(regex: str, texts: list
         ("", "regex: nothing but an empty answer matches ''"),
         ("^$", "regex: nothing but an empty answer matches '^$'"),
         ("a++", "regex: '++' repeats a repetition, or is possessive"),
+        ("(?i)a", "regex: groups that begin with '(?'"),
+        (r"\012", "is not supported; write"),
+        (r"[\01]", "is not supported; write"),
         ("a*+b", "regex: '*+' repeats a repetition, or is possessive"),
         ("(a)?+", "regex: ')?+' repeats a repetition"),
         ("a{2}{3}", "regex: '{2}{3}' repeats a repetition"),
@@ -153,6 +162,8 @@ def test_a_named_property_has_its_schema_however_its_name_is_spelled(
 
 def test_names_that_are_too_long_to_compare_are_not_free() -> None:
     assert len(other_names_pattern(["x" * 10_000])) < 400
+    many_names = [f"{i:03}{'ä' * 40}" for i in range(200)]
+    assert len(other_names_pattern(many_names)) < 20_000
     schema = {"properties": {"x" * 40: INT}, "type": "object", "additionalProperties": True}
     grammar = compiled(honored_schema(schema, "json"))
     for length, is_free in ((5, True), (39, False), (40, False), (41, False)):

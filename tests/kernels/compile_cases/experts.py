@@ -70,7 +70,7 @@ def _products(
 
 def _combine_products(size: int, dtype: str = "bf16") -> CompileCase:
     constants = {"K": 8, "E": size, "FEATURES": experts._FEATURES_PER_PROGRAM}
-    name = f"add_up-{size}-{dtype}"
+    name = f"combine_products-{size}-{dtype}"
     return compile_case(name, experts._combine_products, _TYPES, constants, default=f"*{dtype}")
 
 
