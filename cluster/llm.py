@@ -10,7 +10,9 @@ Works inside a program that runs Ray or an event loop, and leaves both as they w
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import threading
 from collections.abc import AsyncGenerator, Generator, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -57,7 +59,10 @@ class LLM:
         self.config = setup.config
         self._setup = setup
         self._engine_processes = EngineProcesses(setup)
-        self._streams: dict[str, Generation] = {}  # by the names that the program gave
+        self._process_id = os.getpid()
+        # By the names that the program gave; None until it is sent.
+        self._streams: dict[str, Generation | None] = {}
+        self._streams_lock = threading.Lock()
         self.client = Client(
             setup.request_builder(self._engine_processes.report.limits),
             self._engine_processes.frontend,
@@ -130,13 +135,13 @@ class LLM:
         `request_id` is a name of your choice for `abort`.
         """
         chunks: queue.SimpleQueue[Chunk | None] = queue.SimpleQueue()
-        self._check_id_unused(request_id)
-        [generation] = self.client.submit([prompt], sampling_params, [chunks.put])
-        generation.done_future.add_done_callback(lambda _: chunks.put(None))
-        with self._registered_stream(generation, request_id):
-            while (chunk := chunks.get()) is not None:
-                yield chunk
-            generation.result()
+        with self._reserved_id(request_id):
+            [generation] = self.client.submit([prompt], sampling_params, [chunks.put])
+            generation.done_future.add_done_callback(lambda _: chunks.put(None))
+            with self._registered_stream(generation, request_id):
+                while (chunk := chunks.get()) is not None:
+                    yield chunk
+                generation.result()
 
     async def astream(
         self,
@@ -146,26 +151,42 @@ class LLM:
         request_id: str | None = None,
     ) -> AsyncGenerator[Chunk, None]:
         """`stream` for an event loop; close it (or leave `async for`) to abort."""
-        self._check_id_unused(request_id)
-        async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
-            with self._registered_stream(generation, request_id):
-                while prompts_and_chunks := await chunks.next():
-                    for _, chunk in prompts_and_chunks:
-                        yield chunk
+        with self._reserved_id(request_id):
+            async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
+                with self._registered_stream(generation, request_id):
+                    while prompts_and_chunks := await chunks.next():
+                        for _, chunk in prompts_and_chunks:
+                            yield chunk
 
     def abort(self, request_id: str) -> bool:
         """End the stream with this `request_id`; its last chunk has the `finish_reason` "abort".
         False if it is not running.
         """
-        if request_id not in self._streams or self._streams[request_id].done_future.done():
+        generation = self._streams.get(request_id)
+        if generation is None or generation.done_future.done():
             return False
-        self.client.abort([self._streams[request_id]])
+        self.client.abort([generation])
         return True
 
-    def _check_id_unused(self, request_id: str | None) -> None:
-        """Raise `RequestError` if a running stream has this name."""
-        if request_id in self._streams and not self._streams[request_id].done_future.done():
-            raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+    @contextlib.contextmanager
+    def _reserved_id(self, request_id: str | None) -> Iterator[None]:
+        """Keeps a name from other streams until this one is registered. Raises `RequestError` if a
+        running stream has it.
+        """
+        if request_id is None:
+            yield
+            return
+        with self._streams_lock:
+            if request_id in self._streams:
+                generation = self._streams[request_id]
+                if generation is None or not generation.done_future.done():
+                    raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+            self._streams[request_id] = None
+        try:
+            yield
+        finally:
+            if self._streams.get(request_id, self) is None:  # it was not sent
+                del self._streams[request_id]
 
     @contextlib.contextmanager
     def _registered_stream(self, generation: Generation, request_id: str | None) -> Iterator[None]:
@@ -202,7 +223,11 @@ class LLM:
         return self.client.builder.checked_token_ids(prompt, sampling_params)
 
     def shutdown(self) -> None:
-        """Stop everything this engine started; Ray too, if we started it. Safe to call twice."""
+        """Stop everything this engine started; Ray too, if we started it. Safe to call twice. Does
+        nothing in a process that was forked from the one that has the engine.
+        """
+        if os.getpid() != self._process_id:
+            return
         self.client.builder.close()
         self._engine_processes.close()
 

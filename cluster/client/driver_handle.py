@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import pickle
 import threading
 import time
@@ -28,6 +29,7 @@ from cluster.ray_errors import (
     start_call,
     was_lost,
 )
+from cluster.resources.session import FORKED_MESSAGE
 from cluster.timeouts import CALL_TIMEOUT_S, POLL_WAIT_S
 from scheduler.errors import EaglerayError, EngineDeadError, OverloadedError
 from scheduler.messages import Deltas, Request
@@ -82,6 +84,7 @@ class DriverHandle:
         self._is_shared = is_shared
         self._recovery_waits_for = recovery_waits_for
         self._frontend_id = uuid.uuid4().hex[:12]
+        self._process_id = os.getpid()
         # When a call of an actor is canceled, Ray cancels the calls that it has made: in a served
         # replica, even the message that a request was canceled. A call from a thread of its own
         # belongs to no other call.
@@ -102,6 +105,8 @@ class DriverHandle:
         """Called before each call to an actor: after Ray was shut down, a call would start a new
         Ray. Raises `EngineDeadError`.
         """
+        if os.getpid() != self._process_id:
+            raise EngineDeadError(FORKED_MESSAGE)
         if self.is_closed or not self._is_ray_connected():
             raise EngineDeadError("the engine was shut down; start a new one")
 

@@ -11,9 +11,12 @@ import atexit
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +158,34 @@ def _has_stopped(pid: int) -> bool:
 
 
 class _PopenInOwnGroup(services.ConsolePopen):
-    """Starts a process of Ray as the leader of a process group."""
+    """Starts a process of Ray as the leader of a process group.
+
+    Ray has the system end the process with its parent, by which Linux means the thread that started
+    it. So that is one which lasts as long as this program.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, process_group=0, **options)
+        start = partial(super().__init__, *args, process_group=0, **options)
+        if threading.current_thread() is threading.main_thread():
+            start()
+        else:
+            _run_on_lasting_thread(start)
+
+
+def _run_on_lasting_thread(function: Callable[[], None]) -> None:
+    """Call a function on a thread that ends with this program alone."""
+    outcome = Future[None]()
+
+    def run() -> None:
+        try:
+            function()
+            outcome.set_result(None)
+        except BaseException as error:
+            outcome.set_exception(error)
+        threading.Event().wait()
+
+    threading.Thread(target=run, name="ray-parent", daemon=True).start()
+    outcome.result()
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

@@ -38,6 +38,10 @@ from scheduler.errors import ConfigError, EngineError
 # fit on a laptop.
 MIN_LOCAL_CPUS = 16
 DEFERRED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORKED_MESSAGE = (
+    "this process was forked from one that has an engine, which it cannot use, and Ray cannot be"
+    " started a second time: start processes with multiprocessing's 'spawn'"
+)
 # Set by Ray for programs that `ray job submit` runs.
 JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -54,6 +58,7 @@ class RaySession:
         self._leases: list[str] = []
         self._own_ray_id: str | None = None  # the Ray we started
         self._address = ""  # the address we started it with
+        self._process_id = 0  # of the process that has the leases
 
     def connect(self, address: str | None, num_ranks: int) -> str:
         """Join or start a cluster. `num_ranks`: how many a cluster of our own must have room for.
@@ -61,7 +66,10 @@ class RaySession:
         Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
         part of another, and `EngineError` when Ray takes too long to start, or has died.
         """
+        if self._leases and self._process_id != os.getpid():
+            raise EngineError(FORKED_MESSAGE)
         with self._lock:
+            self._process_id = os.getpid()
             if ray.is_initialized():
                 for name in {"raylet", "gcs_server"}.intersection(dead_local_processes()):
                     raise EngineError(

@@ -245,6 +245,22 @@ def test_a_name_belongs_to_one_stream_while_that_runs(llm: LLM) -> None:
     assert not llm.abort("mine")
 
 
+def test_of_two_streams_that_begin_at_once_one_has_the_name(llm: LLM) -> None:
+    async def read() -> int:
+        return len([c async for c in llm.astream([4, 5, 6], GREEDY, request_id="mine")])
+
+    async def read_both() -> list[int | BaseException]:
+        return list(await asyncio.gather(read(), read(), return_exceptions=True))
+
+    refused, num_chunks = sorted(asyncio.run(read_both()), key=lambda each: isinstance(each, int))
+    assert isinstance(refused, RequestError) and isinstance(num_chunks, int) and num_chunks > 0
+    with pytest.raises(RequestError, match="must be"):
+        next(
+            llm.stream([4, 5, 6], SamplingParams(top_p=0.5, prompt_logprobs=99), request_id="mine")
+        )
+    assert len(list(llm.stream([1, 2, 3], GREEDY, request_id="mine"))) > 0
+
+
 def test_an_interrupted_submission_is_aborted_though_its_requests_come_after_the_abort(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

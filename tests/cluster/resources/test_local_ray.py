@@ -50,6 +50,57 @@ def test_a_local_ray_starts_no_process_that_engines_do_not_use() -> None:
         assert name not in program.stdout
 
 
+OF_A_THREAD = """
+import os, signal, sys, threading, time
+from cluster import LLM, SamplingParams
+from scheduler.errors import EngineError
+
+made = []
+thread = threading.Thread(target=lambda: made.append(LLM(spares="off")))
+thread.start()
+thread.join()
+[llm] = made
+
+
+def say_why_not(use):
+    try:
+        use()
+    except EngineError as error:
+        print("child:", error, flush=True)
+
+
+time.sleep(1.0)  # the system would end Ray with the thread
+with llm:
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        say_why_not(lambda: llm.generate(["2 + 2"]))
+        say_why_not(lambda: LLM(spares="off"))
+        llm.shutdown()
+        os._exit(0)
+    print("child ended", os.waitpid(child, 0)[1], flush=True)
+    print("tokens", len(llm.generate(["2 + 2"], SamplingParams(max_tokens=4))[0].token_ids))
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.programs
+def test_an_engine_outlives_its_thread_and_is_not_that_of_a_forked_process() -> None:
+    program = subprocess.Popen(
+        [sys.executable, "-c", OF_A_THREAD],
+        cwd=SOURCE_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"RAY_AUTH_MODE": "", "RAY_ADDRESS": "local"},
+    )
+    said, _ = program.communicate(timeout=120)
+    assert program.returncode == 0
+    lines = said.splitlines()
+    assert len(lines) == 4 and all("was forked from one that has an engine" in x for x in lines[:2])
+    assert lines[2:] == ["child ended 0", "tokens 4"]
+    wait_until(lambda: not in_session(program.pid), "the end of all processes", 10.0)
+
+
 FORKS = """
 import os, time
 for _ in range(200):
