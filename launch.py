@@ -395,8 +395,11 @@ def main() -> None:
     leave_process_one()
     gc.disable()  # during the start only: a command that runs for long enables it again
     try:
-        app()
-    except ClientError as error:  # of printing what --help says; commands report theirs
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except ClientError as error:  # of printing; commands report theirs
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -31,6 +31,10 @@ from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
 
+class _Reservation:
+    """In place of a stream that is being sent."""
+
+
 class LLM:
     """One engine: a driver actor and `tensor_parallel_size` ranks. A context manager; `shutdown`
     ends it.
@@ -60,8 +64,8 @@ class LLM:
         self._setup = setup
         self._engine_processes = EngineProcesses(setup)
         self._process_id = os.getpid()
-        # By the names that the program gave; None until it is sent.
-        self._streams: dict[str, Generation | None] = {}
+        # By the names that the program gave; a reservation until it is sent.
+        self._streams: dict[str, Generation | _Reservation] = {}
         self._streams_lock = threading.Lock()
         self.client = Client(
             setup.request_builder(self._engine_processes.report.limits),
@@ -163,7 +167,7 @@ class LLM:
         False if it is not running.
         """
         generation = self._streams.get(request_id)
-        if generation is None or generation.done_future.done():
+        if not isinstance(generation, Generation) or generation.done_future.done():
             return False
         self.client.abort([generation])
         return True
@@ -176,17 +180,19 @@ class LLM:
         if request_id is None:
             yield
             return
+        reservation = _Reservation()
         with self._streams_lock:
-            if request_id in self._streams:
-                generation = self._streams[request_id]
-                if generation is None or not generation.done_future.done():
-                    raise RequestError(f"request_id {request_id!r} is in use", "request_id")
-            self._streams[request_id] = None
+            other = self._streams.get(request_id)
+            has_ended = isinstance(other, Generation) and other.done_future.done()
+            if other is not None and not has_ended:
+                raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+            self._streams[request_id] = reservation
         try:
             yield
         finally:
-            if self._streams.get(request_id, self) is None:  # it was not sent
-                del self._streams[request_id]
+            with self._streams_lock:
+                if self._streams.get(request_id) is reservation:  # it was not sent
+                    del self._streams[request_id]
 
     @contextlib.contextmanager
     def _registered_stream(self, generation: Generation, request_id: str | None) -> Iterator[None]:
@@ -197,8 +203,9 @@ class LLM:
             yield
         finally:
             self.client.abort([generation])
-            if request_id is not None and self._streams.get(request_id) is generation:
-                del self._streams[request_id]
+            with self._streams_lock:
+                if request_id is not None and self._streams.get(request_id) is generation:
+                    del self._streams[request_id]
 
     # -- the engine --------------------------------------------------------------------------------
 

@@ -110,8 +110,14 @@ def _is_cleared(seq: Sequence) -> bool:
 
 
 def _asks_the_same(seq: Sequence, other: Sequence) -> bool:
-    """Whether the next steps of both do the same, but for the seed."""
-    sampling = dataclasses.replace(seq.sampling, seed=other.sampling.seed)
+    """Whether both ask for the same, but for the seed. Of the outputs of a request, one alone asks
+    for the scores of the prompt.
+    """
+    sampling = dataclasses.replace(
+        seq.sampling,
+        seed=other.sampling.seed,
+        prompt_logprobs=other.sampling.prompt_logprobs,
+    )
     return (sampling, seq.token_ids, seq.structural_tag) == (
         other.sampling,
         other.token_ids,

@@ -56,7 +56,7 @@ def load_model(
     if is_widened and group.rank == 0 and "bfloat16" in kernels.capabilities.fast_dtypes:
         logger.warning(
             "the checkpoint says float16, which is computed in float32 here; dtype bfloat16 is"
-            " faster, takes half the memory and is less exact"
+            " faster, takes half the memory where weights are not codes, and is less exact"
         )
     quantization = quantization_of_files(
         model_dir,

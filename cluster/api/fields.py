@@ -195,6 +195,7 @@ _IGNORED_NAMES_BY_SERVER = {
 }
 # Samplers that are not offered. They only change which token is drawn, and chat programs send a
 # full set of them with every request, in use or not: refused, they would keep such programs out.
+# A negative prompt does nothing without a guidance scale, which is refused.
 _IGNORED_SAMPLERS = """
     top_a tfs tfs_z typical typical_p top_n_sigma mirostat mirostat_mode mirostat_tau mirostat_eta
     dynatemp_range dynatemp_exponent smoothing_factor dry_multiplier dry_base dry_allowed_length

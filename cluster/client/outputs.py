@@ -242,6 +242,11 @@ class OutputFollower:
             chunk.prompt_logprobs = self.prompt_logprobs
         assert self._sink is not None
         self._sink(chunk)
+        self.release_held_chunks()
+
+    def release_held_chunks(self) -> None:
+        """Pass on what others hold until this one has begun: it has, or never will."""
+        self._has_sent_chunk = True
         held_chunks, self._held_chunks = self._held_chunks, []
         for output, held_chunk in held_chunks:
             output._send(held_chunk)
@@ -341,6 +346,7 @@ class Generation:
         """Complete the future with an error; does nothing if it is complete."""
         for output in self.unfinished_outputs:
             output.fail()
+        self.outputs[0].release_held_chunks()
         with contextlib.suppress(InvalidStateError):
             self.done_future.set_exception(error)
             self.has_failed = True

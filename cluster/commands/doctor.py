@@ -91,14 +91,18 @@ def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     verdict = _verdict(rank_bytes[1], memory_bytes)
     lines = [f"memory of this machine, {_gigabytes(memory_bytes)}: {verdict}"]
-    fits = rank_bytes[1] < memory_bytes
-    for i in range(num_gpus := torch.cuda.device_count()):
-        memory_bytes = torch.cuda.get_device_properties(i).total_memory
-        usable_bytes = EngineConfig().gpu_memory_utilization * memory_bytes
+    num_gpus = torch.cuda.device_count()
+    gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
+    share = EngineConfig().gpu_memory_utilization
+    fits = rank_bytes[1] < memory_bytes or any(
+        sum(size_bytes < share * each for each in gpu_bytes) >= size
+        for size, size_bytes in rank_bytes.items()
+    )
+    for i, memory_bytes in enumerate(gpu_bytes):
+        usable_bytes = share * memory_bytes
         verdict = "too little for a part of such weights"
         if fitting_sizes := [size for size in rank_bytes if rank_bytes[size] < usable_bytes]:
             verdict = f"enough with --tp {fitting_sizes[0]}"
-            fits = fits or fitting_sizes[0] <= num_gpus
             if fitting_sizes[0] > num_gpus:
                 verdict += f", on {fitting_sizes[0]} GPUs like this one; there are {num_gpus}"
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")

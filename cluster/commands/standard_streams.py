@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import sys
 from typing import Any
 
@@ -47,6 +49,7 @@ def prepare_standard_streams() -> None:
         encoding=output.encoding,
         errors=output.errors,
         line_buffering=output.isatty(),
+        write_through=getattr(output, "write_through", False),  # as PYTHONUNBUFFERED asks for
     )
 
 
@@ -54,6 +57,9 @@ def check_output() -> None:
     """Raise `ConfigError` where standard output is closed or full, before answers are made."""
     try:
         os.write(1, b"")
+        is_file = stat.S_ISREG(os.fstat(1).st_mode)
+        if is_file and os.fstatvfs(1).f_bavail == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         raise _unwritable_error(error) from None
 

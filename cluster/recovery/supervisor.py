@@ -25,6 +25,7 @@ from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
+MAX_CONVICTIONS_IN_A_ROW = 8  # without a result
 ASSEMBLY_END_TIMEOUT_S = 15.0  # a start fails soon after its processes have been killed
 
 logger = logging.getLogger("eagleray.driver")
@@ -74,7 +75,8 @@ class Supervisor:
         self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0
         self._last_applied_epoch = 0  # the epoch of the last result that was applied
-        self._has_convicted = False  # since the last check; set by the engine thread
+        self._num_convictions = 0  # since the last result; by the engine thread
+        self._num_known_convictions = 0  # of these at the last check
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[Any] | None = None
         self._assembly_began_s = 0.0
@@ -118,12 +120,13 @@ class Supervisor:
         self._wake_event.set()
 
     def note_applied_result(self, epoch: int) -> None:
-        """A result of this epoch was applied. Any thread; cheap."""
+        """A result of this epoch was applied. The engine thread; cheap."""
+        self._num_convictions = 0
         self._last_applied_epoch = epoch
 
     def note_conviction(self) -> None:
-        """Requests have failed, to which the last losses were due. Any thread."""
-        self._has_convicted = True
+        """Requests have failed, to which the last losses were due. The engine thread."""
+        self._num_convictions += 1
 
     @property
     def is_ready(self) -> bool:
@@ -190,8 +193,7 @@ class Supervisor:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._group_watch is not None
-            has_convicted, self._has_convicted = self._has_convicted, False
-            if self._last_applied_epoch == self._group.epoch or has_convicted:
+            if self._last_applied_epoch == self._group.epoch or self._has_new_conviction():
                 recovery.note_progress()
             elif self._group_watch.all_ranks_answer and not self._has_work():
                 recovery.note_idle()
@@ -207,6 +209,14 @@ class Supervisor:
             self._check_assembly()
         elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
+
+    def _has_new_conviction(self) -> bool:
+        """Whether the last losses were due to requests. After many in a row without any result
+        they are due to the machine.
+        """
+        num_known, num_convictions = self._num_known_convictions, self._num_convictions
+        self._num_known_convictions = num_convictions
+        return num_known < num_convictions <= MAX_CONVICTIONS_IN_A_ROW
 
     def _take_step_failure(self) -> str | None:
         """Why a step of the present epoch failed, if one did. Each failure is returned once."""

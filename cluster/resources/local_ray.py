@@ -8,7 +8,9 @@ starts everything, and takes longer.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
+import queue
 import signal
 import sys
 import threading
@@ -169,23 +171,30 @@ class _PopenInOwnGroup(services.ConsolePopen):
         if threading.current_thread() is threading.main_thread():
             start()
         else:
-            _run_on_lasting_thread(start)
+            outcome = Future[None]()
+            _calls_of_lasting_thread().put((start, outcome))
+            outcome.result()
 
 
-def _run_on_lasting_thread(function: Callable[[], None]) -> None:
-    """Call a function on a thread that ends with this program alone."""
-    outcome = Future[None]()
+@functools.cache
+def _calls_of_lasting_thread() -> queue.SimpleQueue[tuple[Callable[[], None], Future[None]]]:
+    """What is put here, a thread calls that lasts until the very end of this program."""
+    calls: queue.SimpleQueue[tuple[Callable[[], None], Future[None]]] = queue.SimpleQueue()
 
     def run() -> None:
-        try:
-            function()
-            outcome.set_result(None)
-        except BaseException as error:
-            outcome.set_exception(error)
-        threading.Event().wait()
+        while True:
+            function, outcome = calls.get()
+            try:
+                function()
+                outcome.set_result(None)
+            except BaseException as error:
+                outcome.set_exception(error)
 
     threading.Thread(target=run, name="ray-parent", daemon=True).start()
-    outcome.result()
+    return calls
+
+
+os.register_at_fork(after_in_child=_calls_of_lasting_thread.cache_clear)
 
 
 def _start_nothing(node: Node, **_: Any) -> None:

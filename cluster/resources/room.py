@@ -105,7 +105,7 @@ def shortage_message(
     option_names = ("--replicas or " if num_groups > 1 else "") + "tensor_parallel_size"
     advice = f"Lower {option_names}, add nodes, or wait for other work to end"
     if device == "cuda" and not any(node["Resources"].get("GPU") for node in living_nodes()):
-        advice = "No node has a GPU: use device cpu, or add nodes that have one"
+        advice = "No node has a GPU: add nodes that have one, or use device cpu"
     return (
         f"{problem} tensor_parallel_size {tensor_parallel_size}: needed {needed_text}; nodes have"
         f" [{'; '.join(rows)}]. {advice}"

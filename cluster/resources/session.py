@@ -137,21 +137,27 @@ def _deferred_signals() -> Iterator[None]:
         yield
         return
     caught_signals: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in DEFERRED_SIGNALS}
-    for number, handler in handlers.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, lambda number, _: caught_signals.append(number))
+    present_handlers = {number: signal.getsignal(number) for number in DEFERRED_SIGNALS}
+    handlers = {  # None: of a handler that is not Python's
+        number: handler
+        for number, handler in present_handlers.items()
+        if handler not in (signal.SIG_IGN, None)
+    }
+    for number in handlers:
+        signal.signal(number, lambda number, _: caught_signals.append(number))
     try:
         with kept_sigterm_handler():
             yield
     finally:
+        signal.pthread_sigmask(signal.SIG_BLOCK, handlers)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    for caught_signal in caught_signals:
-        handler = handlers[signal.Signals(caught_signal)]
-        if not callable(handler):  # the system would end this program, and nothing else
-            sys.exit(caught_signal)
-        handler(caught_signal, None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, handlers)
+        for caught_signal in caught_signals:  # also if Ray has not started
+            handler = handlers[signal.Signals(caught_signal)]
+            if not callable(handler):  # the system would end this program, and nothing else
+                sys.exit(caught_signal)
+            handler(caught_signal, None)
 
 
 def _init_ray(address: str | None, num_ranks: int) -> str:

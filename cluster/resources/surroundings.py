@@ -29,7 +29,11 @@ def set_missing_variables() -> None:
         os.environ.setdefault("HOME", str(_private_folder("home") or "/"))
         os.environ.setdefault("LOGNAME", f"user{user_id}")
     home = Path.home()
-    if not _can_hold_token(home) and (stand_in := _private_folder("home")) is not None:
+    if (
+        _needs_token_file()
+        and not _can_hold_token(home)
+        and (stand_in := _private_folder("home")) is not None
+    ):
         os.environ["HOME"] = str(stand_in)
         hub_folder = home / ".cache" / "huggingface"
         if os.access(hub_folder, os.R_OK | os.X_OK) and "XDG_CACHE_HOME" not in os.environ:
@@ -43,8 +47,14 @@ def set_missing_variables() -> None:
             os.environ[variable] = str(folder / cache_path)
 
 
+def _needs_token_file() -> bool:
+    """Whether Ray looks for its token in the home directory."""
+    has_token = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    return not has_token and os.environ.get("RAY_AUTH_MODE") != "disabled"
+
+
 def _can_hold_token(home: Path) -> bool:
-    """Whether Ray finds its token in a home directory, or can write a new one there."""
+    """Whether Ray can read its token in a home directory, or write a new one there."""
     return os.access(home / ".ray" / "auth_token", os.R_OK) or _can_be_made(home / ".ray")
 
 

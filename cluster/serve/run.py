@@ -4,7 +4,7 @@ nothing behind.
 The configuration, checkpoint, port, resources and name are checked before Serve starts. What
 SIGTERM, Ctrl-C or the end of the terminal does:
 
-while it starts               everything ends at once
+while it starts               everything ends, once Ray has started
 the first time it serves      new requests get 503, running ones finish, then it ends
 a second time                 everything ends at once
 """

@@ -10,7 +10,7 @@ from cluster.client.outputs import Chunk, Generation, OutputFollower
 from cluster.client.requests import RequestBuilder
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News, unpack
-from scheduler.errors import EngineError
+from scheduler.errors import EngineError, RequestFailedError
 from scheduler.messages import PromptLogprobs, Request, TokenLogprobs, int32_array
 from scheduler.params import ResolvedSampling, SamplingParams
 from tests.cluster.api.scripted import LIMITS, MODEL
@@ -141,6 +141,13 @@ def test_an_output_that_has_waited_for_the_first_is_shown_when_both_are_aborted(
         (1, [1], None),
         (1, [], "abort"),
     ]
+
+
+def test_an_output_that_has_waited_for_the_first_is_shown_when_the_request_fails() -> None:
+    generation, chunks = two_outputs()
+    generation.take(generation.outputs[1], News(first_index=0, token_ids=[1]))
+    generation.fail(RequestFailedError("its ranks failed"))
+    assert (chunks[0].index, chunks[0].token_ids) == (1, [1])
 
 
 def test_a_long_prompt_is_shown_in_pieces() -> None:

@@ -18,6 +18,7 @@ from cluster.engine.loop import (
     Finish,
     NewsByFrontend,
     RanksLost,
+    RanksReplaced,
     StepLoop,
     Submit,
 )
@@ -89,6 +90,28 @@ def test_a_request_that_cannot_go_on_is_told_so_even_if_its_step_is_lost(
     assert bool(lost) == step_is_lost
     assert num_unfinished(engine) == 1, "the other request goes on"
     assert engine.take_failures() == [] and not died
+
+
+class Dying(Executor):
+    """Ranks that run nothing before they are lost."""
+
+    def launch(self, plan: StepPlan) -> None:
+        pass
+
+
+def test_a_conviction_is_told_and_fails_the_request() -> None:
+    limits, told, convictions = make_limits(), list[NewsByFrontend](), list[bool]()
+    engine = Engine(Scheduler(limits), Dying(limits, loses=True))
+    loop = StepLoop(engine, told.append, print, on_conviction=lambda: convictions.append(True))
+    loop.post(Submit(registration_number=1, requests=[make_request("bad", [1, 2, 3])]))
+    for _ in range(4):
+        assert not convictions
+        loop.run_once()
+        loop.post(RanksReplaced(executor=Dying(limits, loses=True)))
+        loop.run_once()
+    assert convictions == [True]
+    [error] = [n.error for news in told for n in news[1].values()]
+    assert isinstance(error, RequestFailedError)
 
 
 class WithLogprobs(Executor):

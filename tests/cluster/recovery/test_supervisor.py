@@ -239,18 +239,26 @@ def test_the_log_tells_a_lost_epoch_from_one_that_has_not_begun(
     assert lines[2].startswith("epoch 1 serves")
 
 
-@pytest.mark.parametrize("is_convicted", [True, False])
+@pytest.mark.parametrize(
+    ("is_convicted", "has_results", "lives"),
+    [(True, True, True), (True, False, False), (False, False, False)],
+)
 def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_found(
-    world: World, is_convicted: bool
+    world: World, is_convicted: bool, has_results: bool, lives: bool
 ) -> None:
+    """Each after four crashes. Without any result between them, the machine is to blame."""
     supervisor = serving(world)
     supervisor._has_work = lambda: True
-    while world.now_s < 3 * GIVE_UP_AFTER_S and not world.dead:
+    num_crashes = 0
+    while world.now_s < 8 * GIVE_UP_AFTER_S and not world.dead:
         world.wrong = "rank 1 died"
+        num_crashes += 1
         turns(supervisor, world, 16.0)  # longer than the longest pause
-        if is_convicted:
+        if is_convicted and num_crashes % 4 == 0:
             supervisor.note_conviction()
-    assert bool(world.dead) is not is_convicted
+        if has_results and num_crashes % 32 == 0:
+            supervisor.note_applied_result(-1)  # of an epoch that is over
+    assert bool(world.dead) is not lives
 
 
 def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:

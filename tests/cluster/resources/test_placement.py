@@ -157,7 +157,7 @@ def test_engines_that_fit_one_node_each_are_counted_by_node(ray: MadeUpRay) -> N
 
 
 def test_a_cluster_without_gpus_is_not_asked_for_fewer(ray: MadeUpRay) -> None:
-    with pytest.raises(ConfigError, match=r"\]\. No node has a GPU: use device cpu, or add nodes"):
+    with pytest.raises(ConfigError, match=r"\]\. No node has a GPU: add nodes that have one"):
         check_room(1, "cuda")
 
 

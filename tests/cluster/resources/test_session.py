@@ -57,6 +57,8 @@ def test_a_program_that_is_ended_while_ray_starts_hears_it_when_ray_has_started(
         ray._private.utils.set_sigterm_handler(lambda *_: pytest.fail("Ray's handler"))
         signal.raise_signal(number)
         starts.append(True)
+        if len(starts) == 1:
+            raise EngineError("Ray has not started")
         return "local"
 
     shutdowns: list[bool] = []
@@ -76,7 +78,7 @@ def test_a_program_that_is_ended_while_ray_starts_hears_it_when_ray_has_started(
         RaySession().connect("local", 1)
     finally:
         signal.signal(number, before)
-    assert starts == [True] * 3 and shutdowns == [True] * 2
+    assert starts == [True] * 3 and shutdowns == [True] * 2, "also if it does not start"
 
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:
