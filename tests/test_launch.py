@@ -382,6 +382,22 @@ def test_standard_output_that_cannot_be_written_is_named(command: str) -> None:
     run_shell(command).check_one_message("standard output cannot be written: ")
 
 
+@pytest.mark.parametrize("is_unbuffered", [True, False])
+def test_output_is_as_unbuffered_as_before(is_unbuffered: bool) -> None:
+    program = (
+        "import os; from cluster.commands import standard_streams;"
+        " standard_streams.prepare_standard_streams(); print('said'); os._exit(0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=SOURCE_ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1" if is_unbuffered else ""},
+    )
+    assert done.stdout == ("said\n" if is_unbuffered else "")
+
+
 @pytest.mark.parametrize("closed", ["2>&-", "<&-", "<&- 2>&-"])
 def test_closed_streams_get_a_stand_in(closed: str) -> None:
     program = (

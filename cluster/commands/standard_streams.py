@@ -44,12 +44,14 @@ def prepare_standard_streams() -> None:
     sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     output = sys.stdout or os.fdopen(1, "w", closefd=False)
+    raw_output: Any = _Output(1, "w", closefd=False)
+    is_unbuffered = getattr(output, "write_through", False)  # by PYTHONUNBUFFERED
     sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Output(1, "w", closefd=False)),
+        raw_output if is_unbuffered else io.BufferedWriter(raw_output),
         encoding=output.encoding,
         errors=output.errors,
         line_buffering=output.isatty(),
-        write_through=getattr(output, "write_through", False),  # as PYTHONUNBUFFERED asks for
+        write_through=is_unbuffered,
     )
 
 
