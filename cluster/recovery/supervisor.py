@@ -193,7 +193,8 @@ class Supervisor:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._group_watch is not None
-            if self._last_applied_epoch == self._group.epoch or self._has_new_conviction():
+            has_new_conviction = self._has_new_conviction()  # each check notes how many there are
+            if self._last_applied_epoch == self._group.epoch or has_new_conviction:
                 recovery.note_progress()
             elif self._group_watch.all_ranks_answer and not self._has_work():
                 recovery.note_idle()

@@ -261,6 +261,16 @@ def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_fou
     assert bool(world.dead) is not lives
 
 
+def test_a_conviction_after_a_result_is_as_new_as_the_first(world: World) -> None:
+    supervisor = serving(world)
+    supervisor.note_conviction()
+    supervisor.check_group()
+    supervisor.note_applied_result(0)  # of the present epoch
+    supervisor.check_group()
+    supervisor.note_conviction()
+    assert supervisor._has_new_conviction()
+
+
 def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:
     supervisor = serving(world)
     world.start_failures = deque([ClientError("the checkpoint has changed")])
