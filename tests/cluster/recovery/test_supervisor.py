@@ -263,6 +263,7 @@ def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_fou
 
 def test_a_conviction_after_a_result_is_as_new_as_the_first(world: World) -> None:
     supervisor = serving(world)
+    supervisor._last_applied_epoch = -1  # as after a loss
     supervisor.note_conviction()
     supervisor.check_group()
     supervisor.note_applied_result(0)  # of the present epoch
