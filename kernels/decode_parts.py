@@ -61,9 +61,9 @@ def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
             max_part_chunks = middle_part_chunks
         else:
             min_part_chunks = middle_part_chunks + 1
-    starts_B1 = np.zeros(len(seq_lens_B) + 1, np.int32)
-    np.cumsum(_num_parts(chunks_B, min_part_chunks), out=starts_B1[1:])
-    return starts_B1
+    part_start_B1 = np.zeros(len(seq_lens_B) + 1, np.int32)
+    np.cumsum(_num_parts(chunks_B, min_part_chunks), out=part_start_B1[1:])
+    return part_start_B1
 
 
 def _num_parts(chunks_B: Int32Array, chunks_per_part: int) -> Int32Array:

@@ -69,6 +69,12 @@ def restored() -> Iterator[None]:
 # -- a test process that ends in the middle of a test ----------------------------------------------
 
 
+# A descriptor of the file that pytest captures into, which is in place while this is imported.
+_STDERR_COPY = 200
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.dup2(2, _STDERR_COPY, inheritable=False)
+
+
 def _crash_path(run: str, worker: str) -> Path:
     return Path(tempfile.gettempdir()) / f"eagleray-tests-{run}-{worker}"
 
@@ -82,12 +88,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(path.unlink)
 
 
+_captured_stderr: dict[str, Any] = {}  # of each process, by its name
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodeready(node: Any) -> None:
+    """Keep what pytest captures in this process, which would be gone with it."""
+    with suppress(OSError):
+        path = Path(f"/proc/{node.gateway._io.popen.pid}/fd/{_STDERR_COPY}")
+        _captured_stderr[node.gateway.id] = path.open(errors="replace")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(report: Any) -> None:
     """Say how the process ended, which pytest-xdist does not."""
-    path = _crash_path(report.node.workerinput["testrunuid"], report.node.gateway.id)
+    worker = report.node.gateway.id
+    path = _crash_path(report.node.workerinput["testrunuid"], worker)
     with suppress(OSError, subprocess.TimeoutExpired):  # an error here would end the whole run
         exit_code = report.node.gateway._io.popen.wait(10)
         stacks = path.read_text() or "It wrote no stacks: it was killed, or ended itself."
-        report.longrepr = f"{report.longrepr}\nexit code {exit_code}\n{stacks}"
+        said = _captured_stderr[worker].read() if worker in _captured_stderr else ""
+        report.longrepr = f"{report.longrepr}\nexit code {exit_code}\n{stacks}\nstderr:\n{said}"
         path.unlink()

@@ -144,7 +144,7 @@ class ModelRunner:
             dtype=model.dtype,
             device=self.device.torch_device,
         )
-        parts = (
+        graph_arguments = (
             config,
             model,
             self.cache,
@@ -153,8 +153,8 @@ class ModelRunner:
             self.uploads,
             self._static_hidden_ME,
         )
-        self.decode_graphs = DecodeGraphs(*parts)
-        self.mixed_graphs = MixedGraphs(*parts)
+        self.decode_graphs = DecodeGraphs(*graph_arguments)
+        self.mixed_graphs = MixedGraphs(*graph_arguments)
         largest_graph = self.decode_graphs.capture(self.mixed_graphs.capture())
         self.next_tokens.capture(self._static_hidden_ME, largest_graph)
 

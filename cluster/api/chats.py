@@ -67,14 +67,14 @@ def conversation_of(
     )
 
 
-def variables_of(
+def template_values(
     tokenizer: Tokenizer,
     template_kwargs: dict[str, Any] | None,
     *,
     enable_thinking: bool | None = None,
     reasoning_effort: str | None = None,
 ) -> dict[str, Any]:
-    """The variables of the template: those that are given, and the one that switches thinking.
+    """Values of the template's variables: those that are given, and the one that switches thinking.
     Thinking is a hint where the template cannot switch it. Raises `RequestError` if it is to be off
     and the model always thinks.
     """
@@ -200,7 +200,7 @@ def _conversation(
 ) -> Conversation:
     """The conversation of a request, which must have one. Raises `RequestError`."""
     tokenizer = served_model.tokenizer_for(purpose)
-    variables = variables_of(
+    variables = template_values(
         tokenizer,
         request.chat_template_kwargs,
         enable_thinking=request.enable_thinking,

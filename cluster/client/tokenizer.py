@@ -42,10 +42,10 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         """Load from a directory. Raises `ConfigError` when its files cannot be read."""
         files = tokenizer_files.read(path)
-        self._backend, self._template = files.backend, files.template
+        self._fast_tokenizer, self._template = files.fast_tokenizer, files.template
         self._eos_token = files.eos_token
         self._bytes_by_token_id = _LazyTokenBytes(self._bytes_of)
-        added_tokens = self._backend.get_added_tokens_decoder().items()
+        added_tokens = self._fast_tokenizer.get_added_tokens_decoder().items()
         self._special_ids = {token_id for token_id, token in added_tokens if token.special}
         text_bytes = _LazyTokenBytes(self._bytes_in_text)
         self.text_bytes = text_bytes.__getitem__ if files.decodes_bytes else None
@@ -101,8 +101,11 @@ class Tokenizer:
         not, and takes a little longer to begin.
         """
         if len(text) <= MAX_SHORT_LENGTH:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
-        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+            return self._fast_tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        [encoding] = self._fast_tokenizer.encode_batch_fast(
+            [text], add_special_tokens=add_special_tokens
+        )
+        return encoding
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, without special tokens. Many at once would hold the interpreter, as in
@@ -110,16 +113,16 @@ class Tokenizer:
         """
         ids = list(token_ids)
         if len(ids) <= MAX_SHORT_LENGTH:
-            text: str = self._backend.decode(ids, skip_special_tokens=True)
+            text: str = self._fast_tokenizer.decode(ids, skip_special_tokens=True)
         else:
-            [text] = self._backend.decode_batch([ids], skip_special_tokens=True)
+            [text] = self._fast_tokenizer.decode_batch([ids], skip_special_tokens=True)
         return text
 
     def _bytes_in_text(self, token_id: int) -> bytes:
         """What a token adds to what `decode` returns, which the `ByteLevel` decoder of the
         tokenizers library makes of the bytes of all tokens.
         """
-        token = self._backend.id_to_token(token_id)
+        token = self._fast_tokenizer.id_to_token(token_id)
         is_left_out = token is None or token_id in self._special_ids
         return b"" if is_left_out else _spelled_bytes(str(token))
 
@@ -128,15 +131,15 @@ class Tokenizer:
         return self._bytes_by_token_id[token_id]
 
     def _bytes_of(self, token_id: int) -> bytes:
-        added_token = self._backend.get_added_tokens_decoder().get(token_id)
+        added_token = self._fast_tokenizer.get_added_tokens_decoder().get(token_id)
         if added_token is not None:
             return str(added_token.content).encode()
-        token = self._backend.id_to_token(token_id)
+        token = self._fast_tokenizer.id_to_token(token_id)
         if token is None:
             return b""  # ids beyond the tokenizer's own, which pad the vocabulary
         if all(char in _BYTE_BY_CHAR for char in token):
             return _spelled_bytes(token)
-        return str(self._backend.decode([token_id], skip_special_tokens=False)).encode()
+        return str(self._fast_tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
     def render_chat(self, conversation: Conversation) -> str:
         """The text of a conversation, up to where the assistant answers or continues its last
@@ -182,7 +185,7 @@ class Tokenizer:
         end_texts = (self._eos_token, self._end_of_turn())
         return frozenset(
             token_id
-            for token_id, token in self._backend.get_added_tokens_decoder().items()
+            for token_id, token in self._fast_tokenizer.get_added_tokens_decoder().items()
             if token.special and any(text and text.startswith(token.content) for text in end_texts)
         )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.client.chat_template import ChatTemplate
 from scheduler.bounds import short_repr
@@ -45,7 +45,7 @@ class TokenizerFiles:
     for bytes; decodes_bytes: and decoding changes nothing else.
     """
 
-    backend: Backend
+    fast_tokenizer: FastTokenizer
     template: ChatTemplate | None
     eos_token: str | None
     is_byte_level: bool
@@ -78,11 +78,11 @@ def read(path: Path) -> TokenizerFiles:
                 f" text as that file says, set tokenizer_class to {_GENERIC_CLASSES[0]!r}"
             )
         _check_added_tokens(config, tokenizer_json, special_tokens)
-        backend = Backend.from_file(str(file))
-        backend.no_truncation()  # left over from a training
-        backend.no_padding()
+        fast_tokenizer = FastTokenizer.from_file(str(file))
+        fast_tokenizer.no_truncation()  # left over from a training
+        fast_tokenizer.no_padding()
         return TokenizerFiles(
-            backend=backend,
+            fast_tokenizer=fast_tokenizer,
             template=_template(path, config, special_tokens),
             eos_token=special_tokens.get("eos_token"),
             is_byte_level=is_byte_level,

@@ -5,9 +5,9 @@ The caches are those of `kv_layout.py`. Softmax is the online softmax of Milakov
 to float32, unless the processor has dot products of pairs, for which the weights of the values are
 rounded to bfloat16, as they are on a GPU.
 
-Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
-block size, W elements side by side in a cache, in tables blocks of a row, M queries of a tile times
-G. A task is one tile of queries of one row and one KV head.
+Legend: T tokens of the step, B rows (B1: B + 1 entries), H query heads, K KV heads, G = H / K, D
+head dim, N blocks, P block size, W elements side by side in a cache, in tables blocks of a row, M
+queries of a tile times G. A task is one tile of queries of one row and one KV head.
 """
 
 from __future__ import annotations
@@ -58,15 +58,17 @@ def paged_attention(
 
 
 @exact_entry_jit
-def _tiles(starts_B1: Array, queries_per_tile: int) -> Array:
+def _tiles(query_start_B1: Array, queries_per_tile: int) -> Array:
     """Tiles as (row, first query in the row, number of queries)."""
     num_tiles = 0
-    for b in range(len(starts_B1) - 1):
-        num_tiles += (starts_B1[b + 1] - starts_B1[b] + queries_per_tile - 1) // queries_per_tile
+    for b in range(len(query_start_B1) - 1):
+        num_tiles += (
+            query_start_B1[b + 1] - query_start_B1[b] + queries_per_tile - 1
+        ) // queries_per_tile
     tiles = np.empty((num_tiles, 3), np.int32)
     tile = 0
-    for b in range(len(starts_B1) - 1):
-        num_queries = starts_B1[b + 1] - starts_B1[b]
+    for b in range(len(query_start_B1) - 1):
+        num_queries = query_start_B1[b + 1] - query_start_B1[b]
         for first_query in range(0, num_queries, queries_per_tile):
             tiles[tile, 0], tiles[tile, 1] = b, first_query
             tiles[tile, 2] = min(queries_per_tile, num_queries - first_query)
@@ -251,9 +253,9 @@ def _attend(
     k_NKDPW: Array,
     v_NKPDW: Array,
     out_THD: Array,
-    starts_B1: Array,
-    lens_B: Array,
-    table_BW: Array,
+    query_start_B1: Array,
+    seq_lens_B: Array,
+    block_table_BW: Array,
     scale: np.float32,
     dtype_example: Array,
 ) -> None:
@@ -264,14 +266,14 @@ def _attend(
     head_group = index // (num_tiles * heads_per_group)
     place_in_group = index % (num_tiles * heads_per_group)
     row, first_query, num_queries = tiles[place_in_group // heads_per_group]
-    first_token = np.int64(starts_B1[row])
-    end_token = np.int64(starts_B1[row + 1])
+    first_token = np.int64(query_start_B1[row])
+    end_token = np.int64(query_start_B1[row + 1])
     head = head_group * heads_per_group + place_in_group % heads_per_group
     next_place_in_group = (
         place_in_group + 1 if place_in_group + 1 < num_tiles * heads_per_group else place_in_group
     )
     next_row = tiles[next_place_in_group // heads_per_group, 0]
-    next_block = np.int64(table_BW[next_row, 0])
+    next_block = np.int64(block_table_BW[next_row, 0])
     next_head = head_group * heads_per_group + next_place_in_group % heads_per_group
     _attend_tile(
         q_THD,
@@ -280,8 +282,8 @@ def _attend(
         out_THD,
         first_token + np.int64(first_query),
         np.int64(num_queries),
-        np.int64(lens_B[row]) - (end_token - first_token) + np.int64(first_query),
-        table_BW[row],
+        np.int64(seq_lens_B[row]) - (end_token - first_token) + np.int64(first_query),
+        block_table_BW[row],
         head,
         scale,
         dtype_example,
@@ -296,9 +298,9 @@ def _paged_attention(
     k_NKDPW: Array,
     v_NKPDW: Array,
     out_THD: Array,
-    starts_B1: Array,
-    lens_B: Array,
-    table_BW: Array,
+    query_start_B1: Array,
+    seq_lens_B: Array,
+    block_table_BW: Array,
     scale: np.float32,
     dtype_example: Array,
     num_threads: int,
@@ -318,9 +320,9 @@ def _paged_attention(
             k_NKDPW,
             v_NKPDW,
             out_THD,
-            starts_B1,
-            lens_B,
-            table_BW,
+            query_start_B1,
+            seq_lens_B,
+            block_table_BW,
             scale,
             dtype_example,
         ),

@@ -161,7 +161,7 @@ class MixedPrecisionWeight:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedWeight:
     """`Weight` of codes with scales, and perhaps zero points, of groups of inputs. quantization:
-    says whether the checkpoint has them. dtype: that of the result of `rows`.
+    its `is_stored` says whether the checkpoint has them. dtype: that of the result of `rows`.
     """
 
     kernels: QuantizedKernels

@@ -10,7 +10,8 @@ Order of the stages: penalties, `logit_bias`, `min_tokens` mask, mask of the gra
 top-k, top-p, min-p, pick. Filters compare gaps: by how much a token's logit, divided by the
 temperature, is below the row's largest. Logprobs are of the raw logits.
 Legend: B sampling rows, R rows of one draw, L rows with logprobs, V columns of this rank's shard, X
-blocks of columns or histogram bins, S slots, M alternatives, N ranks.
+blocks of columns or histogram bins, S slots, M alternatives, N ranks, O
+tokens of a row's output.
 """
 
 from __future__ import annotations
@@ -324,9 +325,9 @@ class _TokenCounts:
                 )
         prompt_SV, counts_SV = self._tables
         prompt_SV[slot].zero_().scatter_(0, self._columns(token_ids[:num_prompt_tokens]), 1)
-        columns_N = self._columns(token_ids[num_prompt_tokens:])
+        columns_O = self._columns(token_ids[num_prompt_tokens:])
         counts_SV[slot].zero_().scatter_add_(
-            0, columns_N, columns_N.new_ones(len(columns_N), dtype=torch.int32)
+            0, columns_O, columns_O.new_ones(len(columns_O), dtype=torch.int32)
         )
 
     def add(self, rows: PenaltyRows, token_ids_B: Tensor) -> None:

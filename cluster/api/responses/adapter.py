@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from cluster.api.chats import Chat, conversation_of, job_of, variables_of
+from cluster.api.chats import Chat, conversation_of, job_of, template_values
 from cluster.api.endpoints import Job, ServedModel
 from cluster.api.omissions import Omissions
 from cluster.api.replies import Writer
@@ -25,8 +25,8 @@ from cluster.client.outputs import Generation
 from cluster.grammar.markers import answer_state_after
 from scheduler.params import StructuredOutputs
 
-# Fields that are those of `GenerationRequest`.
-_GENERATION_FIELDS = (
+# Fields that have the name and the meaning of those of `GenerationRequest`.
+_COPIED_FIELDS = (
     *("stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty"),
     *("frequency_penalty", "repetition_penalty", "cache_salt"),
 )
@@ -79,7 +79,7 @@ def _chat(
         messages.insert(0, {"role": "system", "content": request.instructions})
     rules = _rules(request, tool_table)
     effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = variables_of(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
+    variables = template_values(tokenizer, request.chat_template_kwargs, reasoning_effort=effort)
     return Chat(
         conversation=conversation_of(messages, rules.tools, variables, served_model),
         rules=rules,
@@ -87,7 +87,7 @@ def _chat(
         max_tokens=request.max_output_tokens,
         logprobs=request.num_top_logprobs,
         options=GenerationRequest.model_construct(
-            **{name: getattr(request, name) for name in _GENERATION_FIELDS}
+            **{name: getattr(request, name) for name in _COPIED_FIELDS}
         ),
     )
 

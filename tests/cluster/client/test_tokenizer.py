@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as FastTokenizer
 
 from cluster.client.detokenizing import make_detokenizer
 from cluster.client.prompts import Conversation
@@ -83,7 +83,7 @@ def like_qwen3(path: Path) -> Path:
     letters = pre_tokenizers.ByteLevel.alphabet()
     merges = [("H", "e"), ("l", "l"), ("He", "ll"), ("Ġ", "w"), ("Ã", "©"), ("e", "Ì"), ("eÌ", "ģ")]
     pieces = [*sorted(letters), *(a + b for a, b in merges)]
-    tokenizer = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer = FastTokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -145,11 +145,11 @@ def for_training(path: Path) -> Path:
     config = json.loads((path / "tokenizer_config.json").read_text())
     del config["pad_token"]
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    backend = Backend.from_file(str(path / "tokenizer.json"))
-    backend.enable_truncation(4)
-    backend.enable_padding(length=16)
-    backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
-    backend.save(str(path / "tokenizer.json"))
+    fast_tokenizer = FastTokenizer.from_file(str(path / "tokenizer.json"))
+    fast_tokenizer.enable_truncation(4)
+    fast_tokenizer.enable_padding(length=16)
+    fast_tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+    fast_tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
@@ -165,12 +165,12 @@ def of_another_family(path: Path) -> Path:
     """As DeepSeek's distillations: a class of Llama's, and a token before every text."""
     bytes_with_names(path)
     change(path, tokenizer_class="LlamaTokenizerFast", legacy=True, sp_model_kwargs={})
-    backend = Backend.from_file(str(path / "tokenizer.json"))
-    pad_id = backend.token_to_id("<|pad|>")
-    backend.post_processor = processors.TemplateProcessing(
+    fast_tokenizer = FastTokenizer.from_file(str(path / "tokenizer.json"))
+    pad_id = fast_tokenizer.token_to_id("<|pad|>")
+    fast_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|pad|> $A", special_tokens=[("<|pad|>", pad_id)]
     )
-    backend.save(str(path / "tokenizer.json"))
+    fast_tokenizer.save(str(path / "tokenizer.json"))
     return path
 
 
