@@ -81,14 +81,16 @@ def was_lost(ended_call: Future[Any]) -> bool:
 
 def _translated_error(error: Exception, action: str) -> EaglerayError:
     kind = kind_of(error)
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
     if kind is ErrorKind.LOST_CALL:
-        return LostCallError(f"could not {action}: the connection was lost ({error})")
+        return LostCallError(f"could not {action}: the connection was lost ({first_line})")
     if kind is ErrorKind.NO_ROOM:
         return NoRoomError(
-            f"could not {action}: there is no room for it at the moment, try again later ({error})"
+            f"could not {action}: there is no room for it at the moment, try again later"
+            f" ({first_line})"
         )
     if kind is ErrorKind.LOST_PEER:
-        return DriverDiedError(f"could not {action}: the process has died ({error})")
+        return DriverDiedError(f"could not {action}: the process has died ({first_line})")
     return EngineDeadError(f"could not {action}: {error}")
 
 

@@ -30,11 +30,10 @@ class Request:
 
     The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. Meanwhile the engine loop sends everything held
-    back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the client
-    built it, as Unix time in seconds: resubmitted requests keep their place in line. Only requests
-    with the same `cache_salt` share blocks. `structural_tag` is the grammar that its output must
-    match, for the driver's `Grammars`: the JSON of a structural tag of xgrammar; empty if any
-    output will do.
+    back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the driver
+    got it, by its scheduler's clock; until then it says nothing. Only requests with the same
+    `cache_salt` share blocks. `structural_tag` is the grammar that its output must match, for the
+    driver's `Grammars`: the JSON of a structural tag of xgrammar; empty if any output will do.
     """
 
     request_id: str

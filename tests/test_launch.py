@@ -828,7 +828,7 @@ def test_the_options_of_an_engine_are_these() -> None:
 
 def test_doctor_names_what_is_installed_and_which_backend_would_run() -> None:
     run = run_process("doctor")
-    wrong = [line for line in run.stdout.splitlines() if line.startswith("WRONG")]
+    wrong = [line for line in run.stdout.splitlines() if line.startswith("PROBLEM: ")]
     # The shared memory of a container may be small.
     assert all("/dev/shm" in line for line in wrong), wrong
     assert run.exit_code == (2 if wrong else 0), run.stderr

