@@ -9,6 +9,7 @@ tensors: github.com/neuralmagic/compressed-tensors.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from configs.formats.stored import F8_E4M3, I8, INT32, Section, StoredFormat, sequential_order
@@ -65,9 +66,8 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     group.require("input_activations", None)
     bits = weights.require("num_bits", 4, 8)
     is_grouped = weights.require("strategy", "group", "channel") == "group"
-    activation_order = weights.require(
-        "actorder", "group", "dynamic", "weight", "static", "", default=""
-    )
+    activation_order = weights.require("actorder", None, "group", "dynamic", "weight", "static")
+    has_order = activation_order in ("group", "dynamic")
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
         codes_suffix="weight_packed",
@@ -78,7 +78,11 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
         zeros_suffix=None if weights.require("symmetric", True, False) else "weight_zero_point",
         # Both are stored with this added, so that they are not negative; it cancels out.
         zero_offset=2 ** (bits - 1) if weights.values["symmetric"] else 0,
-        group_index_suffix="weight_g_idx" if activation_order in ("group", "dynamic") else None,
+        group_index_suffix="weight_g_idx" if has_order else None,
+        redundant_index_suffix=None if has_order else "weight_g_idx",
+        reason_for_order=(
+            f'by config.json actorder is {json.dumps(activation_order)}: set it to "group"'
+        ),
         group_size=weights.group_size() if is_grouped else -1,
         ignored_suffixes=("weight_shape", "weight_g_idx"),
     )

@@ -33,6 +33,8 @@ class StoredFormat:
         tensors that hold the codes, the scales, the zero points and the group of each input.
         Without stored zero points, each is `zero_offset`, which is added to stored ones; without an
         index, the inputs of a group follow one another.
+    redundant_index_suffix: of an index that may be stored nevertheless, and then must be in order.
+    reason_for_order: why it must, and what to change otherwise.
     dtype: that of codes: 32-bit words of several, or one number each.
     bits: of a code, and of a stored zero point.
     code_order: which of the codes of a word lies there, from the lowest bits on. Words hold zero
@@ -55,6 +57,8 @@ class StoredFormat:
     zeros_suffix: str | None = None
     zero_offset: int = 0
     group_index_suffix: str | None = None
+    redundant_index_suffix: str | None = None
+    reason_for_order: str = ""
     block_rows: int = 1
     group_size: int = -1
     has_whole_groups: bool = True

@@ -191,8 +191,8 @@ def _dtypes_of_codes(model: ModelConfig, expected_shapes: Collection[str]) -> di
 
 
 def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTensor]:
-    """Where each tensor of the model lies. Raises `ConfigError` unless the directory holds exactly
-    what `model` needs.
+    """Where each tensor of the model lies, and each index of groups that is stored without need.
+    Raises `ConfigError` unless the directory holds exactly what `model` needs.
 
     Of tied embeddings either one may be stored, or both if they are equal.
     """
@@ -251,7 +251,16 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
                 f" {'real numbers' if code_dtype is None else f'codes of dtype {code_dtype}'}; they"
                 " do not belong together"
             )
-    return {name: stored_tensors[name] for name in expected_shapes}
+    index_names = _redundant_indexes(model, stored_tensors)
+    return {name: stored_tensors[name] for name in (*expected_shapes, *index_names)}
+
+
+def _redundant_indexes(model: ModelConfig, names: Iterable[str]) -> list[str]:
+    """Tensors that say in which group each input is, though config.json says it too."""
+    if model.stored_format is None or model.stored_format.redundant_index_suffix is None:
+        return []
+    end = f".{model.stored_format.redundant_index_suffix}"
+    return [name for name in names if name.endswith(end)]
 
 
 def quantization_of_files(

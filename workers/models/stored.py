@@ -54,8 +54,8 @@ class StoredMatrix:
         stored_tensors: dict[str, StoredTensor],
         files: OpenFiles,
     ) -> None:
-        """Raises `ConfigError` when scales are not finite or the index of groups is damaged;
-        reading does when codes are not numbers.
+        """Raises `ConfigError` when scales are not finite, or the index of groups is damaged or
+        contradicts config.json; reading does when codes are not numbers.
         """
         self._format, self._name, self._shape = stored_format, name, shape
         self._stored_tensors, self._files = stored_tensors, files
@@ -144,9 +144,23 @@ class StoredMatrix:
                         f"names groups that do not exist; there are {num_groups}",
                     )
                 return group_X
-        return torch.arange(size_in) // (
+        ordered_group_X = torch.arange(size_in) // (
             size_in if stored_format.group_size == -1 else stored_format.group_size
         )
+        self._check_redundant_index(ordered_group_X)
+        return ordered_group_X
+
+    def _check_redundant_index(self, ordered_group_X: Tensor) -> None:
+        suffix = self._format.redundant_index_suffix
+        if suffix is None or tensor_name(self._name, suffix) not in self._stored_tensors:
+            return
+        group_X = self._read(suffix).long()
+        if -1 not in group_X and not torch.equal(group_X, ordered_group_X):
+            name = tensor_name(self._name, suffix)
+            raise ConfigError(
+                f"{self._stored_tensors[name].path}: {name} is not in order, but"
+                f" {self._format.reason_for_order}, or use a checkpoint whose files belong together"
+            )
 
     def _untransposed(self, tensor: Tensor) -> Tensor:
         return tensor.T if self._format.is_transposed else tensor

@@ -118,8 +118,9 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("group_size", [32, -1])
+@pytest.mark.parametrize("desc_act", [True, False])
 def test_an_index_that_was_never_filled_in_means_inputs_in_order(
-    tmp_path: Path, group_size: int
+    tmp_path: Path, group_size: int, desc_act: bool
 ) -> None:
     wanted = stored_model(tmp_path, group_size=group_size).state_dict()
     path = tmp_path / SINGLE_FILE_NAME
@@ -127,7 +128,7 @@ def test_an_index_that_was_never_filled_in_means_inputs_in_order(
     tensors |= {n: torch.full_like(t, -1) for n, t in tensors.items() if n.endswith("g_idx")}
     save_file(tensors, path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    raw["quantization_config"]["desc_act"] = True
+    raw["quantization_config"]["desc_act"] = desc_act
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = ModelConfig.from_dir(tmp_path)
     for piece in loaded(build(config, 0, 1), tmp_path, config):
@@ -176,6 +177,21 @@ def test_a_damaged_index_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / SINGLE_FILE_NAME)
     config = ModelConfig.from_dir(tmp_path)
     with pytest.raises(ConfigError, match=r"up_proj\.g_idx names groups that do not exist; .* 2\."):
+        loaded(build(config, 0, 1), tmp_path, config)
+
+
+@pytest.mark.parametrize("desc_act", [False, None])
+def test_an_index_that_contradicts_desc_act_is_refused(
+    tmp_path: Path, desc_act: bool | None
+) -> None:
+    stored_model(tmp_path, ordered=False)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["quantization_config"]["desc_act"] = desc_act
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = ModelConfig.from_dir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"_proj\.g_idx is not in order, but .* desc_act is false: set it to true"
+    ):
         loaded(build(config, 0, 1), tmp_path, config)
 
 

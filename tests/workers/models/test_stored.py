@@ -193,6 +193,21 @@ def test_codes_of_which_config_json_says_nothing_are_refused(
         check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
 
 
+@pytest.mark.parametrize(("order", "said"), [(None, "null"), ("static", '"static"')])
+def test_an_index_that_contradicts_actorder_is_refused(
+    tmp_path: Path, order: str | None, said: str
+) -> None:
+    stored_model(tmp_path, "pack_actorder")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = order
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ConfigError,
+        match=f'weight_g_idx is not in order, but .* actorder is {said}: set it to "group"',
+    ):
+        loaded(tmp_path, 0, 1)
+
+
 Change = Callable[[dict[str, torch.Tensor]], object]
 UP = "model.layers.0.mlp.up_proj."
 
