@@ -41,8 +41,9 @@ _EXPERT_MATRIX_PATTERN = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 _MERGED_GATE_UP_NAME, _MERGED_DOWN_NAME = "gate_up_proj", "down_proj"
 # Computed from config.json; old versions of transformers stored them.
 _COMPUTED_SUFFIX = ".rotary_emb.inv_freq"
-# Of tensors that only quantized checkpoints have: those of codes in words.
-_CODES_SUFFIXES = (".qweight", ".weight_packed")
+# Of tensors that only quantized checkpoints have: codes in words, scales, and the dtypes of others.
+_QUANTIZED_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")
+_QUANTIZED_DTYPES = (I8, F8_E4M3)
 _NUM_SAMPLES, _SAMPLE_BYTES = 16, 4096
 _MAX_LISTED_NAMES = 4  # names of tensors in a message
 _DOWNLOAD_AGAIN = "download or copy the checkpoint again"
@@ -197,13 +198,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     Of tied embeddings either one may be stored, or both if they are equal.
     """
     stored_tensors = read_headers(model_dir)
-    codes_names = {name for name in stored_tensors if name.endswith(_CODES_SUFFIXES)}
-    if codes_names and model.stored_format is None:
-        raise ConfigError(
-            f"{model_dir} holds {_listing(codes_names)}: its files are quantized, but its"
-            " config.json has no quantization_config, which says how. Use a checkpoint whose"
-            " config.json has one"
-        )
+    if model.stored_format is None:
+        _check_not_quantized(model_dir, stored_tensors)
     is_merged = any(
         name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored_tensors
     )
@@ -253,6 +249,21 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
             )
     index_names = _redundant_indexes(model, stored_tensors)
     return {name: stored_tensors[name] for name in (*expected_shapes, *index_names)}
+
+
+def _check_not_quantized(model_dir: Path, stored_tensors: Mapping[str, StoredTensor]) -> None:
+    """Raise `ConfigError` for files of codes, of which config.json says nothing."""
+    quantized_names = {
+        name
+        for name, tensor in stored_tensors.items()
+        if name.endswith(_QUANTIZED_SUFFIXES) or tensor.dtype in _QUANTIZED_DTYPES
+    }
+    if quantized_names:
+        raise ConfigError(
+            f"{model_dir} holds {_listing(quantized_names)}: its files are quantized, but its"
+            " config.json has no quantization_config, which says how. Use a checkpoint whose"
+            " config.json has one"
+        )
 
 
 def _redundant_indexes(model: ModelConfig, names: Iterable[str]) -> list[str]:

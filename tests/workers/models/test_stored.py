@@ -180,7 +180,13 @@ def test_a_matrix_may_be_left_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "part"), [("awq_32", "qweight"), ("pack_32_zeros", "weight_packed")]
+    ("name", "part"),
+    [
+        ("awq_32", "qweight"),
+        ("pack_32_zeros", "weight_packed"),
+        ("fp8_bfloat16_scales", "weight_scale_inv"),
+        ("float_channel", "weight_scale"),
+    ],
 )
 def test_codes_of_which_config_json_says_nothing_are_refused(
     tmp_path: Path, name: str, part: str
@@ -206,6 +212,18 @@ def test_an_index_that_contradicts_actorder_is_refused(
         match=f'weight_g_idx is not in order, but .* actorder is {said}: set it to "group"',
     ):
         loaded(tmp_path, 0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_codes_without_scales_or_a_config_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, SHAPE)
+    tensors = load_file(tmp_path / SINGLE_FILE_NAME)
+    tensors[f"{UP}weight"] = tensors[f"{UP}weight"].to(dtype)
+    save_file(tensors, tmp_path / SINGLE_FILE_NAME)
+    with pytest.raises(
+        ConfigError, match=r"holds .*\.up_proj\.weight: its files are quantized, but .* has no"
+    ):
+        check_checkpoint(tmp_path, ModelConfig.from_dir(tmp_path))
 
 
 Change = Callable[[dict[str, torch.Tensor]], object]
