@@ -13,11 +13,12 @@ decide which tensor is where.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import re
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +65,16 @@ class StoredTensor:
 
 
 def expected_tensors(
-    model: ModelConfig, *, has_merged_experts: bool = False, plain_names: Collection[str] = ()
+    model: ModelConfig,
+    *,
+    has_merged_experts: bool = False,
+    plain_names: Collection[str] = (),
+    source_name: str = "config.json",
 ) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor a checkpoint of this model must hold, in one of the two ways
     of storing experts. plain_names: matrices that are stored as they are in a quantized checkpoint.
-    Raises `ConfigError` for a matrix that the checkpoint's format cannot store.
+    Raises `ConfigError`, beginning with `source_name`, for a matrix that the checkpoint's format
+    cannot store.
     """
     hidden_size, q_size = model.hidden_size, model.num_attention_heads * model.head_dim
     kv_size = model.num_key_value_heads * model.head_dim
@@ -78,6 +84,7 @@ def expected_tensors(
     }
     if not model.tie_word_embeddings:
         tensors[_HEAD_NAME] = (model.vocab_size, hidden_size)
+    matrix_tensors = functools.partial(_matrix_tensors, model, plain_names, source_name)
     matrices = {
         "self_attn.q_proj": (q_size, hidden_size),
         "self_attn.k_proj": (kv_size, hidden_size),
@@ -88,11 +95,11 @@ def expected_tensors(
         layer = f"model.layers.{index}"
         shape_by_matrix = matrices
         if model.has_experts(index):
-            tensors |= _expert_tensors(model, f"{layer}.mlp", has_merged_experts, plain_names)
+            tensors |= _expert_tensors(model, f"{layer}.mlp", has_merged_experts, matrix_tensors)
         else:
             shape_by_matrix = matrices | _mlp_matrices("mlp", hidden_size, model.intermediate_size)
         for name, shape in shape_by_matrix.items():
-            tensors |= _matrix_tensors(model, f"{layer}.{name}.weight", shape, plain_names)
+            tensors |= matrix_tensors(f"{layer}.{name}.weight", shape)
             if model.attention_bias and name.startswith("self_attn"):
                 tensors[f"{layer}.{name}.bias"] = shape[:1]
         for name in ("q_norm", "k_norm"):
@@ -113,7 +120,10 @@ def _mlp_matrices(name: str, hidden_size: int, features: int) -> dict[str, tuple
 
 
 def _expert_tensors(
-    model: ModelConfig, mlp: str, is_merged: bool, plain_names: Collection[str]
+    model: ModelConfig,
+    mlp: str,
+    is_merged: bool,
+    matrix_tensors: Callable[[str, tuple[int, int]], dict[str, tuple[int, ...]]],
 ) -> dict[str, tuple[int, ...]]:
     """The router of a layer, which is never quantized, and its experts."""
     experts_config, hidden_size = model.experts, model.hidden_size
@@ -126,7 +136,7 @@ def _expert_tensors(
         return tensors
     for expert in range(num_experts):
         for name, shape in _mlp_matrices(f"{mlp}.experts.{expert}", hidden_size, features).items():
-            tensors |= _matrix_tensors(model, f"{name}.weight", shape, plain_names)
+            tensors |= matrix_tensors(f"{name}.weight", shape)
     return tensors
 
 
@@ -142,12 +152,16 @@ def merged_place(name: str) -> tuple[str, int, bool] | None:
 
 
 def _matrix_tensors(
-    model: ModelConfig, name: str, shape: tuple[int, int], plain_names: Collection[str]
+    model: ModelConfig,
+    plain_names: Collection[str],
+    source_name: str,
+    name: str,
+    shape: tuple[int, int],
 ) -> dict[str, tuple[int, ...]]:
     """The tensors that hold a matrix of a decoder layer."""
     if model.stored_format is None or name in plain_names:
         return {name: shape}
-    model.stored_format.check("config.json", name, shape)
+    model.stored_format.check(source_name, name, shape)
     return model.stored_format.tensor_shapes(name, shape)
 
 
@@ -204,7 +218,10 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
         name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored_tensors
     )
     expected_shapes = expected_tensors(
-        model, has_merged_experts=is_merged, plain_names=_plain_matrices(model, stored_tensors)
+        model,
+        has_merged_experts=is_merged,
+        plain_names=_plain_matrices(model, stored_tensors),
+        source_name=str(model_dir / "config.json"),
     )
     ignored_suffixes = (
         model.stored_format.ignored_suffixes if model.stored_format is not None else ()
