@@ -32,6 +32,10 @@ def read(config: Section) -> StoredFormat:
     group = config.section("config_groups").section(group_names[0])
     group.require("targets", ["Linear"])
     group.require("output_activations", None)
+    weights = group.section("weights")  # of which some formats and strategies do not read these
+    weights.require("actorder", None, "group", "dynamic", "weight", "static")
+    if weights.values.get("group_size") is not None:
+        weights.group_size()
     config.require("kv_cache_scheme", None)
     config.require("transform_config", None, {})  # rotations that a rank would have to compute
     config.section("sparsity_config").require("format", "dense", default="dense")
@@ -66,7 +70,7 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     group.require("input_activations", None)
     bits = weights.require("num_bits", 4, 8)
     is_grouped = weights.require("strategy", "group", "channel") == "group"
-    activation_order = weights.require("actorder", None, "group", "dynamic", "weight", "static")
+    activation_order = weights.values.get("actorder")
     has_order = activation_order in ("group", "dynamic")
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",

@@ -18,7 +18,7 @@ def read(config: Section) -> StoredFormat:
     config.require("pack_dtype", "int32", default="int32")
     config.require("lm_head", False, default=False)
     _check_dynamic_rules(config)
-    has_order = bool(config.values.get("desc_act"))
+    has_order = config.require("desc_act", True, False, default=False)
     return StoredFormat(
         name="GPTQ",
         codes_suffix="qweight",

@@ -173,10 +173,12 @@ class Section:
         return value
 
     def section(self, key: str) -> Section:
-        """The object under a key, empty if there is none."""
+        """The object under a key, empty if it is absent or null. Raises `ConfigError`."""
         values = self.values.get(key)
+        if values is not None and not isinstance(values, Mapping):
+            raise self.error(key, values, "that is an object")
         return Section(
-            values=values if isinstance(values, Mapping) else {},
+            values=values or {},
             source_name=self.source_name,
             format_name=self.format_name,
             prefix=f"{self.prefix}{key}.",

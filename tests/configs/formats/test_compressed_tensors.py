@@ -76,6 +76,11 @@ ANY: list[tuple[Edit, str]] = [
     (lambda c, g: c.update(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     (lambda c, g: c.update(transform_config={"config_groups": {}}), "transform_config"),
     (lambda c, g: c.update(sparsity_config={"format": "sparse-24"}), "sparsity_config.format"),
+    (lambda c, g: c.update(sparsity_config="dense"), "sparsity_config 'dense'; .* an object"),
+    (lambda c, g: c.update(config_groups=[g]), "config_groups .* that is an object"),
+    (lambda c, g: g["weights"].update(actorder="nope"), ".*weights.actorder 'nope'; .* 'group'"),
+    (lambda c, g: g["weights"].update(group_size=0), ".*weights.group_size 0"),
+    (lambda c, g: g["weights"].update(group_size="64"), ".*weights.group_size '64'"),
 ]
 INT8: list[tuple[Edit, str]] = [
     (lambda c, g: g["weights"].update(num_bits=4), ".*weights.num_bits 4"),
@@ -93,7 +98,6 @@ PACKED: list[tuple[Edit, str]] = [
         ".*weights.num_bits 3; compressed-tensors .* with num_bits 4 or 8",
     ),
     (lambda c, g: g["weights"].update(type="float"), ".*weights.type 'float'"),
-    (lambda c, g: g["weights"].update(group_size=0), ".*weights.group_size 0"),
     (lambda c, g: g["weights"].update(group_size=None), ".*weights.group_size None"),
     (lambda c, g: g["weights"].update(strategy="tensor"), ".*weights.strategy 'tensor'"),
     (lambda c, g: g.update(input_activations={"num_bits": 8}), ".*input_activations"),

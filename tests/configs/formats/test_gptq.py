@@ -55,6 +55,9 @@ def test_layers_may_be_left_out() -> None:
         ({"checkpoint_format": "marlin"}, "checkpoint_format 'marlin'; .* 'gptq' or 'gptq_v2'"),
         ({"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         ({"lm_head": True}, "lm_head True"),
+        ({"desc_act": "yes"}, "desc_act 'yes'; .* True or False"),
+        ({"desc_act": 1}, "desc_act 1"),
+        ({"dynamic": ["-:x"]}, r"dynamic \['-:x'\]; .* with dynamic that is an object"),
         ({"dynamic": {"+:.*mlp.*": {"bits": 8}}}, r"dynamic {'\+"),
     ],
 )
