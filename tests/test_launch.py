@@ -871,7 +871,8 @@ def test_doctor_counts_weights_in_the_form_in_which_they_are_kept(tmp_path: Path
     (tmp_path / "config.json").write_text(json.dumps(raw))
     lines, _ = cluster.commands.doctor._examine_model(str(tmp_path))
     # 6.95 billion parameters in 4 bits, with 3 bytes per 128; 1.24 billion of the vocabulary.
-    assert "a rank with --tp 1: 6.1 GB of weights in int4, as they are stored" in lines
+    assert "has no *.safetensors: the sizes are those that config.json tells of" in lines[1]
+    assert lines[2].startswith("a rank with --tp 1: 6.1 GB of weights in int4, as they are stored,")
 
 
 def test_doctor_says_how_many_gpus_a_model_needs(monkeypatch: pytest.MonkeyPatch) -> None:

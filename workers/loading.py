@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from configs.engine import ResolvedConfig
+from configs.quantization import Quantization
 from kernels.interface import Kernels
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import reason_to_unpack
@@ -37,6 +41,53 @@ class LoadedModel:
     weights_hash: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldForm:
+    """How ranks hold the matrices of a model. dtype: of those that `quantization` leaves out.
+    reason_to_unpack: why none of the checkpoint's codes are kept; None if they are, or there are
+    none.
+    """
+
+    quantization: Quantization | None
+    dtype: torch.dtype
+    reason_to_unpack: str | None
+
+
+def held_form(config: ResolvedConfig, model_dir: Path | None) -> HeldForm:
+    """The form that the files in `model_dir` allow; None if there are none yet, and `config` alone
+    decides. Raises `ConfigError`.
+    """
+    dtype, weight_dtype = torch_dtype(config.dtype), torch_dtype(config.weight_dtype)
+    quantization, reason = config.quantization, reason_to_unpack(config)
+    if model_dir is not None:
+        quantization, reason_of_files = quantization_of_files(
+            model_dir,
+            config.model,
+            quantization,
+            is_asked_for=config.engine.quantization is not None,
+        )
+        reason = reason or reason_of_files
+        weight_dtype = held_dtype(model_dir, config.model, dtype, weight_dtype, quantization)
+    return HeldForm(quantization=quantization, dtype=weight_dtype, reason_to_unpack=reason)
+
+
+def empty_model(
+    config: ResolvedConfig, form: HeldForm, group: TensorParallelGroup, kernels: Kernels
+) -> Qwen3:
+    """The model of one rank, whose weights are not loaded. On the device "meta" it takes no memory
+    and tells how much it would take.
+    """
+    return Qwen3(
+        config.model,
+        group,
+        kernels,
+        torch_dtype(config.dtype),
+        config.max_model_len,
+        form.quantization,
+        form.dtype,
+    )
+
+
 def load_model(
     config: ResolvedConfig, group: TensorParallelGroup, kernels: Kernels, progress: Progress
 ) -> LoadedModel:
@@ -45,34 +96,19 @@ def load_model(
     """
     model_dir = local_checkpoint(config)
     checkpoint_hash = fingerprint(model_dir)
-    dtype = torch_dtype(config.dtype)
-    weight_dtype = torch_dtype(config.weight_dtype)
-    if (reason := reason_to_unpack(config)) is not None and group.rank == 0:
+    form = held_form(config, model_dir)
+    if form.reason_to_unpack is not None and group.rank == 0:
         rounding_note = ""
-        if config.quantization is not None:
-            rounding_note = f" and rounded to other codes ({config.quantization.name})"
-        logger.warning("matrices are unpacked%s, because %s", rounding_note, reason)
+        if form.quantization is not None:
+            rounding_note = f" and rounded to other codes ({form.quantization.name})"
+        logger.warning("matrices are unpacked%s, because %s", rounding_note, form.reason_to_unpack)
     is_widened = config.engine.dtype == "auto" and config.model.dtype == "float16" != config.dtype
     if is_widened and group.rank == 0 and "bfloat16" in kernels.capabilities.fast_dtypes:
         logger.warning(
             "the checkpoint says float16, which is computed in float32 here; dtype bfloat16 is"
             " faster, takes half the memory where weights are not codes, and is less exact"
         )
-    quantization = quantization_of_files(
-        model_dir,
-        config.model,
-        config.quantization,
-        is_asked_for=config.engine.quantization is not None,
-    )
-    model = Qwen3(
-        config.model,
-        group,
-        kernels,
-        dtype,
-        config.max_model_len,
-        quantization,
-        held_dtype(model_dir, config.model, dtype, weight_dtype, quantization),
-    )
+    model = empty_model(config, form, group, kernels)
 
     def count(loaded_bytes: int) -> None:
         progress.loaded_bytes = loaded_bytes

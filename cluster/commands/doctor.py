@@ -7,6 +7,8 @@ import importlib.util
 import os
 import platform
 import shutil
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.client.model_files import find_directory
@@ -16,8 +18,11 @@ from configs.model import ModelConfig
 from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from configs.shapes import SHAPES
 from scheduler.errors import ConfigError
-from workers.configuration import has_cuda, resolve_config
-from workers.models.size import count_parameters, parameters_line
+from workers.configuration import find_kernels, has_cuda, resolve_config
+from workers.loading import HeldForm, empty_model, held_form
+from workers.models.size import parameters_line
+from workers.models.weights import PlainWeight
+from workers.parallel.group import TensorParallelGroup
 from workers.toolchain import toolchain_problems
 
 PACKAGES = (
@@ -26,7 +31,6 @@ PACKAGES = (
 )
 
 MIN_SHM_BYTES = 2**30
-_BYTES_PER_BF16_WEIGHT = 2  # of a weight in bfloat16
 
 
 def examine(model: str | None = None) -> tuple[list[str], list[str]]:
@@ -44,42 +48,77 @@ def _examine_model(name: str) -> tuple[list[str], list[str]]:
     """The parameters of a model, the bytes of each rank's weights, and where those fit; and the
     problem where that is nowhere.
     """
-    kept_quantization = None
+    model_dir = None
     if name in SHAPES:
         model = ModelConfig.from_dict(SHAPES[name])
-    elif (path := find_directory(name, option="--model")) is not None:
-        model = ModelConfig.from_dir(path)
-        device = "cuda" if has_cuda() else "cpu"
-        config = resolve_config(EngineConfig(model=name), model, path, device)
-        kept_quantization = config.quantization
+    elif (model_dir := find_directory(name, option="--model")) is not None:
+        model = ModelConfig.from_dir(model_dir)
     else:
         raise ConfigError(
             f"--model {name!r} is neither a directory nor a shape; shapes are {', '.join(SHAPES)}"
         )
     lines = [f"model {name}: {parameters_line(model)}"]
-    bytes_per_matrix_weight: float = _BYTES_PER_BF16_WEIGHT
-    weight_format = "bfloat16"
-    if kept_quantization is not None:
-        bytes_per_matrix_weight = kept_quantization.bytes_per_weight
-        weight_format = f"{kept_quantization.name}, as they are stored"
+    if model_dir is not None and not any(model_dir.glob("*.safetensors")):
+        lines.append(f"{name} has no *.safetensors: the sizes are those that config.json tells of")
+        model_dir = None
     rank_bytes = {}
     for num_ranks in model.possible_tensor_parallel_sizes():
-        rank_parameters = count_parameters(model, num_ranks)
-        vocabulary_bytes = _BYTES_PER_BF16_WEIGHT * rank_parameters.vocabulary
-        rank_bytes[num_ranks] = vocabulary_bytes + int(
-            bytes_per_matrix_weight * (rank_parameters.total - rank_parameters.vocabulary)
-        )
-        weights = f"{_gigabytes(rank_bytes[num_ranks])} of weights in {weight_format}"
-        if model.experts:
-            expert_bytes = _BYTES_PER_BF16_WEIGHT * rank_parameters.expert_parameters
-            weights += f", {_gigabytes(expert_bytes)} of experts"
-        lines.append(f"a rank with --tp {num_ranks}: {weights}")
+        weights = _rank_weights(name, model, model_dir, num_ranks)
+        rank_bytes[num_ranks] = weights.num_bytes
+        lines.append(f"a rank with --tp {num_ranks}: {weights.text}")
     fit_lines, fits = _examine_fit(rank_bytes)
     problem = (
         f"model {name} fits neither the memory of this machine nor its GPUs: use more machines, or"
         " a smaller model"
     )
     return [*lines, *fit_lines], [] if fits else [problem]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankWeights:
+    """The bytes of the weights of a rank, once they are packed, and what to say of them."""
+
+    num_bytes: int
+    text: str
+
+
+def _rank_weights(
+    name: str, model: ModelConfig, model_dir: Path | None, num_ranks: int
+) -> _RankWeights:
+    """Those of the first of `num_ranks` ranks, which has the most, with the default options: of a
+    model as the rank makes it, without memory. Raises `ConfigError`.
+    """
+    import torch
+
+    engine_config = EngineConfig(model=name, tensor_parallel_size=num_ranks)
+    device = "cuda" if has_cuda() else "cpu"
+    config = resolve_config(engine_config, model, model_dir or Path(name), device)
+    form = held_form(config, model_dir)
+    group = TensorParallelGroup(0, num_ranks, torch.device("meta"))
+    rank_model = empty_model(config, form, group, find_kernels(config))
+    bytes_by_part: dict[str, int] = defaultdict(int)
+    for piece in rank_model.slices():
+        bytes_by_part["experts" if ".experts." in piece.name else "other"] += piece.nbytes
+    vocabulary = rank_model.embedding.weight
+    is_tied = rank_model.head.is_tied
+    if is_tied and isinstance(vocabulary, PlainWeight) and vocabulary.is_copied_by_packing:
+        bytes_by_part["copy"] = vocabulary.values_YX.nbytes
+    num_bytes = sum(bytes_by_part.values())
+    text = f"{_gigabytes(num_bytes)} of weights in {_form_text(form)}"
+    if model.experts:
+        text += f", {_gigabytes(bytes_by_part['experts'])} of experts"
+    if "copy" in bytes_by_part:
+        text += f", {_gigabytes(bytes_by_part['copy'])} of a second copy of the tied embedding"
+    if form.reason_to_unpack is not None:
+        text += f"; unpacked, because {form.reason_to_unpack}"
+    return _RankWeights(num_bytes=num_bytes, text=text)
+
+
+def _form_text(form: HeldForm) -> str:
+    dtype_name = str(form.dtype).removeprefix("torch.")
+    if form.quantization is None:
+        return dtype_name
+    return f"{form.quantization.name}, as they are stored, and of the vocabulary in {dtype_name}"
 
 
 def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
@@ -89,13 +128,19 @@ def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
     import torch
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    verdict = _verdict(rank_bytes[1], memory_bytes)
-    lines = [f"memory of this machine, {_gigabytes(memory_bytes)}: {verdict}"]
+    sizes_by_verdict: dict[str, list[int]] = defaultdict(list)
+    for size, size_bytes in rank_bytes.items():
+        sizes_by_verdict[_verdict(size * size_bytes, memory_bytes)].append(size)
+    lines = []
+    for verdict, sizes in sizes_by_verdict.items():
+        condition = "" if len(sizes_by_verdict) == 1 else f"with --tp {', '.join(map(str, sizes))} "
+        lines.append(f"memory of this machine, {_gigabytes(memory_bytes)}: {condition}{verdict}")
     num_gpus = torch.cuda.device_count()
     gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
     share = EngineConfig().gpu_memory_utilization
-    fits = rank_bytes[1] < memory_bytes or any(
-        sum(size_bytes < share * each for each in gpu_bytes) >= size
+    fits = any(
+        size * size_bytes < memory_bytes
+        or sum(size_bytes < share * each for each in gpu_bytes) >= size
         for size, size_bytes in rank_bytes.items()
     )
     for i, memory_bytes in enumerate(gpu_bytes):

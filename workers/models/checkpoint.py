@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import logging
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -29,7 +28,6 @@ from configs.model import ModelConfig, read_json
 from configs.quantization import FP8, INT8, Quantization
 from scheduler.errors import ConfigError, UnreadableError
 
-logger = logging.getLogger(__name__)
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_FILE_NAME = "model.safetensors"
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
@@ -297,13 +295,13 @@ def quantization_of_files(
     quantization: Quantization | None,
     *,
     is_asked_for: bool = False,
-) -> Quantization | None:
-    """`quantization`, with what it must know of the files; None where these have matrices or
-    scales of another kind, so that all must be unpacked. Raises `ConfigError` for that if the user
-    asked for the quantization (and see `check_checkpoint`).
+) -> tuple[Quantization | None, str | None]:
+    """`quantization`, with what it must know of the files; or None, and why all must be unpacked:
+    these have matrices or scales of another kind. Raises `ConfigError` for that if the user asked
+    for the quantization (and see `check_checkpoint`).
     """
     if quantization is None or quantization.name == INT8 or not quantization.is_stored:
-        return quantization
+        return quantization, None
     assert model.stored_format is not None
     tensors = check_checkpoint(model_dir, model)
     scale_dtypes = {
@@ -317,10 +315,10 @@ def quantization_of_files(
         if name.endswith("_proj.weight") and not is_quantized(model, name, tensors)
     )
     if quantization.name == FP8 and not plain_names:
-        return quantization
+        return quantization, None
     for scale_dtype in (FLOAT16, BFLOAT16):
         if scale_dtypes == {scale_dtype} and not plain_names:
-            return dataclasses.replace(quantization, scale_dtype=scale_dtype)
+            return dataclasses.replace(quantization, scale_dtype=scale_dtype), None
     reason = f"scales are {sorted(scale_dtypes)}"
     if plain_names:
         reason = f"{plain_names[0]} is not quantized"
@@ -329,9 +327,7 @@ def quantization_of_files(
             f"quantization {quantization.name!r} is not possible for {model_dir}: {reason}. Leave"
             " it out, and the matrices are unpacked"
         )
-    num_bits = 8 if quantization.name == FP8 else 4
-    logger.warning("matrices are unpacked, not kept in %d bits, because %s", num_bits, reason)
-    return None
+    return None, reason
 
 
 def _check_tied(head: StoredTensor, embedding: StoredTensor) -> None:

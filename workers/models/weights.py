@@ -110,6 +110,12 @@ class PlainWeight:
     def rows(self, ids_T: Tensor) -> Tensor:
         return functional.embedding(ids_T, self.values_YX)
 
+    @property
+    def is_copied_by_packing(self) -> bool:
+        """Whether `packed` takes memory of its own."""
+        sample = torch.zeros(1, 1, dtype=self.values_YX.dtype)
+        return self.kernels.pack_weight(sample) is not sample
+
     def packed(self) -> Weight:
         packed_YX = self.kernels.pack_weight(self.values_YX)
         if packed_YX is self.values_YX:
