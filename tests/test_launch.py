@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -918,6 +919,21 @@ def test_too_little_shared_memory_is_a_clash(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("cluster.commands.doctor.shutil.disk_usage", lambda _: Usage)
     assert any("/dev/shm has 64 MiB free" in line for line in cluster.commands.doctor._problems())
+
+
+def test_a_full_disk_below_ray_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage_of = shutil.disk_usage
+    free_bytes = {str(tmp_path): 3 * 2**20}
+
+    def usage(path: Path) -> Any:
+        return SimpleNamespace(free=free_bytes.get(str(path)) or usage_of(path).free)
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("cluster.commands.doctor.shutil.disk_usage", usage)
+    said = [line for line in cluster.commands.doctor._problems() if str(tmp_path) in line]
+    assert len(said) == 1 and "has 3 MiB free" in said[0] and "RAY_TMPDIR" in said[0]
 
 
 def test_transformers_imports_beside_our_kernels() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.client.model_files import find_directory
+from cluster.resources.addresses import ray_folder
 from configs.engine import EngineConfig
 from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig
@@ -31,6 +32,7 @@ PACKAGES = (
 )
 
 MIN_SHM_BYTES = 2**30
+MIN_RAY_FOLDER_BYTES = 2**28
 
 
 def examine(model: str | None = None) -> tuple[list[str], list[str]]:
@@ -215,6 +217,13 @@ def _problems() -> list[str]:
         problems.append(
             f"/dev/shm has {free_shm_bytes / 2**20:.0f} MiB free; Ray's object store wants 1 GiB"
             " (docker: --shm-size)"
+        )
+    folder = ray_folder()
+    free_bytes = shutil.disk_usage(folder).free if folder.exists() else MIN_RAY_FOLDER_BYTES
+    if free_bytes < MIN_RAY_FOLDER_BYTES:
+        problems.append(
+            f"{folder} has {free_bytes / 2**20:.0f} MiB free; without room there, no process of Ray"
+            " can start. Make room, or name another folder in RAY_TMPDIR"
         )
     if has_cuda():
         problems += (f"GPU kernels: {missing_tool}" for missing_tool in toolchain_problems())

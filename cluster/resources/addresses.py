@@ -21,12 +21,16 @@ PROBE_TIMEOUT_S = 3.0
 MAX_PORT = 65_535
 
 
+def ray_folder() -> Path:
+    """The folder in which Ray keeps its own."""
+    return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
+
+
 def local_cluster_address() -> str | None:
     """The address that `ray start` recorded here, if something still listens there: a killed
     cluster leaves its record behind.
     """
-    folder = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"  # as Ray does
-    record = Path(folder) / "ray" / "ray_current_cluster"
+    record = ray_folder() / "ray" / "ray_current_cluster"
     try:
         address = record.read_text().strip()
     except OSError:
