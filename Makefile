@@ -8,8 +8,14 @@ TP ?= 2
 
 # Every program that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests of one process run beside those of several, and several targets beside each other.
+# Tests of one process run beside those of several, and targets that test beside each other, where
+# there is a way to let those with limits of time take turns.
+FLOCK := $(shell sh -c 'command -v flock')
+ifneq ($(FLOCK),)
+ifeq ($(filter-out check test test-units test-cluster test-programs test-nodes,$(MAKECMDGOALS)),)
 MAKEFLAGS += --jobs=8
+endif
+endif
 
 .PHONY: run test test-units test-cluster test-programs test-nodes test-clients check simulate soak screenshots bench \
     bench-throughput gpu-check clean
@@ -22,7 +28,7 @@ PYTEST := $(BIN)/python -m pytest
 # Among several processes, one takes neighbors, which share what they prepare; one that is done takes over from others.
 SHARED := --dist worksteal -m "not engine"
 # Only one of these runs at a time, because much of what they start is expected to answer soon.
-TIMED_PYTEST := $(if $(shell command -v flock),flock $(VENV)/.timed) $(PYTEST)
+TIMED_PYTEST := $(if $(FLOCK),$(FLOCK) --no-fork $(VENV)/.timed) $(PYTEST)
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 IN_BACKGROUND := $(BIN)/python -m tests.in_background

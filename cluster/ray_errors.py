@@ -81,17 +81,24 @@ def was_lost(ended_call: Future[Any]) -> bool:
 
 def _translated_error(error: Exception, action: str) -> EaglerayError:
     kind = kind_of(error)
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".:")
+    said = _summary(str(error)) or type(error).__name__
     if kind is ErrorKind.LOST_CALL:
-        return LostCallError(f"could not {action}: the connection was lost ({first_line})")
+        return LostCallError(f"could not {action}: the connection was lost ({said})")
     if kind is ErrorKind.NO_ROOM:
         return NoRoomError(
-            f"could not {action}: there is no room for it at the moment, try again later"
-            f" ({first_line})"
+            f"could not {action}: there is no room for it at the moment, try again later ({said})"
         )
     if kind is ErrorKind.LOST_PEER:
-        return DriverDiedError(f"could not {action}: the process has died ({first_line})")
+        return DriverDiedError(f"could not {action}: the process has died ({said})")
     return EngineDeadError(f"could not {action}: {error}")
+
+
+def _summary(text: str) -> str:
+    """The first line of what Ray says, and the last one where that has the error."""
+    lines = [line.strip().rstrip(".:") for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and "creation task" in lines[0]:
+        return f"{lines[0]}: {lines[-1]}"
+    return lines[0] if lines else ""
 
 
 def cause_of(error: Exception) -> Exception:

@@ -1,12 +1,13 @@
 """Which sequences may have crashed the ranks, and which must fail for it.
 
-A crash is a strike for the sequences that ran. `CLEARING_TOKENS` tokens without a crash clear a
-sequence. With two strikes it is a suspect: it runs alone until it is cleared, and begins when all
-steps of the one before it are read. Two more crashes alone without a token convict it, so a request
-that kills a rank whenever it runs fails alone, after four crashes. If it gets tokens between its
-crashes (its prompt runs, its decodes kill), four more convict it: a rank that dies by chance hits a
-sequence again before its next few tokens far more often than before its next one. Whoever asks for
-the same, such as another output of the same request, is convicted with it.
+A crash, as every loss of the ranks is called here, is a strike for the sequences that ran.
+`CLEARING_TOKENS` tokens without a crash clear a sequence. With two strikes it is a suspect: it runs
+alone until it is cleared, and begins when all steps of the one before it are read. Two more crashes
+alone without a token convict it, so a request that kills a rank whenever it runs fails alone, after
+four crashes. If it gets tokens between its crashes (its prompt runs, its decodes kill), four more
+convict it: a rank that dies by chance hits a sequence again before its next few tokens far more
+often than before its next one. Whoever asks for the same, such as another output of the same
+request, is convicted with it.
 
 A suspect whose mask is late gives up its turn and then runs beside others. Crashes there may be
 theirs, so only those alone convict. After two beside others it keeps its turn: the others wait for

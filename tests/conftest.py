@@ -96,7 +96,8 @@ def pytest_testnodeready(node: Any) -> None:
     """Keep what pytest captures in this process, which would be gone with it."""
     with suppress(OSError):
         path = Path(f"/proc/{node.gateway._io.popen.pid}/fd/{_STDERR_COPY}")
-        _captured_stderr[node.gateway.id] = path.open(errors="replace")
+        if path.is_file():  # with `-s` it is a terminal or a pipe
+            _captured_stderr[node.gateway.id] = path.open(errors="replace")
 
 
 @pytest.hookimpl(optionalhook=True)

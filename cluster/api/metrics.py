@@ -123,7 +123,10 @@ def engine_families(stats: EngineStats) -> list[MetricFamily]:
         samples: list[Sample] = [(name, (), float(getattr(stats, attribute)))]
         base_name = name.removesuffix("_total")
         families.append(MetricFamily(name=base_name, kind=kind, help=help, samples=samples))
-    name, help = "eagleray_queue_seconds", "From a request's arrival to its first step."
+    name, help = (
+        "eagleray_queue_seconds",
+        "From a request's arrival at the engine to its first step.",
+    )
     queue_samples: list[Sample] = [
         (f"{name}_sum", (), stats.queue_s),
         (f"{name}_count", (), float(stats.num_admitted)),

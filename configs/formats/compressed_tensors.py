@@ -33,7 +33,7 @@ def read(config: Section) -> StoredFormat:
     group.require("targets", ["Linear"])
     group.require("output_activations", None)
     weights = group.section("weights")  # of which some formats and strategies do not read these
-    weights.require("actorder", None, "group", "dynamic", "weight", "static")
+    weights.require("actorder", None, "group", "dynamic", "weight", "static", False, True)
     if weights.values.get("group_size") is not None:
         weights.group_size()
     config.require("kv_cache_scheme", None)
@@ -71,7 +71,7 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     bits = weights.require("num_bits", 4, 8)
     is_grouped = weights.require("strategy", "group", "channel") == "group"
     activation_order = weights.values.get("actorder")
-    has_order = activation_order in ("group", "dynamic")
+    has_order = activation_order in ("group", "dynamic", True)
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
         codes_suffix="weight_packed",

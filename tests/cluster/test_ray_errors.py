@@ -76,6 +76,17 @@ def test_a_message_has_the_first_line_of_what_ray_says(monkeypatch: pytest.Monke
     assert len(str(raised.value).splitlines()) == 1
 
 
+def test_an_error_in_the_creation_of_an_actor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "The actor died because of an error raised in its creation task, ray::Driver():"
+
+    def get(ref: object, timeout: float) -> None:
+        raise exceptions.RaySystemError(f"{said}\n  File a.py\nValueError: no such device\n")
+
+    monkeypatch.setattr(ray, "get", get)
+    with pytest.raises(DriverDiedError, match=r"creation task.*: ValueError: no such device\)$"):
+        result_of(object(), "start the engine")
+
+
 def method_raising(error: Exception) -> Any:
     def remote(*_: object) -> None:
         raise error

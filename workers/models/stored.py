@@ -155,7 +155,8 @@ class StoredMatrix:
         if suffix is None or tensor_name(self._name, suffix) not in self._stored_tensors:
             return
         group_X = self._read(suffix).long()
-        if -1 not in group_X and not torch.equal(group_X, ordered_group_X):
+        is_filled_in = -1 not in group_X and bool(group_X.any())  # both stand for none
+        if is_filled_in and not torch.equal(group_X, ordered_group_X):
             name = tensor_name(self._name, suffix)
             raise ConfigError(
                 f"{self._stored_tensors[name].path}: {name} is not in order, but"

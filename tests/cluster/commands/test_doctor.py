@@ -38,6 +38,11 @@ DTYPES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.commands.doctor.has_cuda", lambda: False)
+
+
 def write(model_dir: Path, kind: str, is_tied: bool = False, intermediate: int = 640) -> None:
     """A checkpoint of a kind, whose vectors and vocabulary have the dtype of its config.json."""
     dtype = getattr(torch, DTYPES[kind])

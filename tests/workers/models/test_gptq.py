@@ -118,14 +118,14 @@ def test_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("group_size", [32, -1])
-@pytest.mark.parametrize("desc_act", [True, False])
+@pytest.mark.parametrize(("desc_act", "filling"), [(True, -1), (False, -1), (False, 0)])
 def test_an_index_that_was_never_filled_in_means_inputs_in_order(
-    tmp_path: Path, group_size: int, desc_act: bool
+    tmp_path: Path, group_size: int, desc_act: bool, filling: int
 ) -> None:
     wanted = stored_model(tmp_path, group_size=group_size).state_dict()
     path = tmp_path / SINGLE_FILE_NAME
     tensors = load_file(path)
-    tensors |= {n: torch.full_like(t, -1) for n, t in tensors.items() if n.endswith("g_idx")}
+    tensors |= {n: torch.full_like(t, filling) for n, t in tensors.items() if n.endswith("g_idx")}
     save_file(tensors, path)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw["quantization_config"]["desc_act"] = desc_act
