@@ -8,49 +8,31 @@ TP ?= 2
 
 # Every program that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
-# Tests of one process run beside those of several, and targets that test beside each other, where
-# there is a way to let those with limits of time take turns.
-FLOCK := $(shell sh -c 'command -v flock')
-ifneq ($(FLOCK),)
-ifeq ($(filter-out check test test-units test-cluster test-programs test-nodes,$(MAKECMDGOALS)),)
-MAKEFLAGS += --jobs=8
-endif
-endif
 
-.PHONY: run test test-units test-cluster test-programs test-nodes test-clients check simulate soak screenshots bench \
-    bench-throughput gpu-check clean
+.PHONY: run test test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
+    gpu-check clean
 
 run: $(VENV)/.ready
 	$(BIN)/python launch.py generate --tp $(TP) "What is 47 + 38?" "What is 82 - 35?" \
 	    "What day comes after Tuesday?" "Count on from 17."
 
 PYTEST := $(BIN)/python -m pytest
-# Among several processes, one takes neighbors, which share what they prepare; one that is done takes over from others.
-SHARED := --dist worksteal -m "not engine"
-# Only one of these runs at a time, because much of what they start is expected to answer soon.
-TIMED_PYTEST := $(if $(FLOCK),$(FLOCK) --no-fork $(VENV)/.timed) $(PYTEST)
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
-IN_BACKGROUND := $(BIN)/python -m tests.in_background
 
-test: test-units test-cluster
-
-# All but tests/cluster.
-test-units: $(VENV)/.ready
-	$(IN_BACKGROUND) $(PYTEST) -n 2 $(SHARED) --ignore tests/cluster
-
-# The APIs, which wait a lot; then engines, one after another.
-test-cluster: $(VENV)/.ready
-	$(TIMED_PYTEST) -n 3 $(SHARED) tests/cluster
-	$(TIMED_PYTEST) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
+# Tests that start engines run one after another, the others in three processes, since some wait: a
+# process takes neighbors, which share what they prepare; one that is done takes over from others.
+test: $(VENV)/.ready
+	$(PYTEST) -n 3 --dist worksteal -m "not engine"
+	$(PYTEST) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
-	$(TIMED_PYTEST) -m programs $(ENGINE_TESTS)
+	$(PYTEST) -m programs $(ENGINE_TESTS)
 
 # Clusters of several nodes that are lost, cut off, brought up by ssh; most need root.
 test-nodes: $(VENV)/.ready
-	$(TIMED_PYTEST) -m nodes tests/cluster/nodes
+	$(PYTEST) -m nodes tests/cluster/nodes
 
 # Real client programs from PyPI and npm against the server; installs gigabytes below the user's cache.
 test-clients: $(VENV)/.ready
@@ -59,7 +41,7 @@ test-clients: $(VENV)/.ready
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(IN_BACKGROUND) $(BIN)/mypy
+	$(BIN)/mypy
 
 simulate: $(VENV)/.ready
 	$(BIN)/python -m tests.scheduler.simulate --seeds $(SEEDS)

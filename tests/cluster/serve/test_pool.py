@@ -40,7 +40,7 @@ from tests.cluster.client.test_outputs import LIMITS
 from tests.cluster.processes import wait_until
 from tests.scheduler.helpers import make_request
 
-ANSWER_LIMIT_S = 2.0  # of the recording engines
+ANSWER_LIMIT_S = 4.0  # of the recording engines; a busy machine may stand still for a second
 
 
 class FakeDriver:
