@@ -4,6 +4,7 @@ with the values that are stored, at every tensor-parallel size.
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,14 @@ from tests.stored_checkpoints import (
 )
 from tests.workers.conftest import config_of
 from tests.workers.test_exactness import run_logits
+from workers.loading import load_model
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.checkpoint import quantization_of_files
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import GroupedWeight, WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
+from workers.progress import Progress
 
 # 4 ranks cut the MLP within groups of 128, and heads within those of 64.
 SHAPE = Shape(name="four_bits", hidden=128, intermediate=640, heads=4, kv_heads=2, head_dim=32)
@@ -323,7 +326,9 @@ def test_products_with_rows_that_no_vocabulary_fills_are_zero(form: str, num_row
 
 
 @pytest.mark.parametrize("name", ["pack_32", "float_channel"])
-def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(tmp_path: Path, name: str) -> None:
+def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     weights, form = stored_model(tmp_path, name).state_dict(), form_of(name)
     matrix = "model.layers.1.mlp.down_proj."
     tensors = load_file(tmp_path / SINGLE_FILE_NAME)
@@ -333,6 +338,10 @@ def test_a_checkpoint_with_a_plain_matrix_is_widened_and_says_so(tmp_path: Path,
     config = config_of(tmp_path)
     kept, reason = quantization_of_files(tmp_path, config.model, config.quantization)
     assert (kept, reason) == (None, f"{matrix}weight is not quantized")
+    group = TensorParallelGroup(0, 1, torch.device("cpu"))
+    with caplog.at_level(logging.WARNING):
+        load_model(config, group, CPU_KERNELS, Progress())
+    assert f"matrices are unpacked, because {matrix}weight is not quantized" in caplog.text
     refusal = (
         f"'{form}' is not possible .* {re.escape(matrix)}weight is not quantized. Leave it out"
     )
