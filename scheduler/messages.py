@@ -33,7 +33,8 @@ class Request:
     back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the driver
     got it, by its scheduler's clock; until then it says nothing. Only requests with the same
     `cache_salt` share blocks. `structural_tag` is the grammar that its output must match, for the
-    driver's `Grammars`: the JSON of a structural tag of xgrammar; empty if any output will do.
+    driver's `Grammars`, in whatever form it was given: the JSON of a structural tag of xgrammar;
+    empty if any output will do.
     """
 
     request_id: str

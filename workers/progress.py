@@ -30,8 +30,8 @@ class Progress:
     def describe(self) -> str:
         """For a message."""
         if self.phase == "load":
-            read = f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
-            return f"{read}, {self.num_packed_matrices} matrices packed"
+            loaded_text = f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
+            return f"{loaded_text}, {self.num_packed_matrices} matrices packed"
         if self.phase == "steps":
             return f"step {self.step_id}, layer {self.layer}"
         return self.phase

@@ -64,7 +64,7 @@ class Job:
     includes_usage: bool
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
-    # Log probabilities of each token of the prompt, in each output.
+    # How many log probabilities of each token of the prompt are wanted, in each output.
     logprobs_per_prompt_token: int = 0
     ignored: tuple[str, ...] = ()  # names of what the request holds and the model does not get
 

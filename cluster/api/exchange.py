@@ -153,12 +153,14 @@ class Exchange:
 
     def _comment_if_silent(self, earlier_write_s: float, pause_s: float) -> None:
         if self.last_write_s == earlier_write_s:
-            self._comment_task = asyncio.create_task(self._send_comment())
-        self.keep_alive(pause_s)
+            self._comment_task = asyncio.create_task(self._send_comment(pause_s))
+        else:
+            self.keep_alive(pause_s)
 
-    async def _send_comment(self) -> None:
+    async def _send_comment(self, pause_s: float) -> None:
         await self.send_events(b": waiting\n\n")
         self._was_comment_last = True
+        self.keep_alive(pause_s)
 
     def end_keep_alive(self) -> None:
         for pending in (self._timer, self._comment_task):

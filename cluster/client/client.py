@@ -97,15 +97,15 @@ class Client:
         """`submit` on another thread. If this is canceled, what it has submitted is aborted."""
         # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
         # it with that. The threads of an executor have no context.
-        submit = self.submit if self._send_async is None else self._build
-        build = functools.partial(submit, prompts, params, sinks)
+        make = self.submit if self._send_async is None else self._build
+        make_generations = functools.partial(make, prompts, params, sinks)
         # Other requests must not wait while grammars are compiled.
         all_params = params if isinstance(params, list | tuple) else [params]
         has_grammar = any(
             isinstance(p, SamplingParams) and p.structured_outputs for p in all_params
         )
         executor = self._compile_executor if has_grammar else self._send_executor
-        job = executor.submit(build)
+        job = executor.submit(make_generations)
         submit_future = asyncio.wrap_future(job)
         if self._send_async is not None:
             send_coroutine = self._send_built(submit_future)

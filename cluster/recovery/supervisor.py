@@ -279,8 +279,9 @@ class Supervisor:
             and not self._distrust_reason
             and standby_group.has_cache_of(lost_group)
         )
-        if self._distrust_reason:
-            logger.warning("the KV cache is computed again: %s", self._distrust_reason)
+        if not self._cache_survives:
+            reason = self._distrust_reason or "no group stood by that has it"
+            logger.warning("the KV cache is computed again: %s", reason)
         if standby_group is not None:
             self._group = standby_group
             self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)

@@ -63,7 +63,7 @@ def _panel_product(
         num_steps = x_stride // STEP_BYTES
         sums = np.zeros(num_rows * width + _ALIGNMENT_BYTES, sum_type)
         first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
-        rows_of_sums = sums.ctypes.data + 4 * first_sum, 4 * width
+        sums_operand = sums.ctypes.data + 4 * first_sum, 4 * width
         if widens:
             totals, widened = np.zeros_like(sums), np.empty(steps_per_chunk * width, np.float32)
         for first_step in range(0, num_steps, steps_per_chunk):
@@ -71,8 +71,8 @@ def _panel_product(
             x = x_TX.ctypes.data + first_step * STEP_BYTES, x_stride, x_TX[0, 0]
             chunk_address = address + panel * panel_bytes + first_step * step_bytes
             chunk = chunk_address, step_bytes, element
-            next_address = chunk_address + (end_step - first_step) * step_bytes
-            operands = x, chunk, rows_of_sums, end_step - first_step, next_address
+            prefetch_address = chunk_address + (end_step - first_step) * step_bytes
+            operands = x, chunk, sums_operand, end_step - first_step, prefetch_address
             if widens:
                 _add_chunk_product(num_rows, *operands, widened.ctypes.data)
                 if end_step == num_steps or end_step % _STEPS_PER_SPAN == 0:
@@ -95,7 +95,7 @@ def _add_chunk_product(
     chunk: tuple[int, int, Any],
     sums: tuple[int, int],
     num_steps: int,
-    next_address: int,
+    prefetch_address: int,
     widened_address: int,
 ) -> None:
     """Add the products with a chunk of weights; operands as `add_tile`'s. The first tile widens the
@@ -103,14 +103,16 @@ def _add_chunk_product(
     """
     num_tiles = (num_rows + _MAX_HEIGHT - 1) // _MAX_HEIGHT
     height = (num_rows + num_tiles - 1) // num_tiles
-    add_tile(1, _MAX_HEIGHT, 1, height, x, chunk, sums, num_steps, next_address, widened_address)
+    add_tile(
+        1, _MAX_HEIGHT, 1, height, x, chunk, sums, num_steps, prefetch_address, widened_address
+    )
     _add_other_rows(
         num_rows - height,
         (x[0] + height * x[1], x[1], x[2]),
         (widened_address, VECTOR_BYTES, np.float32(0)),
         (sums[0] + height * sums[1], sums[1]),
         num_steps,
-        next_address,
+        prefetch_address,
     )
 
 

@@ -77,9 +77,9 @@ class MessageWriter:
         parser = AnswerParser(self._initial_state, looks_for_calls=self._looks_for_calls)
         pieces = list(parser.pieces(completion.text))
         pieces.append(parser.finish(is_cut_off=completion.is_cut_off))
-        values = (value for piece in pieces for value in _texts_and_calls(piece))
+        texts_and_calls = (entry for piece in pieces for entry in _texts_and_calls(piece))
         content: list[dict[str, Any]] = []
-        for kind, group in itertools.groupby(values, operator.itemgetter(0)):
+        for kind, group in itertools.groupby(texts_and_calls, operator.itemgetter(0)):
             if kind == "tool_use":
                 content += [_tool_use(call) | {"input": _input(call)} for _, call in group]
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import socket
 import subprocess
@@ -551,9 +552,18 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
     with serve(step_s=0.4, limits=ApiLimits(ping_interval_s=0.1)) as server:
         asked = {"messages": [USER], "stream": True, "max_tokens": 3}
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=asked) as answer:
-            lines = [line for line in answer.iter_lines() if line]
+            times_and_lines = [
+                (time.monotonic(), line) for line in answer.iter_lines() if line not in ("", ":")
+            ]
+        lines = [line for _, line in times_and_lines]
         assert lines[-1] == "data: [DONE]"
         assert 3 <= lines.count(": waiting") <= 16, lines
+        pauses_s = [
+            later_s - earlier_s
+            for (earlier_s, earlier), (later_s, later) in itertools.pairwise(times_and_lines)
+            if earlier == later == ": waiting"
+        ]
+        assert min(pauses_s) < 0.15, pauses_s
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0)
         chunks = list(client.chat.completions.create(model="tiny", **asked))  # type: ignore[call-overload]
         assert chunks[-1].choices[0].finish_reason == "length"
