@@ -20,7 +20,7 @@ MAX_IDLE_FOLLOWERS = 8  # followers that are kept for the next request with the 
 
 class GrammarMatching:
     """`Grammars` by a helper process, which is started by the follower of the first constrained
-    request. The engine's thread calls it; the lock is shared with the threads of the followers.
+    request. The engine's thread calls it, but for `close`; followers' threads share the lock.
     """
 
     def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:

@@ -279,9 +279,6 @@ class Supervisor:
             and not self._distrust_reason
             and standby_group.has_cache_of(lost_group)
         )
-        if not self._cache_survives:
-            reason = self._distrust_reason or "no group stood by that has it"
-            logger.warning("the KV cache is computed again: %s", reason)
         if standby_group is not None:
             self._group = standby_group
             self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)
@@ -322,6 +319,9 @@ class Supervisor:
         self.recovery.note_assembled()
         seconds = self._clock() - self._assembly_began_s
         logger.warning("epoch %d serves, assembled in %.2f s", group.epoch, seconds)
+        if not self._cache_survives:
+            reason = self._distrust_reason or "no group stood by that has it"
+            logger.warning("the KV cache is computed again: %s", reason)
         self._is_serving = True
         self._on_group_ready(group, self._cache_survives)
 

@@ -557,7 +557,7 @@ def test_a_silent_stream_is_kept_alive_with_comments() -> None:
             ]
         lines = [line for _, line in times_and_lines]
         assert lines[-1] == "data: [DONE]"
-        assert 3 <= lines.count(": waiting") <= 16, lines
+        assert lines.count(": waiting") >= 3, lines
         pauses_s = [
             later_s - earlier_s
             for (earlier_s, earlier), (later_s, later) in itertools.pairwise(times_and_lines)

@@ -231,12 +231,17 @@ def test_the_log_tells_a_lost_epoch_from_one_that_has_not_begun(
     world.start_failures = deque([WorkerError("start failed")])
     world.wrong = "rank 1 died"
     turns(supervisor, world, 20.0)
-    lines = [record.getMessage() for record in caplog.records if "epoch" in record.getMessage()]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if "epoch" in record.getMessage() or "KV cache" in record.getMessage()
+    ]
     assert lines[:2] == [
         "epoch 0 is lost: rank 1 died",
         "epoch 1 has not begun: the next group could not be assembled: start failed",
     ]
     assert lines[2].startswith("epoch 1 serves")
+    assert lines[3:] == ["the KV cache is computed again: no group stood by that has it"]
 
 
 @pytest.mark.parametrize(
