@@ -44,10 +44,11 @@ HEALTH_MARGIN_S = 5.0
 # replaced within 10 s.
 DRIVER_CHECK_PERIOD_S = 2.0
 
-# Calls for counters: an engine's replica calls its driver, the API the engines, a client the API,
-# and one API all the others.
+# Calls for counters: an engine's replica calls its driver, the API the engines (on its event loop,
+# for which one of its threads waits), a client the API, and one API all the others.
 ENGINE_STATS_TIMEOUT_S = 1.0
 POOL_STATS_TIMEOUT_S = 1.5
+POOL_THREAD_TIMEOUT_S = 1.75
 API_STATS_TIMEOUT_S = 2.0
 GATHER_TIMEOUT_S = 5.0
 

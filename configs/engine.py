@@ -80,9 +80,9 @@ class EngineConfig:
         " exact. int4: weights in 4 bits, rounded in groups of 128 inputs, the least exact; on CPUs"
         " the fastest for one row. fp8: weights in 8 bits (e4m3), rounded in blocks of 128 x 128;"
         " on CPUs slower than bfloat16 from about 4 rows on. int4 and fp8 are not measured on GPUs."
-        " Checkpoints of 4 bits without desc_act, of FP8, and those of compressed-tensors in the"
-        " format of int8 are kept as they are unless this option says otherwise; it rounds the"
-        " values that others store (the log says so).",
+        " Checkpoints of 4 bits without desc_act and of FP8 are kept as they are unless this"
+        " option says otherwise; those of compressed-tensors in the format of int8 always are. It"
+        " rounds the values that others store (the log says so).",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

@@ -33,7 +33,7 @@ class ServeConfig:
     )
     api_replicas: int = option(
         1,
-        help="Processes that answer HTTP; on one machine all of them listen on the port.",
+        help="Processes that answer HTTP; in a Ray of its own all of them listen on the port.",
         at_least=1,
         at_most=MAX_REPLICAS,
     )

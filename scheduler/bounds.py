@@ -56,7 +56,8 @@ HTTP_BOUNDS: Mapping[str, Bound] = {
     "head time": Bound(
         30,
         "seconds",
-        "from the first byte of a connection or request to the end of its head",
+        "from the beginning of a connection, or the first byte of a later request, to the end of"
+        " its head",
         "connections that send nothing must not use up the descriptors",
     ),
     "rest time": Bound(
@@ -161,7 +162,7 @@ FIELD_BOUNDS: Mapping[str, Bound] = {
     "tokenized text": Bound(
         MIB,
         "characters",
-        "text of `/tokenize` and `/v1/messages/count_tokens`",
+        "text of `/tokenize`, `/v1/messages/count_tokens` and `/v1/responses/input_tokens`",
         "a token takes 350 bytes while it is made; prompts are bounded by the context",
     ),
     "alternatives": Bound(

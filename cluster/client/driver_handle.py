@@ -187,11 +187,14 @@ class DriverHandle:
             self._run_on_sender(self._send_finish, self.actor, request_ids, reason, *submit_refs)
 
     def _accept(self, actor: Any, requests: list[Request], registration_number: int) -> bool:
-        """Note that this driver has the requests. False if it has been replaced since."""
+        """Note that this driver has the requests. False if it has been replaced since, or nobody
+        would ask it for news any more.
+        """
         with self._change_condition:
-            if actor is self.actor:
+            has_them = actor is self.actor and not self.is_closed
+            if has_them:
                 self._outstanding_requests.accept(requests, registration_number)
-            return actor is self.actor
+            return has_them
 
     def _submit_to(self, actor: Any, requests: list[Request], refs: list[Any] | None) -> int:
         """Returns the number under which the driver knows this frontend."""

@@ -177,14 +177,14 @@ class Frontend:
             self._deliver(deltas)
             lost_error = _lost_error_in(deltas)
             if lost_error is not None and self._on_dead is not None:
-                self._on_dead(self._outstanding_requests.take(only_accepted=True), lost_error)
+                self._hand_over(lost_error)
         except (DriverDiedError, NoAnswerError) as error:
             self._replace_or_fail(actor, error)
         except EaglerayError as error:
             if actor is not self.driver_handle.actor:
                 pass  # the next one has what is outstanding
             elif isinstance(error, EngineLostError) and self._on_dead is not None:
-                self._on_dead(self._outstanding_requests.take(only_accepted=True), error)
+                self._hand_over(error)
             else:
                 self._fail_outstanding(error)
         except Exception as error:  # a bug here must not leave callers waiting
@@ -205,10 +205,18 @@ class Frontend:
             if self._on_dead is None:
                 self._fail_outstanding(failure)
             else:
-                generations = self._outstanding_requests.take(only_accepted=True)
-                if not isinstance(error, DriverDiedError):  # it may still run them
-                    self.finish(generations)
-                self._on_dead(generations, failure)
+                self._hand_over(failure, may_still_run=not isinstance(error, DriverDiedError))
+
+    def _hand_over(self, error: EaglerayError, *, may_still_run: bool = False) -> None:
+        """Close this frontend, and give what the driver had to `on_dead`. What a thread is sending
+        now is not accepted any more: that thread sends it elsewhere.
+        """
+        assert self._on_dead is not None
+        self.driver_handle.close()
+        generations = self._outstanding_requests.take(only_accepted=True)
+        if may_still_run:
+            self.finish(generations)
+        self._on_dead(generations, error)
 
     def _deliver(self, deltas: Deltas) -> None:
         """Pass news on to the outputs."""

@@ -24,7 +24,7 @@ from cluster.ray_errors import NoAnswerError
 from cluster.serve.calls import answers_in_time
 from cluster.serve.leases import RETRY_PAUSE_S, EngineLeases, RoutedRequest
 from cluster.serve.senders import RequestSender
-from cluster.timeouts import POOL_STATS_TIMEOUT_S
+from cluster.timeouts import POOL_STATS_TIMEOUT_S, POOL_THREAD_TIMEOUT_S
 from scheduler.errors import EaglerayError, EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
@@ -116,13 +116,13 @@ class EnginePool:
 
     def stats(self) -> EngineStats:
         """The counters of all engines, added up. Raises `OverloadedError` if none answers."""
-        return merged_stats(self._run(self.all_stats(), POOL_STATS_TIMEOUT_S))
+        return merged_stats(self._run(self.all_stats(), POOL_THREAD_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
         """The steps of one of the engines: those of several do not fit into one list. Raises
         `OverloadedError` if none answers.
         """
-        answers = self._run(self._ask_engines("records", seconds), POOL_STATS_TIMEOUT_S)
+        answers = self._run(self._ask_engines("records", seconds), POOL_THREAD_TIMEOUT_S)
         if not answers:
             raise OverloadedError(NO_ANSWER_MESSAGE)
         records: list[StepRecord] = answers[0]

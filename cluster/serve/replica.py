@@ -28,7 +28,13 @@ from cluster.api.metrics import MetricFamily, engine_families
 from cluster.client.allocator import return_large_allocations
 from cluster.client.client import Client
 from cluster.client.outputs import Chunk, RequestOutput
-from cluster.client.prompts import Message, Prompt, as_prompt_list, conversations
+from cluster.client.prompts import (
+    Message,
+    Prompt,
+    as_prompt_list,
+    broadcast_params,
+    conversations,
+)
 from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.start import EngineProcesses
 from cluster.ranks.processes import end_with_parent
@@ -56,7 +62,7 @@ def installed_version() -> str:
 
 
 class ApiReplica:
-    """Run by Ray Serve. The methods have the arguments and results of those of `LLM`."""
+    """Run by Ray Serve. Other programs call `generate`, `chat`, `stream` and `stream_chat`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ServeConfig, engines: DeploymentHandle[Any] | None = None
@@ -120,11 +126,14 @@ class ApiReplica:
         return self._api
 
     async def generate(
-        self, prompts: Prompt | Seq[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """As `LLM.generate`."""
         prompt_list = as_prompt_list(prompts)
-        with self._api.admission.admit(len(prompt_list) * _num_outputs(sampling_params)):
+        params_per_prompt = broadcast_params(sampling_params, len(prompt_list))
+        with self._api.admission.admit(sum(map(_num_outputs, params_per_prompt))):
             return await self._client.wait_async(
                 await self._client.submit_async(prompt_list, sampling_params)
             )
@@ -132,7 +141,7 @@ class ApiReplica:
     async def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """As `LLM.chat`."""
         return await self.generate(conversations(messages), sampling_params)
@@ -143,8 +152,9 @@ class ApiReplica:
         """As `LLM.stream`, for handles with `stream=True`. A chat is streamed with the prompt
         `{"messages": ...}`.
         """
-        with self._api.admission.admit(_num_outputs(sampling_params)):
-            async with self._client.stream([prompt], sampling_params) as (_, chunks):
+        [params] = broadcast_params(sampling_params, 1)
+        with self._api.admission.admit(_num_outputs(params)):
+            async with self._client.stream([prompt], params) as (_, chunks):
                 while prompts_and_chunks := await chunks.next():
                     for _, chunk in prompts_and_chunks:
                         yield chunk

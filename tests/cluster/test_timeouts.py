@@ -43,6 +43,7 @@ def test_each_who_asks_for_counters_waits_longer_than_whom_it_asks() -> None:
     order = [
         timeouts.ENGINE_STATS_TIMEOUT_S,
         timeouts.POOL_STATS_TIMEOUT_S,
+        timeouts.POOL_THREAD_TIMEOUT_S,
         timeouts.API_STATS_TIMEOUT_S,
         timeouts.GATHER_TIMEOUT_S,
     ]

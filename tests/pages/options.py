@@ -47,8 +47,9 @@ ENVIRONMENT_SECTION = """\
 ENVIRONMENT_VARIABLES = {
     "EAGLERAY_API_KEY": "the key that clients of `serve` must send, where other users of the"
     " machine can read command lines",
-    "EAGLERAY_CACHE_DIR": "where compiled CPU kernels are kept, by default `~/.cache/eagleray`, or"
-    " below `TMPDIR` where that cannot be written; all clones of one version share them",
+    "EAGLERAY_CACHE_DIR": "where compiled CPU kernels are kept, by default `eagleray` in"
+    " `XDG_CACHE_HOME` or `~/.cache`, or below `TMPDIR` where that cannot be written; all clones of"
+    " one version share them",
     "OMP_WAIT_POLICY=passive": "on a CPU: torch's threads, which compute products of many rows,"
     " sleep as soon as they have nothing to do, and not after 0.1 ms. Set it before the engine"
     " starts",

@@ -372,6 +372,37 @@ def test_a_request_whose_sending_ends_after_the_close_is_aborted_too(
     wait_until(lambda: aborted(driver) == set(generation.request_ids))
 
 
+def test_a_request_that_is_accepted_while_its_engine_is_lost_is_left_to_whoever_sent_it(
+    owner: Owner, builder: RequestBuilder
+) -> None:
+    """It is not among those that move: the driver had answered, but the frontend did not know."""
+    driver, moved, is_lost, is_sent = owner.drivers[0], [], threading.Event(), threading.Event()
+
+    def move(generations: list[Generation], error: EaglerayError) -> None:
+        moved.extend(generations)
+        is_lost.set()
+        assert is_sent.wait(WAIT_S)
+        made.close()
+
+    made = Frontend(driver, on_dead=move)
+    first = ask(made, builder, [])
+    submit = driver.submit.remote
+
+    def answer_late(*arguments: Any) -> Any:
+        answer = submit(*arguments)()
+        driver.poll_failure = DEAD
+        assert is_lost.wait(WAIT_S)
+        return answer
+
+    driver.submit = Remote(answer_late)
+    second = builder.build([1, 2, 3], None, None)
+    with pytest.raises(EngineDeadError, match="was shut down"):
+        made.submit([second])
+    is_sent.set()
+    made.join(WAIT_S)
+    assert moved == [first] and not second.done_future.done()
+
+
 def test_requests_that_fail_here_do_not_run_on_there(
     owner: Owner, frontend: Frontend, builder: RequestBuilder
 ) -> None:

@@ -35,6 +35,8 @@ from scheduler.errors import (
     OverloadedError,
     RequestError,
 )
+from scheduler.messages import EngineStats
+from tests.cluster.api.test_metrics import stats_of_engine
 from tests.cluster.client.test_client import Notes
 from tests.cluster.client.test_outputs import LIMITS
 from tests.cluster.processes import wait_until
@@ -357,6 +359,29 @@ def test_while_there_is_no_engine_whoever_asks_for_its_state_is_told_so(
     with pytest.raises(OverloadedError, match=r"^no engine answers$"):
         pool.records(1.0)
     assert asyncio.run_coroutine_threadsafe(pool.all_stats(), loop).result(5) == []
+
+
+def test_an_engine_that_hangs_does_not_hide_the_counters_of_the_others(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`answers_in_time` waits for it as long as it may."""
+
+    class Call:
+        def __init__(self, answer: EngineStats | None) -> None:
+            self.answer = answer
+
+        async def get_async(self) -> EngineStats | None:
+            if self.answer is None:
+                await asyncio.Event().wait()
+            return self.answer
+
+    async def calls() -> list[Any]:
+        return [Call(None), Call(counters)]
+
+    counters, leases = stats_of_engine(step_age_s=0.1), FakeLeases()
+    monkeypatch.setattr(leases, "_fetch_replica_results_async", calls)
+    pool = make_pool(loop, leases, monkeypatch)
+    assert pool.stats().num_free_blocks == counters.num_free_blocks
 
 
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(
