@@ -81,8 +81,9 @@ class EngineConfig:
         " the fastest for one row. fp8: weights in 8 bits (e4m3), rounded in blocks of 128 x 128;"
         " on CPUs slower than bfloat16 from about 4 rows on. int4 and fp8 are not measured on GPUs."
         " Checkpoints of 4 bits without desc_act and of FP8 are kept as they are unless this"
-        " option says otherwise; those of compressed-tensors in the format of int8 always are. It"
-        " rounds the values that others store (the log says so).",
+        " option says otherwise; those of compressed-tensors in the format of int8 always are, and"
+        " another value is refused. The option rounds the values that others store (the log says"
+        " so).",
         choices=QUANTIZATIONS,
     )
     kv_cache_dtype: str = option(

@@ -213,7 +213,7 @@ class SamplingParams:
         high=2**31 - 1,
         is_integer=True,
         help="Longest output; 256 if unset, over HTTP 16 for completions and the rest of the"
-        " context for chats and responses, as in `chat`.",
+        " context for chats and responses, as in `launch.py chat`.",
     )
     ignore_eos: bool | None = _parameter(False, help="Do not end at an end-of-sequence token.")
     logprobs: int | None = _parameter(

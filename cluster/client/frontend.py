@@ -52,7 +52,8 @@ class Frontend:
         driver's cluster. `replace` takes a driver that has died or does not answer, the reason, and
         whether there was any news from it; it returns a new driver, or raises. `answer_limit_s`:
         how long the driver may take beyond what it was asked to wait. `on_dead` gets the requests
-        that the driver had, and the reason, if there will be no other driver; without it they fail.
+        that the driver had, and the reason, if there will be no other driver, and this frontend is
+        closed; without it they fail.
         It runs on the polling thread. With it, the engine is somebody else's and outlives this
         frontend, so it is told of every request that it no longer needs to run, even after `close`.
         `recovery_waits_for`: what the replacement of a driver waits for, in one line.
@@ -200,7 +201,7 @@ class Frontend:
                 logger.exception("the driver could not be replaced")
                 failure = _frontend_error(caught_error)
             with self._change_condition:
-                # No other will come; a new request tries again.
+                # No other will come; without `on_dead` a new request tries again.
                 self.driver_handle.dead_actor = None
             if self._on_dead is None:
                 self._fail_outstanding(failure)

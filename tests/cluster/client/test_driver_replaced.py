@@ -373,7 +373,7 @@ def test_a_request_whose_sending_ends_after_the_close_is_aborted_too(
 
 
 def test_a_request_that_is_accepted_while_its_engine_is_lost_is_left_to_whoever_sent_it(
-    owner: Owner, builder: RequestBuilder
+    owner: Owner, builder: RequestBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not among those that move: the driver had answered, but the frontend did not know."""
     driver, moved, is_lost, is_sent = owner.drivers[0], [], threading.Event(), threading.Event()
@@ -385,6 +385,13 @@ def test_a_request_that_is_accepted_while_its_engine_is_lost_is_left_to_whoever_
         made.close()
 
     made = Frontend(driver, on_dead=move)
+    take = made._outstanding_requests.take
+
+    def take_after_close(**options: bool) -> list[Generation]:
+        assert made.driver_handle.is_closed, "it would miss what is accepted later"
+        return take(**options)
+
+    monkeypatch.setattr(made._outstanding_requests, "take", take_after_close)
     first = ask(made, builder, [])
     submit = driver.submit.remote
 
@@ -401,6 +408,7 @@ def test_a_request_that_is_accepted_while_its_engine_is_lost_is_left_to_whoever_
     is_sent.set()
     made.join(WAIT_S)
     assert moved == [first] and not second.done_future.done()
+    wait_until(lambda: aborted(driver) >= set(second.request_ids))
 
 
 def test_requests_that_fail_here_do_not_run_on_there(

@@ -380,6 +380,7 @@ def test_an_engine_that_hangs_does_not_hide_the_counters_of_the_others(
 
     counters, leases = stats_of_engine(step_age_s=0.1), FakeLeases()
     monkeypatch.setattr(leases, "_fetch_replica_results_async", calls)
+    monkeypatch.setattr(pool_module, "POOL_STATS_TIMEOUT_S", 0.1)
     pool = make_pool(loop, leases, monkeypatch)
     assert pool.stats().num_free_blocks == counters.num_free_blocks
 

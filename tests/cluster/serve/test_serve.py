@@ -219,7 +219,7 @@ def test_a_handle_takes_and_gives_what_llm_does(served: tuple[str, Any]) -> None
     assert one.text == "85" and two.prompt == "a"
     each = [greedy, SamplingParams(n=2, max_tokens=1)]
     one, two = handle.generate.remote([{"messages": [SUM]}, "a"], each).result(timeout_s=30)
-    assert one.text == "85" and len(two.completions) == 2
+    assert one.text == "85" and len(two.outputs) == 2
     streaming: Any = handle.options(stream=True)
     chunks = list(streaming.stream_chat.remote([SUM], greedy))
     assert all(isinstance(chunk, Chunk) for chunk in chunks)
