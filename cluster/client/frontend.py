@@ -53,10 +53,10 @@ class Frontend:
         whether there was any news from it; it returns a new driver, or raises. `answer_limit_s`:
         how long the driver may take beyond what it was asked to wait. `on_dead` gets the requests
         that the driver had, and the reason, if there will be no other driver, and this frontend is
-        closed; without it they fail.
-        It runs on the polling thread. With it, the engine is somebody else's and outlives this
-        frontend, so it is told of every request that it no longer needs to run, even after `close`.
-        `recovery_waits_for`: what the replacement of a driver waits for, in one line.
+        closed; without it they fail. It runs on the polling thread. With it, the engine is somebody
+        else's and outlives this frontend, so it is told of every request that it no longer needs to
+        run, even after `close`. `recovery_waits_for`: what the replacement of a driver waits for,
+        in one line.
         """
         self._on_dead = on_dead
         self._news_callbacks: list[Callable[[], None]] = []
