@@ -2,7 +2,7 @@
 
 Owns the rank's group, model and cache. Never imports Ray or transformers, never decides what runs:
 plans come from the driver. One thread calls `launch`, which starts steps in order; any number may
-call `result`, which waits for one (`handover.py`). An error that a step raises
+call `result`, which waits for one (`step_mailbox.py`). An error that a step raises
 is kept under the step's id and raised by `result`; later steps are not run. Life: `open_rendezvous`
 (rank 0), `start`, `allocate_cache`, then the steps of one epoch; every later epoch has new workers.
 One that stands by waits for `take_over` first.
@@ -31,7 +31,6 @@ from workers.batch.kv_plan import plan_kv_cache
 from workers.compilation import compile_first_step, load_first_step, start_background_compilation
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
-from workers.handover import Outcome, StepHandover
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
@@ -42,6 +41,7 @@ from workers.parallel.group import TensorParallelGroup
 from workers.processor import compute_platform_of
 from workers.progress import Progress
 from workers.report import WorkerReport
+from workers.step_mailbox import Outcome, StepMailbox
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Worker:
         self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
         self._next_step_id = 0
         self._failure: str | None = None  # why no further step runs
-        self._handover = StepHandover(rank)
+        self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
         self._close_event = threading.Event()
         self._makes_huge_pages = False
@@ -224,7 +224,7 @@ class Worker:
             self.progress.step_id = plan.step_id
             faults.reach("step", self.rank)
             wait_for_mask = partial(
-                self._handover.take_mask, plan, self.config.engine.step_timeout_s
+                self._mailbox.take_mask, plan, self.config.engine.step_timeout_s
             )
             outcome: Outcome = self._runner.run(plan, wait_for_mask)
         except Exception as error:
@@ -233,11 +233,11 @@ class Worker:
                 self._failure = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
         if plan.epoch == self.epoch:
             self._next_step_id = plan.step_id + 1
-        self._handover.put_outcome(plan, outcome)
+        self._mailbox.put_outcome(plan, outcome)
 
     def put_mask(self, step_mask: StepMask) -> None:
         """Take the mask of a step, which may be launched later. Any thread may call."""
-        self._handover.put_mask(step_mask)
+        self._mailbox.put_mask(step_mask)
 
     def result(self, step_id: int, epoch: int) -> StepResult:
         """Wait for the tokens of a step, which may be launched later. Rank 0's result has the
@@ -247,7 +247,7 @@ class Worker:
         and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before.
         """
         limit_s = self.config.engine.step_timeout_s
-        outcome = self._handover.take_outcome(step_id, epoch, limit_s)
+        outcome = self._mailbox.take_outcome(step_id, epoch, limit_s)
         if isinstance(outcome, EaglerayError):
             raise outcome
         if isinstance(outcome, Exception):

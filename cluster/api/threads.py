@@ -33,7 +33,7 @@ class BoundedThreadPool:
             )
 
     async def run(self, work: Callable[[], Result], *, inline: bool = False) -> Result:
-        """What `work` returns. Raises `OverloadedError` instead of waiting in a full queue. If this
+        """What `work` returns. Raises `OverloadedError` where too many wait already. If this
         is canceled, the work leaves the queue; once it runs, it counts until it has ended.
         `inline`: without a thread, as it is little.
         """

@@ -29,7 +29,7 @@ from tests.scheduler.fake_model import mask_bytes
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
-from workers import handover
+from workers import step_mailbox
 from workers.device import Device, open_device
 from workers.memory.lasting import has_memfds
 from workers.model_runner import PendingStep
@@ -111,7 +111,7 @@ def test_result_of_a_step_that_never_comes_times_out(small_checkpoint: Path) -> 
 def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "STEP_GRACE_S", 0.0)
+    monkeypatch.setattr(step_mailbox, "STEP_GRACE_S", 0.0)
     worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
     launchers = [
         threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))
@@ -135,7 +135,7 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
             token_ids_R=torch.tensor([i]),
             end_event=event,
         )
-        worker._handover.put_outcome(plan, pending)
+        worker._mailbox.put_outcome(plan, pending)
     with ThreadPoolExecutor() as threads:
         results = []
         for i in range(2):

@@ -18,7 +18,7 @@ Outcome = PendingStep | Exception
 _StepKey = tuple[int, int]  # epoch, step id
 
 
-class StepHandover:
+class StepMailbox:
     """Outcomes and masks of the steps of one rank. Each is put once and taken once."""
 
     def __init__(self, rank: int) -> None:
