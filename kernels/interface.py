@@ -188,7 +188,7 @@ class SamplingKernels(Protocol):
     The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
 
     Legend: B rows, R rows of one draw, V columns of this rank's shard of the vocabulary, X blocks
-    of columns, K the largest top-k, N ranks, W words of a mask.
+    of columns, K the largest top-k, N ranks, W words of a mask. What a gap is, `GapRows` says.
     """
 
     def row_best(self, logits_BV: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:

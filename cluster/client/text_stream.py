@@ -66,14 +66,14 @@ class TextStream:
 
     def _search(self, text: str, *, is_last: bool = False) -> str:
         """Add decoded text. Returns what is certain now, up to a stop string that it completes."""
-        text, num_new_chars = (
+        text, num_new_answer_chars = (
             self._withheld_text + text,
             self._reasoning.feed(text, is_last=is_last),
         )
         if self._num_tokens <= self._min_tokens:
             self._withheld_text = ""
             return text
-        search_start = max(len(text) - num_new_chars, 0)
+        search_start = max(len(text) - num_new_answer_chars, 0)
         new_text = text[search_start:]
         ends = ((matcher.feed(new_text), matcher.stop) for matcher in self._stop_matchers)
         matches = [(search_start + end - len(stop), stop) for end, stop in ends if end is not None]
@@ -109,9 +109,9 @@ class _ReasoningTracker:
                 self._state, text = AnswerState.REASONING, self._undecided_prefix[len(THINK) :]
                 self.num_undecided_chars = 0
             elif is_last or not THINK.startswith(self._undecided_prefix):
-                self._state, num_new_chars = AnswerState.CONTENT, self.num_undecided_chars
+                self._state, num_new_answer_chars = AnswerState.CONTENT, self.num_undecided_chars
                 self.num_undecided_chars = 0
-                return num_new_chars
+                return num_new_answer_chars
         if self._state is AnswerState.UNDECIDED:
             return 0
         if self._state is AnswerState.REASONING:

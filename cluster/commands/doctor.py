@@ -130,28 +130,31 @@ def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
     import torch
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    sizes_by_verdict: dict[str, list[int]] = defaultdict(list)
-    for size, size_bytes in rank_bytes.items():
-        sizes_by_verdict[_verdict(size * size_bytes, memory_bytes)].append(size)
+    num_ranks_by_verdict: dict[str, list[int]] = defaultdict(list)
+    for num_ranks, num_bytes in rank_bytes.items():
+        num_ranks_by_verdict[_verdict(num_ranks * num_bytes, memory_bytes)].append(num_ranks)
     lines = []
-    for verdict, sizes in sizes_by_verdict.items():
-        condition = "" if len(sizes_by_verdict) == 1 else f"with --tp {', '.join(map(str, sizes))} "
+    for verdict, all_num_ranks in num_ranks_by_verdict.items():
+        tp = ", ".join(map(str, all_num_ranks))
+        condition = "" if len(num_ranks_by_verdict) == 1 else f"with --tp {tp} "
         lines.append(f"memory of this machine, {_gigabytes(memory_bytes)}: {condition}{verdict}")
     num_gpus = torch.cuda.device_count()
     gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
     share = EngineConfig().gpu_memory_utilization
     fits = any(
-        size * size_bytes < memory_bytes
-        or sum(size_bytes < share * each for each in gpu_bytes) >= size
-        for size, size_bytes in rank_bytes.items()
+        num_ranks * num_bytes < memory_bytes
+        or sum(num_bytes < share * each for each in gpu_bytes) >= num_ranks
+        for num_ranks, num_bytes in rank_bytes.items()
     )
     for i, memory_bytes in enumerate(gpu_bytes):
         usable_bytes = share * memory_bytes
         verdict = "too little for a part of such weights"
-        if fitting_sizes := [size for size in rank_bytes if rank_bytes[size] < usable_bytes]:
-            verdict = f"enough with --tp {fitting_sizes[0]}"
-            if fitting_sizes[0] > num_gpus:
-                verdict += f", on {fitting_sizes[0]} GPUs like this one; there are {num_gpus}"
+        for num_ranks, num_bytes in rank_bytes.items():
+            if num_bytes < usable_bytes:
+                verdict = f"enough with --tp {num_ranks}"
+                if num_ranks > num_gpus:
+                    verdict += f", on {num_ranks} GPUs like this one; there are {num_gpus}"
+                break
         lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
     return lines, fits
 

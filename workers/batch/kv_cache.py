@@ -51,7 +51,7 @@ def gpu_budget(
     memory = device.memory()
     share_bytes = int(memory.total * config.engine.gpu_memory_utilization)
     own_bytes = memory.reserved + _CUDA_CONTEXT_BYTES
-    budget_parts = [
+    budget_terms = [
         ("share of the device", share_bytes),
         ("weights", own_bytes),
         ("largest step", peak_bytes),
@@ -59,8 +59,8 @@ def gpu_budget(
     ]
     missing_bytes = share_bytes - own_bytes - memory.free
     if missing_bytes > 0:
-        budget_parts.append(("used by others", missing_bytes))
-    return budget_parts
+        budget_terms.append(("used by others", missing_bytes))
+    return budget_terms
 
 
 class KVCache:

@@ -17,7 +17,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLedger:
-    """How `num_blocks` was computed. `budget_parts` are named bytes: the source of the budget, then
+    """How `num_blocks` was computed. `budget_terms` are named bytes: the source of the budget, then
     what was deducted.
     """
 
@@ -26,12 +26,12 @@ class KVCacheLedger:
     block_size: int
     block_bytes: int
     num_wanted_blocks: int
-    budget_parts: tuple[tuple[str, int], ...]
+    budget_terms: tuple[tuple[str, int], ...]
 
     def line(self) -> str:
         """One line for the log."""
         parts_text = ", ".join(
-            f"{name} {megabytes(num_bytes)}" for name, num_bytes in self.budget_parts
+            f"{name} {megabytes(num_bytes)}" for name, num_bytes in self.budget_terms
         )
         return (
             f"KV cache of rank {self.rank}: {self.num_blocks} blocks of {self.block_size} tokens,"
@@ -69,15 +69,15 @@ def plan_kv_cache(
     bytes_per_block = block_bytes(config)
     num_wanted_blocks = config.max_num_seqs * config.max_blocks_per_sequence
     if num_blocks_at_start is not None:
-        budget_parts = [("as at the start of the engine", num_blocks_at_start * bytes_per_block)]
+        budget_terms = [("as at the start of the engine", num_blocks_at_start * bytes_per_block)]
         num_wanted_blocks = num_blocks_at_start
     elif engine_config.num_kv_blocks is not None:
-        budget_parts = [("num_kv_blocks", engine_config.num_kv_blocks * bytes_per_block)]
+        budget_terms = [("num_kv_blocks", engine_config.num_kv_blocks * bytes_per_block)]
         num_wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
         num_ranks = engine_config.tensor_parallel_size
         budget_bytes = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
-        budget_parts = [(f"kv_cache_bytes over {num_ranks} ranks", budget_bytes // num_ranks)]
+        budget_terms = [(f"kv_cache_bytes over {num_ranks} ranks", budget_bytes // num_ranks)]
         if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
             num_wanted_blocks = min(
@@ -85,17 +85,17 @@ def plan_kv_cache(
             )
     else:
         assert measure_budget is not None, "the budget of a GPU is measured"
-        budget_parts = measure_budget()
-    budget_bytes = budget_parts[0][1] - sum(num_bytes for _, num_bytes in budget_parts[1:])
+        budget_terms = measure_budget()
+    budget_bytes = budget_terms[0][1] - sum(num_bytes for _, num_bytes in budget_terms[1:])
     if budget_bytes < bytes_per_block:
-        raise ConfigError(_no_room_message(config, bytes_per_block, budget_bytes, budget_parts))
+        raise ConfigError(_no_room_message(config, bytes_per_block, budget_bytes, budget_terms))
     return KVCacheLedger(
         rank=rank,
         num_blocks=min(budget_bytes // bytes_per_block, num_wanted_blocks),
         block_size=config.block_size,
         block_bytes=bytes_per_block,
         num_wanted_blocks=num_wanted_blocks,
-        budget_parts=tuple(budget_parts),
+        budget_terms=tuple(budget_terms),
     )
 
 
@@ -108,10 +108,10 @@ def _no_room_message(
     config: ResolvedConfig,
     bytes_per_block: int,
     budget_bytes: int,
-    budget_parts: list[tuple[str, int]],
+    budget_terms: list[tuple[str, int]],
 ) -> str:
     num_tokens = max(0, budget_bytes) * config.block_size // bytes_per_block
-    budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in budget_parts)
+    budget_text = " less ".join(f"{num_bytes} bytes ({name})" for name, num_bytes in budget_terms)
     block_remedy = (
         f"lower block_size to at most {num_tokens}, or" if num_tokens else "not one token fits;"
     )

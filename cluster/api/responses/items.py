@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from cluster.api.omissions import Omissions
 from cluster.api.responses.schema import (
-    CallItem,
     CallOutputItem,
     CustomCallItem,
+    FunctionCallItem,
     Item,
     ItemReference,
     MessageItem,
@@ -75,7 +75,7 @@ def encode_reasoning(reasoning: str) -> str:
 
 def _add(
     turn: Message,
-    item: MessageItem | ReasoningItem | CallItem | CustomCallItem,
+    item: MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem,
     omissions: Omissions,
     arguments_as_text: bool,
 ) -> None:
@@ -88,7 +88,9 @@ def _add(
             turn["reasoning_content"] = "\n".join(filter(None, [earlier_reasoning, text]))
     else:
         arguments = (
-            item.arguments if isinstance(item, CallItem) else custom_tool_arguments(item.input)
+            item.arguments
+            if isinstance(item, FunctionCallItem)
+            else custom_tool_arguments(item.input)
         )
         name = full_name(item.name, item.namespace)
         call = template_call(item.call_id, name, arguments, arguments_as_text=arguments_as_text)

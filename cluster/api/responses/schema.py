@@ -76,7 +76,7 @@ class ReasoningItem(RequestModel):
     encrypted_content: str | None = None
 
 
-class CallItem(RequestModel):
+class FunctionCallItem(RequestModel):
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -111,7 +111,7 @@ class OtherItem(RequestModel):
 Item = Annotated[
     Annotated[MessageItem, _tag("message")]
     | Annotated[ReasoningItem, _tag("reasoning")]
-    | Annotated[CallItem, _tag("function_call")]
+    | Annotated[FunctionCallItem, _tag("function_call")]
     | Annotated[CustomCallItem, _tag("custom_tool_call")]
     | Annotated[CallOutputItem, _tag("function_call_output")]
     | Annotated[CallOutputItem, _tag("custom_tool_call_output")]

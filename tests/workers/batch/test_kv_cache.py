@@ -31,11 +31,11 @@ BLOCK_BYTES = 2 * 2 * 4 * 2 * 16 * 4  # keys and values, layers, tokens, KV head
 
 
 def plan(
-    config: ResolvedConfig, budget_parts: list[tuple[str, int]] | None = None
+    config: ResolvedConfig, budget_terms: list[tuple[str, int]] | None = None
 ) -> KVCacheLedger:
     def measure() -> list[tuple[str, int]]:
-        assert budget_parts is not None, "measured where nothing is to be measured"
-        return budget_parts
+        assert budget_terms is not None, "measured where nothing is to be measured"
+        return budget_terms
 
     return plan_kv_cache(config, 0, measure)
 
@@ -115,12 +115,12 @@ def test_what_a_refusal_of_too_little_memory_advises_is_enough(make: Any, ranks:
 
 def test_gpu_blocks_are_the_share_less_what_is_held(make: Any) -> None:
     config = dataclasses.replace(make(), device="cuda")
-    budget_parts = [
+    budget_terms = [
         ("share of the device", 30 * BLOCK_BYTES),
         ("weights and state", 9 * BLOCK_BYTES),
         ("largest step", 1),
     ]
-    ledger = plan(config, budget_parts)
+    ledger = plan(config, budget_terms)
     assert ledger.num_blocks == 20
     assert "share of the device" in ledger.line() and "20 blocks of 4 tokens" in ledger.line()
     with pytest.raises(
@@ -266,11 +266,11 @@ def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
         total=total, free=total - weights - 768 * MIB - others, reserved=weights, peak=7 * MIB
     )
     steps: list[str] = []
-    budget_parts = gpu_budget(
+    budget_terms = gpu_budget(
         config, gpu, lambda: steps.append("largest"), lambda: RunnerOf(gpu, 20 * MIB, driver)
     )
     assert steps == ["largest"]
-    assert dict(budget_parts) == {
+    assert dict(budget_terms) == {
         "share of the device": total // 2,
         "weights": weights + 768 * MIB,
         "largest step": 7 * MIB,
@@ -281,8 +281,8 @@ def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
 def test_gpu_ledger_takes_off_what_others_hold_of_the_share(make: Any) -> None:
     config = dataclasses.replace(make(gpu_memory_utilization=0.9), device="cuda")
     gpu = FakeGpu(total=1000 * MIB, free=50 * MIB, reserved=10 * MIB)
-    budget_parts = dict(gpu_budget(config, gpu, lambda: None, lambda: None))
-    assert budget_parts["used by others"] == (900 - 10 - 768 - 50) * MIB
+    budget_terms = dict(gpu_budget(config, gpu, lambda: None, lambda: None))
+    assert budget_terms["used by others"] == (900 - 10 - 768 - 50) * MIB
 
 
 def test_gpu_ledger_with_nothing_left_says_so(make: Any) -> None:
