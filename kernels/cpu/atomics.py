@@ -1,5 +1,5 @@
 """What compiled code needs to share work: words of memory that several threads or processes read
-and write, clocks, pipes to wait in, and calls of a function by its address.
+and write, clocks, events to wait for, and calls of a function by its address.
 
 Addresses are int64; words are aligned int64.
 """
@@ -16,7 +16,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_WORD, _INT, _BYTE = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+_WORD, _INT = ir.IntType(64), ir.IntType(32)
 _NANOSECONDS = 1_000_000_000
 
 
@@ -120,24 +120,24 @@ thread_cpu_ns = _clock(time.CLOCK_THREAD_CPUTIME_ID)
 
 
 @intrinsic
-def take_byte(typing_context: Any, descriptor: Any) -> Any:
-    """Wait for a byte in a pipe and take it. A signal may end the wait before."""
-    return types.void(types.int64), _byte_call("read")
+def wait_for_event(typing_context: Any, descriptor: Any) -> Any:
+    """Wait until an event has been posted, and take it. A signal may end the wait before."""
+    return types.void(types.int64), _word_call("read")
 
 
 @intrinsic
-def put_byte(typing_context: Any, descriptor: Any) -> Any:
-    """Put a byte into a pipe."""
-    return types.void(types.int64), _byte_call("write")
+def post_event(typing_context: Any, descriptor: Any) -> Any:
+    """End the wait of whoever waits, or the next one. For an `eventfd` or a pipe."""
+    return types.void(types.int64), _word_call("write")
 
 
-def _byte_call(name: str) -> Callable[..., Any]:
-    """A call of the system's `read` or `write`, as `name` says, with one byte."""
+def _word_call(name: str) -> Callable[..., Any]:
+    """A call of the system's `read` or `write`, as `name` says, with one word, which is 1."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = cgutils.alloca_once_value(builder, _BYTE(0))
-        function = declare_function(builder, name, _WORD, [_INT, byte.type, _WORD])
-        builder.call(function, [builder.trunc(args[0], _INT), byte, _WORD(1)])
+        word = cgutils.alloca_once_value(builder, _WORD(1))
+        function = declare_function(builder, name, _WORD, [_INT, word.type, _WORD])
+        builder.call(function, [builder.trunc(args[0], _INT), word, _WORD(_WORD.width // 8)])
         return context.get_dummy_value()
 
     return generate

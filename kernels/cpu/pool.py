@@ -7,9 +7,9 @@ for a moment, since a step is a row of short loops, and then sleeps. A loop wake
 for a while and is not done, so short loops wake nobody. A helper that had to wait for its core
 leaves it to others for a while, twice as long each time.
 
-Helpers sleep in `read` of a pipe of their own. Everything else is in words of memory, each on a
-line of its own or written rarely. `_STATE_LINE` holds the number of the loop, whether it is
-`_OPEN_FLAG`, whether the caller is `_AWAITING_FLAG` the last helper in its pipe, and how many
+Helpers sleep in `read` of an `eventfd` of their own. Everything else is in words of memory, each on
+a line of its own or written rarely. `_STATE_LINE` holds the number of the loop, whether it is
+`_OPEN_FLAG`, whether the caller is `_AWAITING_FLAG` the last helper in its own, and how many
 helpers are inside. A helper enters with one atomic operation that fails unless the loop is still
 open. The caller closes it with another: from then on nobody enters, and once nobody is inside,
 nobody uses the arguments, which lie on the caller's stack. A call that comes while another thread's
@@ -36,10 +36,10 @@ from kernels.cpu.atomics import (
     load_acquire,
     now_ns,
     pause,
-    put_byte,
+    post_event,
     store_release,
-    take_byte,
     thread_cpu_ns,
+    wait_for_event,
 )
 from kernels.cpu.jit import exact_entry_jit, exact_jit, inlined_jit
 
@@ -172,7 +172,7 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
                 return helper
             if compare_and_swap(line_address + _IS_ASLEEP_OFFSET, 1, 0):
                 store_release(line_address + _WOKEN_AT_OFFSET, now)
-                put_byte(load_acquire(line_address + _WRITE_FD_OFFSET))
+                post_event(load_acquire(line_address + _WRITE_FD_OFFSET))
                 fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_WOKEN_OFFSET, 1)
                 return helper + 1
         helper += 1
@@ -186,7 +186,7 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
 def _await_helpers() -> None:
     """Return when no helper is inside the loop, which is closed."""
     state_address = _line_address(_STATE_LINE)
-    pipe = load_acquire(_thread_line_address(0, _SLEEP_LINE) + _READ_FD_OFFSET)
+    event = load_acquire(_thread_line_address(0, _SLEEP_LINE) + _READ_FD_OFFSET)
     deadline_ns = now_ns() + _CALLER_WATCH_NS
     while load_acquire(state_address) & _INSIDE_MASK and now_ns() < deadline_ns:
         for _ in range(_PAUSES_PER_LOOK):
@@ -197,9 +197,9 @@ def _await_helpers() -> None:
     ):
         state_word = load_acquire(state_address)
     if state_word & _INSIDE_MASK:
-        # A byte may be left over from an earlier loop, and signals end a wait.
+        # An event may be left over from an earlier loop, and signals end a wait.
         while load_acquire(state_address) & _INSIDE_MASK:
-            take_byte(pipe)
+            wait_for_event(event)
         fetch_and_add(state_address, -_AWAITING_FLAG)
 
 
@@ -322,7 +322,7 @@ def _help_with_loop(helper: int, number: int) -> bool:
         fetch_and_add(_line_address(_COUNTS_LINE) + _NUM_HELPED_OFFSET, 1)
     state_before = fetch_and_add(state_address, -1)
     if state_before & _AWAITING_FLAG and state_before & _INSIDE_MASK == 1:
-        put_byte(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
+        post_event(load_acquire(_thread_line_address(0, _SLEEP_LINE) + _WRITE_FD_OFFSET))
     return num_tasks_run > 0
 
 
@@ -333,7 +333,7 @@ def _sleep(helper: int, rest_end_ns: int) -> int:
     store_release(line_address + _REST_END_OFFSET, rest_end_ns)
     store_release(line_address + _IS_ASLEEP_OFFSET, 1)
     while load_acquire(line_address + _IS_ASLEEP_OFFSET):
-        take_byte(load_acquire(line_address + _READ_FD_OFFSET))
+        wait_for_event(load_acquire(line_address + _READ_FD_OFFSET))
     return load_acquire(line_address + _WOKEN_AT_OFFSET)  # type: ignore[no-any-return]
 
 
@@ -341,7 +341,8 @@ def _sleep(helper: int, rest_end_ns: int) -> int:
 
 RUN_LOOP_SYMBOL = "eagleray_run_loop"  # the name of `_run_loop` in compiled code
 llvm.add_symbol(RUN_LOOP_SYMBOL, _run_loop.address)
-_pipes: list[tuple[int, int]] = []  # the caller's and those of the helpers that were started
+# The caller's and those of the helpers that were started: see `_new_event`.
+_events: list[tuple[int, int]] = []
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -351,17 +352,28 @@ def set_num_threads(num_threads: int) -> None:
     num_threads = max(1, min(num_threads, _MAX_THREADS))
     if num_threads > 1:
         _run_helper.compile((types.int64,))
-    while len(_pipes) < num_threads > 1:
-        helper = len(_pipes)
-        _pipes.append(os.pipe())
+    while len(_events) < num_threads > 1:
+        helper = len(_events)
+        _events.append(_new_event())
         first_word = _word_index(
             _FIRST_THREAD_LINE + _LINES_PER_THREAD * helper + _SLEEP_LINE, _READ_FD_OFFSET
         )
-        _pool_words[first_word : first_word + 2] = _pipes[-1]
+        _pool_words[first_word : first_word + 2] = _events[-1]
         if helper:
             # Not `threading`: from Python 3.14 on it would give the thread a name of its own.
             _thread.start_new_thread(_run_helper, (helper,))
     _pool_words[_word_index(_NUM_THREADS_LINE)] = num_threads
+
+
+def _new_event() -> tuple[int, int]:
+    """Descriptors to read and to write: of an `eventfd`, or of a pipe where there is none (macOS).
+    Linux assumes that whoever writes into a pipe will wait next, and may put the reader behind it
+    on its core.
+    """
+    if not hasattr(os, "eventfd"):
+        return os.pipe()
+    event = os.eventfd(0)
+    return event, event
 
 
 def get_num_threads() -> int:
@@ -405,7 +417,7 @@ def _word_index(line: int, offset_bytes: int = 0) -> int:
 
 def _forget_helpers() -> None:
     """A forked process has none of the threads."""
-    _pipes.clear()
+    _events.clear()
     _pool_words[:] = 0
     _pool_words[_word_index(_NUM_THREADS_LINE)] = 1
 
