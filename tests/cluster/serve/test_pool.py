@@ -294,15 +294,46 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
     submitting = threading.Thread(target=pool.submit, args=([one],))
     submitting.start()
     wait_until(lambda: bool(leases.asked), "a lease to be asked for")
+    routed_request = pool._routed_requests[id(one)]
     pool.abort([one])
     submitting.join(5)
-    assert leases.num_open == 1 and not pool._leases._table._engines
+    assert routed_request.has_ended() and leases.num_open == 1 and not pool._leases._table._engines
     loop.call_soon_threadsafe(leases.may_choose.set)
     wait_until(lambda: leases.num_open == 0, "the lease to end")
     assert pool._leases._table._engines == {"a", "b"}, "the choice came after the end"
     assert (
         not pool._leases._table._engine_by_request and not +pool._leases._table._num_open_requests
     )
+
+
+def test_a_request_whose_client_leaves_before_an_engine_is_chosen_goes_nowhere_and_is_free(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = FakeLeases("a", "b")
+    pool = make_pool(loop, leases, monkeypatch)
+    leases.may_choose.clear()
+    builder: Any = Notes()
+    client = Client(builder, pool, pool.send)
+
+    async def come_and_leave() -> None:
+        coming = asyncio.create_task(client.submit_async([[1]]))
+        while not leases.asked:
+            await asyncio.sleep(0.01)
+        coming.cancel()
+        await asyncio.wait([coming])
+
+    gc.disable()
+    try:
+        asyncio.run_coroutine_threadsafe(come_and_leave(), loop).result(5)
+        [request] = builder.built
+        wait_until(lambda: request() is None, "the request to be free")
+    finally:
+        gc.enable()
+    assert leases.num_open == 1 and not pool._routed_requests
+    loop.call_soon_threadsafe(leases.may_choose.set)
+    wait_until(lambda: leases.num_open == 0, "the lease to end")
+    assert not any(driver.has for driver in leases.drivers.values())
+    assert not pool._leases._table._engine_by_request
 
 
 def test_what_a_lease_is_for_travels_without_the_choice() -> None:
