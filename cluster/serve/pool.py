@@ -176,13 +176,11 @@ class EnginePool:
     def _move(self, driver_id: Any, generations: list[Generation], error: EaglerayError) -> None:
         """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
-            sender = self._senders.pop(driver_id, None)
+            self._senders.pop(driver_id, None)
             all_requests = self._routed_requests
             routed_requests = [all_requests[id(g)] for g in generations if id(g) in all_requests]
         if routed_requests:
             logger.warning("%d requests move to other engines: %s", len(routed_requests), error)
-        if sender is not None:
-            sender.frontend.close()
         self._note_loss(routed_requests, error)
         for routed_request in routed_requests:
             if not routed_request.has_ended():
