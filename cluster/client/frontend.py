@@ -101,14 +101,14 @@ class Frontend:
                 self.driver_handle.finish(request_ids, "abort", submit_refs=refs)
             raise
 
-    def abort(self, generations: list[Generation]) -> None:
-        """End generations; they keep what they have, with the reason "abort". Does not wait."""
+    def abort(self, generations: list[Generation], error: EaglerayError | None = None) -> None:
+        """End generations; they keep what they have, with the reason "abort" or with `error`. Does
+        not wait.
+        """
         with self._change_condition:
             outputs = [output for g in generations for output in g.unfinished_outputs]
-            for output in outputs:
-                output.abort()
             for generation in generations:
-                generation.end()
+                generation.abort(error)
             self._outstanding_requests.forget(generations)
         self._run_news_callbacks()
         self.driver_handle.finish([output.request.request_id for output in outputs], "abort")

@@ -92,8 +92,8 @@ class EnginePool:
         """`send`, for other threads than the event loop's."""
         asyncio.run_coroutine_threadsafe(self.send(generations), self._loop).result()
 
-    def abort(self, generations: list[Generation]) -> None:
-        """End generations early."""
+    def abort(self, generations: list[Generation], error: EaglerayError | None = None) -> None:
+        """End generations early, with the reason "abort" or with `error`."""
         generations_by_frontend: dict[Frontend, list[Generation]] = {}
         for generation in generations:
             with self._lock:
@@ -102,12 +102,9 @@ class EnginePool:
             if frontend is not None:
                 generations_by_frontend.setdefault(frontend, []).append(generation)
             else:  # it has ended, or is moving: then it is ended where it arrives
-                for output in generation.outputs:
-                    if not output.has_ended:
-                        output.abort()
-                generation.end()
+                generation.abort(error)
         for frontend, frontend_generations in generations_by_frontend.items():
-            frontend.abort(frontend_generations)
+            frontend.abort(frontend_generations, error)
         self._call_news_callbacks()
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
@@ -196,12 +193,12 @@ class EnginePool:
             async with asyncio.timeout(self._lease_limit_s):
                 await self._lease_and_send([routed_request])
         except TimeoutError:
-            generation.fail(_no_answer_error(self._lease_limit_s))
+            self.abort([generation], _no_answer_error(self._lease_limit_s))
         except EaglerayError as failure:
-            generation.fail(failure)
+            self.abort([generation], failure)
         except Exception as failure:  # a bug here must not leave callers waiting
             logger.exception("a request could not be moved")
-            generation.fail(EngineError(f"this request could not move: {failure!r}"))
+            self.abort([generation], EngineError(f"this request could not move: {failure!r}"))
         self._call_news_callbacks()
 
     def _note_loss(self, routed_requests: list[RoutedRequest], error: EaglerayError) -> None:

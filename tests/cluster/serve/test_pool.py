@@ -471,6 +471,23 @@ def test_an_engine_that_hangs_delays_no_request_that_moves(make_pool: MakePool) 
     assert time.monotonic() - began_s < 2 * ANSWER_LIMIT_S
 
 
+def test_a_request_that_could_not_move_in_time_runs_nowhere_although_an_engine_has_taken_it(
+    make_pool: MakePool,
+) -> None:
+    leases = FakeLeases("a", "b")
+    pool = make_pool(leases, lease_limit_s=2.0)
+    one = generation("one")
+    pool.submit([one])
+    slow = leases.drivers["b"]
+    slow.hangs = True
+    leases.drivers["a"].die()
+    with pytest.raises(OverloadedError, match="no engine answered"):
+        one.done_future.result(WAIT_S)
+    slow.goes_on.set()
+    wait_until(lambda: slow.has == ["one"] and "one~1" in aborted(slow), "it to be told")
+    assert not pool._senders["b"].frontend._outstanding_requests, "it would be polled forever"
+
+
 def test_a_fault_of_the_pool_ends_the_requests_it_moves(
     make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
