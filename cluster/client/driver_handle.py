@@ -340,4 +340,4 @@ class DriverHandle:
                 self.death_error = cause  # its process answers every call with that
             else:
                 self.dead_actor = actor
-                self._change_condition.notify_all()
+            self._change_condition.notify_all()

@@ -148,18 +148,25 @@ class Frontend:
         try:
             while self._wait_for_work():
                 self.poll()
+            death = self.driver_handle.death_error
+            if death is not None and not self.driver_handle.is_closed:
+                self._hand_over(death)
         finally:  # whatever ended the loop, no caller may wait any longer
             self.close()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is a reason to poll. False after `close`."""
+        """Wait until there is a reason to poll. False after `close`, and where `on_dead` is to hear
+        that the engine has stopped.
+        """
         driver_handle = self.driver_handle
         with self._change_condition:
             while not (
                 self._outstanding_requests.has_accepted_requests
                 or driver_handle.actor is driver_handle.dead_actor
-                or driver_handle.is_closed
             ):
+                has_stopped = self._on_dead is not None and driver_handle.death_error is not None
+                if driver_handle.is_closed or has_stopped:
+                    return False
                 self._change_condition.wait()
             return not driver_handle.is_closed
 

@@ -29,7 +29,13 @@ from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import Lease
 from cluster.serve.pool import MAX_MOVES, EnginePool
 from cluster.serve.router import LeaseRequest
-from scheduler.errors import EngineDeadError, EngineError, OverloadedError, RequestError
+from scheduler.errors import (
+    EngineDeadError,
+    EngineError,
+    EngineLostError,
+    OverloadedError,
+    RequestError,
+)
 from scheduler.messages import EngineStats, Request
 from tests.cluster.api.test_metrics import stats_of_engine
 from tests.cluster.client.test_client import Notes
@@ -207,6 +213,32 @@ def test_requests_of_an_engine_that_dies_move_with_their_tokens_and_fail_alone(
     wait_until(lambda: all(each.done_future.done() for each in both), "their end")
     with pytest.raises(RequestError, match="too long"):
         both[0].result()
+
+
+def test_nothing_is_kept_of_an_engine_that_its_requests_may_have_stopped(
+    make_pool: MakePool,
+) -> None:
+    leases = FakeLeases("a", "b")
+    pool = make_pool(leases)
+    one = generation("one")
+    pool.submit([one])
+    driver, death = leases.drivers["a"], EngineDeadError("the engine has stopped: a bug")
+    driver.end.set_exception(death)
+    driver.put("one", 0, finish_reason="error", error=death)
+    with pytest.raises(EngineDeadError, match="a bug"):
+        one.done_future.result(WAIT_S)
+    wait_until(lambda: not pool._senders, "its sender to be gone")
+    assert not leases.drivers["b"].has
+
+
+def test_nothing_is_kept_of_an_engine_that_stops_without_requests(make_pool: MakePool) -> None:
+    leases = FakeLeases("a")
+    pool = make_pool(leases)
+    one = generation("one")
+    pool.submit([one])
+    pool.abort([one])
+    leases.drivers["a"].end.set_exception(EngineLostError("the engine has stopped: no ranks"))
+    wait_until(lambda: not pool._senders, "its sender to be gone")
 
 
 def test_a_request_that_ends_one_engine_after_another_fails(make_pool: MakePool) -> None:
