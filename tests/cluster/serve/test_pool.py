@@ -413,6 +413,17 @@ def test_an_engine_that_hangs_does_not_hide_the_counters_of_the_others(
     assert pool.stats().num_free_blocks == counters.num_free_blocks
 
 
+def test_an_api_that_has_not_heard_of_any_engine_waits_for_none(
+    loop: asyncio.AbstractEventLoop, make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A handle waits until Ray Serve's controller has told it of replicas."""
+    leases = FakeLeases()
+    monkeypatch.setattr(leases, "_fetch_replica_results_async", asyncio.Event().wait)
+    monkeypatch.setattr(pool_module, "POOL_STATS_TIMEOUT_S", 0.1)
+    all_stats = make_pool(leases).all_stats()
+    assert asyncio.run_coroutine_threadsafe(all_stats, loop).result(5) == []
+
+
 def test_a_request_comes_back_to_an_engine_that_still_runs_it(make_pool: MakePool) -> None:
     """The engine hung for a while, and its abort may come late or never."""
     leases = FakeLeases("a")
