@@ -220,7 +220,7 @@ class Frontend:
         now is not accepted any more: that thread sends it elsewhere.
         """
         assert self._on_dead is not None
-        self.driver_handle.close()
+        self.driver_handle.close(str(error))
         generations = self._outstanding_requests.take(only_accepted=True)
         if may_still_run:
             self.finish(generations)
