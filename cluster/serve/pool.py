@@ -30,7 +30,6 @@ from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
-NO_ANSWER_MESSAGE = "no engine answers"
 SUMMED_STATS = [f.name for f in fields(EngineStats) if f.name.startswith("num_")] + ["queue_s"]
 
 logger = logging.getLogger("eagleray")
@@ -121,7 +120,7 @@ class EnginePool:
         """
         answers = self._run(self._ask_engines("records", seconds), POOL_THREAD_TIMEOUT_S)
         if not answers:
-            raise OverloadedError(NO_ANSWER_MESSAGE)
+            raise _no_answer_error()
         records: list[StepRecord] = answers[0]
         return records
 
@@ -246,14 +245,17 @@ class EnginePool:
             raise _no_answer_error(limit_s) from None
 
 
-def _no_answer_error(limit_s: float) -> OverloadedError:
-    return OverloadedError(f"no engine answered within {limit_s:.0f} s")
+def _no_answer_error(limit_s: float | None = None) -> OverloadedError:
+    answers = "answers" if limit_s is None else f"answered within {limit_s:.0f} s"
+    return OverloadedError(
+        f"no engine {answers}; try again later, and see the log of the server if it lasts"
+    )
 
 
 def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
     """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not all_stats:
-        raise OverloadedError(NO_ANSWER_MESSAGE)
+        raise _no_answer_error()
     first_ready_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]

@@ -382,9 +382,9 @@ def test_while_there_is_no_engine_whoever_asks_for_its_state_is_told_so(
     loop: asyncio.AbstractEventLoop, make_pool: MakePool
 ) -> None:
     pool = make_pool(FakeLeases())
-    with pytest.raises(OverloadedError, match=r"^no engine answers$"):
+    with pytest.raises(OverloadedError, match="no engine answers; try again later"):
         pool.stats()
-    with pytest.raises(OverloadedError, match=r"^no engine answers$"):
+    with pytest.raises(OverloadedError, match="no engine answers; try again later"):
         pool.records(1.0)
     assert asyncio.run_coroutine_threadsafe(pool.all_stats(), loop).result(5) == []
 
