@@ -194,11 +194,12 @@ class Api:
         return families
 
     async def stats(self) -> EngineStats:
-        """The engine's counters, at most `MAX_STATS_AGE_S` old. Raises `EaglerayError` for an
-        engine that is dead or does not answer.
+        """The engine's counters, at most `MAX_STATS_AGE_S` old; it is asked once at a time. Raises
+        `EaglerayError` for an engine that is dead or does not answer.
         """
         now_s = time.monotonic()
-        if self._stats_future is None or now_s - self._stats_asked_at_s > MAX_STATS_AGE_S:
+        is_old = now_s - self._stats_asked_at_s > MAX_STATS_AGE_S
+        if self._stats_future is None or (is_old and self._stats_future.done()):
             self._stats_asked_at_s = now_s
             self._stats_future = asyncio.ensure_future(self._stats_threads.run(self._client.stats))
         try:

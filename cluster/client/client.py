@@ -53,8 +53,9 @@ class Client:
         link: EngineLink,
         send: Callable[[list[Generation]], Awaitable[None]] | None = None,
     ) -> None:
-        """`send` is awaited to send asynchronous requests; without it, they are sent through `link`
-        on threads of their own, so that an engine that does not answer blocks nothing else.
+        """`send` is awaited to send asynchronous requests; canceled, it aborts them. Without it,
+        they are sent through `link` on threads of their own, so that an engine that does not answer
+        blocks nothing else.
         """
         self.builder = builder
         self._link = link
@@ -94,7 +95,9 @@ class Client:
         params: Params = None,
         sinks: Seq[Sink | None] | None = None,
     ) -> list[Generation]:
-        """`submit` on another thread. If this is canceled, what it has submitted is aborted."""
+        """`submit` on another thread. If this is canceled, so is `send`, and what it has submitted
+        is aborted.
+        """
         # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
         # it with that. The threads of an executor have no context.
         make = self.submit if self._send_async is None else self._build
@@ -115,6 +118,8 @@ class Client:
             return await asyncio.shield(submit_future)
         except asyncio.CancelledError:
             if not job.cancel():  # it is no longer in line for a thread
+                if self._send_async is not None:
+                    submit_future.cancel()
                 submit_future.add_done_callback(self._abort_submitted)
             raise
         finally:

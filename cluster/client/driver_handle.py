@@ -76,6 +76,7 @@ class DriverHandle:
         self.dead_actor: Any = None
         self.death_error: EngineDeadError | None = None
         self.is_closed = False
+        self._close_reason = "the engine was shut down; start a new one"
         self._outstanding_requests = outstanding
         self._change_condition = change_condition
         self._is_ray_connected = is_ray_connected
@@ -93,10 +94,13 @@ class DriverHandle:
         self._actor_since_s = time.monotonic()
         self._no_room_since_s: float | None = None  # for answers to polls
 
-    def close(self) -> None:
-        """Make no more calls, except to end requests at an engine that outlives the frontend."""
+    def close(self, reason: str = "") -> None:
+        """Make no more calls, except to end requests at an engine that outlives the frontend. Who
+        tries to is told the reason.
+        """
         with self._change_condition:
             self.is_closed = True
+            self._close_reason = reason or self._close_reason
             self._change_condition.notify_all()
         if not self._is_shared:
             self._send_executor.shutdown(wait=False)
@@ -108,7 +112,7 @@ class DriverHandle:
         if os.getpid() != self._process_id:
             raise EngineDeadError(FORKED_MESSAGE)
         if self.is_closed or not self._is_ray_connected():
-            raise EngineDeadError("the engine was shut down; start a new one")
+            raise EngineDeadError(self._close_reason)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -340,4 +344,4 @@ class DriverHandle:
                 self.death_error = cause  # its process answers every call with that
             else:
                 self.dead_actor = actor
-                self._change_condition.notify_all()
+            self._change_condition.notify_all()

@@ -101,14 +101,14 @@ class Frontend:
                 self.driver_handle.finish(request_ids, "abort", submit_refs=refs)
             raise
 
-    def abort(self, generations: list[Generation]) -> None:
-        """End generations; they keep what they have, with the reason "abort". Does not wait."""
+    def abort(self, generations: list[Generation], error: EaglerayError | None = None) -> None:
+        """End generations; they keep what they have, with the reason "abort" or with `error`. Does
+        not wait.
+        """
         with self._change_condition:
             outputs = [output for g in generations for output in g.unfinished_outputs]
-            for output in outputs:
-                output.abort()
             for generation in generations:
-                generation.end()
+                generation.abort(error)
             self._outstanding_requests.forget(generations)
         self._run_news_callbacks()
         self.driver_handle.finish([output.request.request_id for output in outputs], "abort")
@@ -148,18 +148,25 @@ class Frontend:
         try:
             while self._wait_for_work():
                 self.poll()
+            death = self.driver_handle.death_error
+            if death is not None and not self.driver_handle.is_closed:
+                self._hand_over(death)
         finally:  # whatever ended the loop, no caller may wait any longer
             self.close()
 
     def _wait_for_work(self) -> bool:
-        """Wait until there is a reason to poll. False after `close`."""
+        """Wait until there is a reason to poll. False after `close`, and where `on_dead` is to hear
+        that the engine has stopped.
+        """
         driver_handle = self.driver_handle
         with self._change_condition:
             while not (
                 self._outstanding_requests.has_accepted_requests
                 or driver_handle.actor is driver_handle.dead_actor
-                or driver_handle.is_closed
             ):
+                has_stopped = self._on_dead is not None and driver_handle.death_error is not None
+                if driver_handle.is_closed or has_stopped:
+                    return False
                 self._change_condition.wait()
             return not driver_handle.is_closed
 
@@ -213,7 +220,7 @@ class Frontend:
         now is not accepted any more: that thread sends it elsewhere.
         """
         assert self._on_dead is not None
-        self.driver_handle.close()
+        self.driver_handle.close(str(error))
         generations = self._outstanding_requests.take(only_accepted=True)
         if may_still_run:
             self.finish(generations)

@@ -337,6 +337,14 @@ class Generation:
             prompt_logprobs=self.prompt_logprobs,
         )
 
+    def abort(self, error: EaglerayError | None = None) -> None:
+        """End early, with the reason "abort" or with an error; does nothing if it has ended."""
+        if error is not None:
+            self.fail(error)
+        for output in self.unfinished_outputs:
+            output.abort()
+        self.end()
+
     def end(self) -> None:
         """Complete the future; does nothing if it is complete."""
         with contextlib.suppress(InvalidStateError):

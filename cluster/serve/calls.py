@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any
 
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -15,10 +16,17 @@ async def answers_in_time(
     """What the replicas answer that do so within `limit_s`, without an error. Ray Serve's own
     `broadcast` has no answers at all if one of them hangs.
     """
+    deadline_s = asyncio.get_running_loop().time() + limit_s
+
+    async def in_time(result: Awaitable[Any]) -> Any:
+        async with asyncio.timeout_at(deadline_s):
+            return await result
+
     try:
-        calls: list[Any] = await handle.broadcast(method, *args)._fetch_replica_results_async()
-    except DeploymentUnavailableError:  # it has no replica at the moment
+        # The handle waits until it has heard of replicas.
+        calls = await in_time(handle.broadcast(method, *args)._fetch_replica_results_async())
+    except (DeploymentUnavailableError, TimeoutError):  # there is no replica at the moment
         return []
-    answers = (asyncio.wait_for(call.get_async(), limit_s) for call in calls)
+    answers = (in_time(call.get_async()) for call in calls)
     answers_or_errors = await asyncio.gather(*answers, return_exceptions=True)
     return [answer for answer in answers_or_errors if not isinstance(answer, BaseException)]

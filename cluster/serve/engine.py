@@ -10,7 +10,6 @@ here: the holder polls the driver.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
 import time
 from collections.abc import AsyncGenerator
@@ -31,7 +30,7 @@ from cluster.serve.ray_metrics import report_periodically
 from cluster.serve.router import LeaseRequest
 from cluster.timeouts import ENGINE_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
-from scheduler.errors import EaglerayError, OverloadedError
+from scheduler.errors import EaglerayError, EngineDeadError, OverloadedError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
@@ -182,12 +181,16 @@ class EngineReplica:
         if not self._has_started:
             return
         deadline_s = time.monotonic() + self._drain_limit_s
-        with contextlib.suppress(EaglerayError):  # it has ended before
-            while await self._is_busy() and time.monotonic() < deadline_s:
-                await asyncio.sleep(LAST_NEWS_DELAY_S)
+        while await self._may_be_busy() and time.monotonic() < deadline_s:
+            await asyncio.sleep(LAST_NEWS_DELAY_S)
 
-    async def _is_busy(self) -> bool:
-        stats = await self.stats()
+    async def _may_be_busy(self) -> bool:
+        try:
+            stats = await self.stats()
+        except EngineDeadError:
+            return False
+        except EaglerayError:  # it does not answer at the moment, or its driver is being replaced
+            return True
         return stats.num_running + stats.num_waiting > 0
 
     async def _metric_families(self) -> Any:

@@ -2,7 +2,7 @@
 
 A call that Ray Serve is asked to cancel before it has been answered may keep running, with nothing
 left that could cancel it. So a caller that no longer wants a lease does not wait, but the call is
-canceled only once the lease has been granted.
+canceled only once the lease has been granted. Until then it must not keep the request.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import logging
 import threading
+import weakref
 from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -64,7 +65,7 @@ class LeaseCall:
             self.lease_future.set_result(answer.result())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class RoutedRequest:
     """A request and the engine it was sent to. frontend: None while it moves to another engine;
     lost_replica_ids: the engines that were lost while they ran it.
@@ -112,7 +113,11 @@ class EngineLeases:
         while not routed_request.has_ended():
             self.stop_counting(routed_request)  # at the engine of an earlier lease
             choose = functools.partial(
-                self._choose, routed_request, hashes, hashed_session, tuple(avoided_replica_ids)
+                self._choose,
+                weakref.ref(routed_request),
+                hashes,
+                hashed_session,
+                tuple(avoided_replica_ids),
             )
             lease_request = LeaseRequest(tuple(avoided_replica_ids), choose, self._holder)
             call = routed_request.lease_call = LeaseCall(self._lease_method.remote(lease_request))
@@ -140,9 +145,7 @@ class EngineLeases:
 
     def give_back(self, routed_request: RoutedRequest) -> None:
         """End the lease of a request, or the wait for one."""
-        # It refers to the request.
-        call, routed_request.lease_call = routed_request.lease_call, None
-        if call is not None:
+        if (call := routed_request.lease_call) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and all else with it
                 self._loop.call_soon_threadsafe(call.end)
 
@@ -153,13 +156,16 @@ class EngineLeases:
 
     def _choose(
         self,
-        routed_request: RoutedRequest,
+        request_ref: weakref.ref[RoutedRequest],
         hashes: Seq[int],
         hashed_session: int | None,
         avoided_replica_ids: Seq[str],
         replica_ids: Collection[str],
     ) -> str:
-        """The replica id of the engine for a request. On the router's thread."""
+        """The replica id of the engine for a request, any if it is gone. On the router's thread."""
+        routed_request = request_ref()
+        if routed_request is None:
+            return next(iter(replica_ids))
         with self._table_lock:
             chosen_id = self._table.choose(
                 routed_request, replica_ids, hashes, hashed_session, avoided_replica_ids

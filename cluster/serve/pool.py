@@ -30,7 +30,6 @@ from scheduler.messages import EngineStats
 from scheduler.records import StepRecord
 
 MAX_MOVES = 5  # so that a request that ends one engine after another does not reach all of them
-NO_ANSWER_MESSAGE = "no engine answers"
 SUMMED_STATS = [f.name for f in fields(EngineStats) if f.name.startswith("num_")] + ["queue_s"]
 
 logger = logging.getLogger("eagleray")
@@ -92,8 +91,8 @@ class EnginePool:
         """`send`, for other threads than the event loop's."""
         asyncio.run_coroutine_threadsafe(self.send(generations), self._loop).result()
 
-    def abort(self, generations: list[Generation]) -> None:
-        """End generations early."""
+    def abort(self, generations: list[Generation], error: EaglerayError | None = None) -> None:
+        """End generations early, with the reason "abort" or with `error`."""
         generations_by_frontend: dict[Frontend, list[Generation]] = {}
         for generation in generations:
             with self._lock:
@@ -102,12 +101,9 @@ class EnginePool:
             if frontend is not None:
                 generations_by_frontend.setdefault(frontend, []).append(generation)
             else:  # it has ended, or is moving: then it is ended where it arrives
-                for output in generation.outputs:
-                    if not output.has_ended:
-                        output.abort()
-                generation.end()
+                generation.abort(error)
         for frontend, frontend_generations in generations_by_frontend.items():
-            frontend.abort(frontend_generations)
+            frontend.abort(frontend_generations, error)
         self._call_news_callbacks()
 
     def add_news_callback(self, callback: Callable[[], None]) -> None:
@@ -124,7 +120,7 @@ class EnginePool:
         """
         answers = self._run(self._ask_engines("records", seconds), POOL_THREAD_TIMEOUT_S)
         if not answers:
-            raise OverloadedError(NO_ANSWER_MESSAGE)
+            raise _no_answer_error()
         records: list[StepRecord] = answers[0]
         return records
 
@@ -176,13 +172,11 @@ class EnginePool:
     def _move(self, driver_id: Any, generations: list[Generation], error: EaglerayError) -> None:
         """An engine is lost: move its requests to others. Does not wait until they have moved."""
         with self._lock:
-            sender = self._senders.pop(driver_id, None)
+            self._senders.pop(driver_id, None)
             all_requests = self._routed_requests
             routed_requests = [all_requests[id(g)] for g in generations if id(g) in all_requests]
         if routed_requests:
             logger.warning("%d requests move to other engines: %s", len(routed_requests), error)
-        if sender is not None:
-            sender.frontend.close()
         self._note_loss(routed_requests, error)
         for routed_request in routed_requests:
             if not routed_request.has_ended():
@@ -198,12 +192,12 @@ class EnginePool:
             async with asyncio.timeout(self._lease_limit_s):
                 await self._lease_and_send([routed_request])
         except TimeoutError:
-            generation.fail(_no_answer_error(self._lease_limit_s))
+            self.abort([generation], _no_answer_error(self._lease_limit_s))
         except EaglerayError as failure:
-            generation.fail(failure)
+            self.abort([generation], failure)
         except Exception as failure:  # a bug here must not leave callers waiting
             logger.exception("a request could not be moved")
-            generation.fail(EngineError(f"this request could not move: {failure!r}"))
+            self.abort([generation], EngineError(f"this request could not move: {failure!r}"))
         self._call_news_callbacks()
 
     def _note_loss(self, routed_requests: list[RoutedRequest], error: EaglerayError) -> None:
@@ -251,14 +245,17 @@ class EnginePool:
             raise _no_answer_error(limit_s) from None
 
 
-def _no_answer_error(limit_s: float) -> OverloadedError:
-    return OverloadedError(f"no engine answered within {limit_s:.0f} s")
+def _no_answer_error(limit_s: float | None = None) -> OverloadedError:
+    answers = "answers" if limit_s is None else f"answered within {limit_s:.0f} s"
+    return OverloadedError(
+        f"no engine {answers}; try again later, and see the log of the server if it lasts"
+    )
 
 
 def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
     """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
     if not all_stats:
-        raise OverloadedError(NO_ANSWER_MESSAGE)
+        raise _no_answer_error()
     first_ready_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]

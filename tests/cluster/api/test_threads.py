@@ -11,11 +11,20 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
+import cluster.api.app as app
 from cluster.api.app import MAX_WAITING_TRACES
 from cluster.api.runner import MAX_WAITING_TOKENIZATIONS, NUM_TOKENIZE_THREADS
 from cluster.api.threads import BoundedThreadPool
 from scheduler.errors import OverloadedError
-from tests.cluster.api.scripted import TOKENIZER, serve, wait_until
+from scheduler.messages import EngineStats
+from tests.cluster.api.scripted import (
+    TOKENIZER,
+    ScriptedEngine,
+    echo_number,
+    make_api,
+    serve,
+    wait_until,
+)
 
 
 def test_a_call_returns_what_its_work_returns_or_raises() -> None:
@@ -59,6 +68,33 @@ def test_a_canceled_call_leaves_the_queue_unless_it_runs() -> None:
         assert await third
 
     asyncio.run(check())
+
+
+def test_an_engine_that_hangs_is_asked_for_its_counters_once_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "MAX_STATS_AGE_S", 0.0)
+    monkeypatch.setattr(app, "API_STATS_TIMEOUT_S", 0.01)
+    engine, gate = ScriptedEngine(echo_number, step_s=0.0), threading.Event()
+    stats = engine.stats
+
+    def hang() -> EngineStats:
+        assert gate.wait(10)
+        return stats()
+
+    async def check() -> None:
+        api = make_api(engine)
+        monkeypatch.setattr(api._client, "stats", hang)
+        for _ in range(5):
+            with pytest.raises(OverloadedError, match="did not answer"):
+                await api.stats()
+        assert len(api._stats_threads.calls) == 1
+        gate.set()
+        monkeypatch.setattr(app, "API_STATS_TIMEOUT_S", 10.0)
+        assert await api.stats() == stats()
+
+    asyncio.run(check())
+    engine.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
@@ -23,10 +24,13 @@ class Notes:
 
     def __init__(self) -> None:
         self.submitted: list[Generation] = []
+        self.built: list[weakref.ref[Generation]] = []
 
     def build(self, prompt: Any, wanted: SamplingParams | None, sink: Any) -> Generation:
         follower = OutputFollower(make_request(str(prompt), [1, 2, 3]), 0, None, sink)
-        return Generation(None, [follower])
+        generation = Generation(None, [follower])
+        self.built.append(weakref.ref(generation))
+        return generation
 
     def submit(self, generations: list[Generation]) -> None:
         self.submitted += generations
@@ -145,3 +149,29 @@ def test_a_request_whose_client_leaves_before_its_turn_is_never_built(
     asyncio.run(asyncio.wait_for(main(), 20))
     assert built == ["runs"] * NUM_SENDERS + ["comes later"]
     assert len(notes.submitted) == NUM_SENDERS + 1
+
+
+def test_a_request_whose_client_leaves_while_it_is_sent_is_sent_no_longer() -> None:
+    """`wait_async` and `stream` give its admission back at once: the sending must end with it."""
+    notes: Any = Notes()
+    is_sending, ended = asyncio.Event(), list[str]()
+
+    async def send(generations: list[Generation]) -> None:
+        is_sending.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            ended.append("canceled")
+            raise
+
+    async def main() -> None:
+        at_first = asyncio.all_tasks()
+        sending = asyncio.create_task(Client(notes, notes, send).submit_async([[1]]))
+        await is_sending.wait()
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        await asyncio.sleep(0)
+        assert ended == ["canceled"] and asyncio.all_tasks() == at_first
+
+    asyncio.run(asyncio.wait_for(main(), 10))

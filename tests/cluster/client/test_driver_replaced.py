@@ -403,7 +403,7 @@ def test_a_request_that_is_accepted_while_its_engine_is_lost_is_left_to_whoever_
 
     driver.submit = Remote(answer_late)
     second = builder.build([1, 2, 3], None, None)
-    with pytest.raises(EngineDeadError, match="was shut down"):
+    with pytest.raises(EngineDeadError, match="the driver has died"):
         made.submit([second])
     is_sent.set()
     made.join(WAIT_S)

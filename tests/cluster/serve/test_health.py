@@ -7,10 +7,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import cluster.serve.engine as engine_module
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
@@ -18,7 +21,9 @@ from cluster.serve.engine import EngineReplica
 from cluster.serve.health import DriverHealth
 from cluster.serve.replica import ApiReplica
 from configs.serve import ServeConfig
-from scheduler.errors import EngineDeadError, EngineError
+from scheduler.errors import EngineDeadError, EngineError, OverloadedError
+from scheduler.messages import EngineStats
+from tests.cluster.api.test_metrics import stats_of_engine
 from tests.cluster.client.test_driver_replaced import MortalDriver, Owner
 from tests.cluster.client.test_outputs import Remote
 from tests.cluster.processes import wait_until
@@ -197,3 +202,35 @@ def test_a_replica_that_ends_before_it_has_started_ends_without_an_error(
         await end(replica)
 
     asyncio.run(start_and_end())
+
+
+BUSY = stats_of_engine(step_age_s=0.1)
+IDLE = replace(BUSY, num_running=0)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [BUSY, OverloadedError("it is being replaced"), NoAnswerError("it hangs"), BUSY, IDLE],
+        [BUSY, EngineDeadError("the engine has stopped")],
+    ],
+)
+def test_an_engine_waits_for_its_requests_also_while_its_driver_does_not_answer(
+    answers: list[EngineStats | Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unread = iter(answers)
+
+    def stats() -> EngineStats:
+        answer = next(unread)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    end = EngineReplica.__del__
+    monkeypatch.delattr(EngineReplica, "__del__")
+    monkeypatch.setattr(engine_module, "LAST_NEWS_DELAY_S", PERIOD_S)
+    replica: Any = object.__new__(EngineReplica)
+    replica._has_started, replica._drain_limit_s, replica._stats_call = True, 60.0, None
+    replica._engine = SimpleNamespace(frontend=SimpleNamespace(stats=stats))
+    asyncio.run(asyncio.wait_for(end(replica), 10))
+    assert not list(unread)
