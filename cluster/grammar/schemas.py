@@ -16,7 +16,7 @@ from cluster.grammar import keywords, merging, patterns
 from cluster.grammar.merging import CannotMergeError, Merger
 from cluster.grammar.ranges import NotHonoredError
 from cluster.grammar.references import References, check_satisfiable
-from scheduler.bounds import short_repr
+from scheduler.bounds import check_schema_bounds, short_repr
 from scheduler.errors import RequestError
 
 _ANNOTATIONS = {
@@ -120,6 +120,8 @@ class _Rewriter:
             targets[name.removeprefix("#/$defs/")] = rewritten_target
         if targets and isinstance(root, dict):
             root["$defs"] = targets
+        # What properties share is written for each of them.
+        check_schema_bounds(root, f"{self._path}, written out", "structured_outputs")
         if self._has_references:
             check_satisfiable(root, self._reference_by_name, self._path, NotHonoredError)
         return root

@@ -406,14 +406,23 @@ def compared_many_times(count: int, depth: int) -> Any:
     return {"oneOf": [{"$ref": "#/$defs/a0"}, INT], "$defs": ways}
 
 
+def shared_at_each_level(depth: int) -> Any:
+    """Objects whose unnamed properties are such objects, two of which are required."""
+    schema: Any = STR
+    for _ in range(depth):
+        schema = {"type": "object", "required": ["a", "b"], "additionalProperties": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
         (copied_many_times(400, 1000), "json becomes more than 20000 parts"),
+        (shared_at_each_level(60), "json, written out: .* are too many"),
         (compared_many_times(40, 4), "json.oneOf: more than one alternative may fit"),
         ({"type": "object"} | {f"k{i}": 1 for i in range(8000)}, "json.k0: this keyword"),
     ],
-    ids=["copies", "comparisons", "keywords"],
+    ids=["copies", "shared", "comparisons", "keywords"],
 )
 def test_small_schemas_that_would_take_long_take_little(schema: Any, message: str) -> None:
     began_s = time.process_time()
