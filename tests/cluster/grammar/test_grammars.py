@@ -455,7 +455,12 @@ def test_no_place_in_a_source_reaches_a_user(compiler: GrammarCompiler, pattern:
         ({"type": "string", "maxLength": True}, "maxLength must be between 0 and 10000, got True"),
         ({"type": "string", "pattern": "a" * 9000}, "json.pattern: 9000 characters are too many"),
         ("{not json", "json is not a JSON schema"),
-        (r'{"const": "\ud800"}', "json is not a JSON schema"),
+        (r'{"const": "\ud800"}', "structured_outputs.json cannot be encoded"),
+        (
+            f'{{"oneOf": [{{"const": 1}}, {{"const": {"[" * 600}{"]" * 600}}}]}}',
+            "structured_outputs.json: 161 levels are too many",
+        ),
+        (f'{{"enum": [{"1," * 20_000}1]}}', "structured_outputs.json: 20003 values are too many"),
         ({"properties": 3}, "must map names to schemas"),
         ({"items": "string"}, "must be a JSON schema, got 'string'"),
         ({"type": "strnig"}, "json.type must be one of string, .*got 'strnig'"),
