@@ -22,7 +22,7 @@ import pytest
 from cluster.grammar import compiler as compiler_module
 from cluster.grammar import follower as follower_module
 from cluster.grammar import helper as helper_module
-from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler
+from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler, NewGrammarError
 from cluster.grammar.formats import format_of, structural_tag_of
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from cluster.grammar.matching import GrammarMatching
@@ -667,6 +667,34 @@ def test_grammars_that_are_slow_to_compile_hold_up_only_each_other(
     assert time.monotonic() - began_s < 0.05, "it is known to be slow"
 
 
+def test_a_grammar_that_was_slow_does_not_hold_up_the_quick_ones_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.05)
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.1)
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    forks = count_forks(compiler, monkeypatch, lambda memory_bytes: StubCompiling())
+    compiler._num_slow_compiles = MAX_SLOW_COMPILES
+    for _ in range(3):
+        with pytest.raises(OverloadedError, match="try again later"):
+            compiler.check("slow")
+    assert len(forks) == 1
+    compiler._num_slow_compiles = 0
+    with pytest.raises(RequestError, match="simplify it"):
+        compiler.check("slow")
+    assert len(forks) == 2
+
+
+def test_without_compiling_only_known_grammars_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    monkeypatch.setattr(compiler._helper, "fork", lambda memory_bytes: StubCompiling())
+    with pytest.raises(NewGrammarError):
+        compiler.check("quick", compiles=False)
+    assert compiler.check("quick") == compiler.check("quick", compiles=False) == b"quick"
+
+
 def test_the_same_grammar_sent_many_times_is_compiled_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -678,6 +706,4 @@ def test_the_same_grammar_sent_many_times_is_compiled_once(
     for thread in threads:
         thread.join(60)
     assert results.count(b"quick") == 5
-    assert len(forks) <= 1 + 3 + 1, (
-        "one for the quick one, and one after the first of the slow ones"
-    )
+    assert len(forks) <= 1 + 1 + 1, "one for the quick one, and two for the first of the slow ones"
