@@ -136,7 +136,10 @@ class Helper:
         with self._lock:
             for is_last_attempt in (False, True):
                 self._start()
-                our_end, their_end = socket.socketpair()
+                try:
+                    our_end, their_end = socket.socketpair()
+                except OSError as error:
+                    raise HelperError(f"no process can be started: {error}") from None
                 try:
                     answer = self._send_command(f"fork {memory_bytes}", their_end)
                 except OSError as error:  # the helper was lost since; another one is tried

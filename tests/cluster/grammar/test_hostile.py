@@ -5,6 +5,7 @@ requests concerned notice.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import pickle
 import signal
@@ -371,6 +372,21 @@ def test_a_program_that_cannot_be_started_is_an_error_of_the_request() -> None:
     helper._argv = ["/does/not/exist"]
     with pytest.raises(HelperError, match=r"cannot be started: .*No such file"):
         helper.fork(2**30)
+
+
+def test_without_room_for_a_socket_the_helper_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room() -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    helper = fake_helper(READY, NO_PROCESS)
+    with pytest.raises(HelperError, match="Cannot allocate memory"):
+        helper.fork(2**30)
+    process = helper._process
+    monkeypatch.setattr(socket, "socketpair", no_room)
+    with pytest.raises(HelperError, match=r"no process can be started: .*Too many open files"):
+        helper.fork(2**30)
+    assert process is not None and helper._process is process and process.poll() is None
+    helper.close()
 
 
 def test_without_room_for_a_thread_only_the_request_with_a_grammar_fails(
