@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from cluster.grammar.formats import MAX_STRUCTURAL_TAG_BYTES
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
+from cluster.grammar.helper import (
+    Child,
+    Helper,
+    HelperError,
+    HelperLostError,
+    HelperStarvedError,
+    HelperTimeoutError,
+)
 from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 
 # Seconds of a processor's time, in the first queue and in the other one.
@@ -48,8 +55,9 @@ class GrammarCompiler:
     def check(self, structural_tag: str, *, compiles: bool = True) -> bytes:
         """The structural tag as it is sent. Raises `RequestError` for one that is not possible, is
         too large, or takes more time or memory than it may, `OverloadedError` if too many slow ones
-        are being compiled, and `RequestFailedError` if none can be compiled here; without
-        `compiles`, which waits for nothing, `NewGrammarError` for one that is not known.
+        are being compiled or the machine is too busy, and `RequestFailedError` if none can be
+        compiled here; without `compiles`, which waits for nothing, `NewGrammarError` for one that
+        is not known.
         """
         encoded_tag = structural_tag.encode()
         if len(encoded_tag) > MAX_STRUCTURAL_TAG_BYTES:
@@ -98,7 +106,9 @@ class GrammarCompiler:
         return _digest(encoded_tag) in self._slow_digests
 
     def _compiles(self, structural_tag: str, limit_s: float) -> bool:
-        """Whether it can be compiled in time. Raises `RequestError`, `RequestFailedError`."""
+        """Whether it can be compiled in time. Raises `RequestError`, `OverloadedError`, and
+        `RequestFailedError`.
+        """
         encoded_tag = structural_tag.encode()
         for is_last_attempt in (False, True):
             child = self._child()
@@ -108,6 +118,13 @@ class GrammarCompiler:
             except HelperTimeoutError:
                 self._remember(self._slow_digests, encoded_tag, None)
                 return False
+            except HelperStarvedError as error:
+                if limit_s == QUICK_COMPILE_S:
+                    return False  # in the other queue it has longer
+                raise OverloadedError(
+                    f"structured_outputs: the grammar cannot be compiled now: {error}; try again"
+                    " later"
+                ) from None
             except HelperLostError:  # the first one may have been chosen to free memory
                 if is_last_attempt:
                     reason = "the process that compiles it has ended twice; simplify it"

@@ -33,8 +33,12 @@ class HelperLostError(Exception):
     """A child has died, or what it answered is not an answer."""
 
 
+class HelperStarvedError(HelperLostError):
+    """A child did not answer, but did not get the time of a processor that it may take."""
+
+
 class HelperTimeoutError(Exception):
-    """A child did not answer in time."""
+    """A child did not answer in the time of a processor that it may take."""
 
 
 class Child:
@@ -68,7 +72,11 @@ class Child:
         except PipeError as error:
             raise HelperLostError(f"its process has ended: {error}") from None
         except TimeoutError:
-            raise HelperTimeoutError from None
+            wall_limit_s = limit_s * MAX_WALL_TIME_FACTOR
+            raise HelperStarvedError(
+                f"its process got less than {limit_s:g} s of a processor in {wall_limit_s:g} s; the"
+                " machine is too busy"
+            ) from None
 
     def close(self) -> None:
         """Kill the child."""
@@ -76,7 +84,9 @@ class Child:
         self._helper.end(self.pid)
 
     def _receive(self, limit_s: float, *, yields_cores: bool) -> Any:
-        """The next message. A busy machine is not the child's fault, so its own time counts."""
+        """The next message. A busy machine is not the child's fault, so its own time counts; raises
+        `TimeoutError` if it gets too little of that.
+        """
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
         check_period_s = min(CPU_TIME_CHECK_PERIOD_S, limit_s)
         while True:
@@ -84,7 +94,9 @@ class Child:
                 return self._pipe.receive(check_period_s)
             except TimeoutError:
                 cpu_s, wall_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
-                if cpu_s >= limit_s or wall_s >= MAX_WALL_TIME_FACTOR * limit_s:
+                if cpu_s >= limit_s:
+                    raise HelperTimeoutError from None
+                if wall_s >= MAX_WALL_TIME_FACTOR * limit_s:
                     raise
                 if yields_cores and cpu_s > CPU_TIME_CHECK_PERIOD_S / 2:
                     self._yield_processors()

@@ -25,7 +25,14 @@ from cluster.grammar import follower as follower_module
 from cluster.grammar import helper as helper_module
 from cluster.grammar.compiler import MAX_SLOW_COMPILES, GrammarCompiler, NewGrammarError
 from cluster.grammar.formats import format_of, structural_tag_of
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
+from cluster.grammar.helper import (
+    Child,
+    Helper,
+    HelperError,
+    HelperLostError,
+    HelperStarvedError,
+    HelperTimeoutError,
+)
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.pipes import Pipe, PipeError
 from configs.model import ModelConfig
@@ -258,6 +265,15 @@ class ScriptedHelper:
         self.ended += 1
 
 
+class SilentHelper(ScriptedHelper):
+    """Forks children that never answer, and take no time of a processor."""
+
+    def _serve(self, end: socket.socket, answer: bytes) -> None:
+        with end:
+            while end.recv(1 << 16):
+                pass
+
+
 ANSWER = framed((True, None)) + framed((True, (b"mask", 0.0)))
 
 
@@ -279,6 +295,26 @@ def test_a_child_that_dies_at_any_byte_of_its_answers_is_replaced_once(length: i
     assert isinstance(answer, RequestFailedError) and "no mask for request a: 2 times" in str(
         answer
     )
+
+
+def test_a_child_that_gets_no_processor_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_module, "LOAD_LIMIT_S", 0.2)
+    answer = first_mask(SilentHelper(b"", b"", b""))
+    assert isinstance(answer, RequestFailedError)
+    assert "2 times, its process got less than 0.2 s of a processor in 1.2 s" in str(answer)
+
+
+def test_a_grammar_whose_compiler_gets_no_processor_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.1)
+    monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.2)
+    compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    helper = SilentHelper(b"", b"")
+    monkeypatch.setattr(compiler._helper, "fork", helper.fork)
+    with pytest.raises(OverloadedError, match="cannot be compiled now: its process got less than"):
+        compiler.check("starved")
+    assert helper.ended == 2 and not compiler._refusals and not compiler._slow_digests
 
 
 @pytest.mark.parametrize(
@@ -498,7 +534,7 @@ def test_the_time_of_real_masks_is_limited(
 def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> None:
     child = compiler._helper.fork(2**30)
     began_s = time.monotonic()
-    with pytest.raises(HelperTimeoutError):
+    with pytest.raises((HelperTimeoutError, HelperStarvedError)):
         child.call(0.2, "check", wide(1450))
     child.close()
     assert time.monotonic() - began_s < 2.0
