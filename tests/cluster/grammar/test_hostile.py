@@ -145,6 +145,25 @@ def test_no_step_waits_for_slow_masks(
     assert sum(blocked_s) < 1.0
 
 
+def test_no_step_waits_for_masks_that_are_quick_alone_and_slow_together(
+    stubbed: GrammarMatching,
+) -> None:
+    engine = engine_of(stubbed, 1)
+    same = [engine.add(request(f"same {number}", b"0.0045", 60)) for number in range(5)]
+    while min(seq.num_output_tokens for seq in same) < 3:
+        timed_step(engine)
+    free = engine.add(request("free", b"", 50))
+    blocked_s = []
+    while not free.finish_reason:
+        assert not stubbed.is_quick(same[0])
+        blocked_s.append(timed_step(engine))
+    check_blocked(blocked_s)
+    assert sum(blocked_s) < 0.6
+    while engine.has_work:
+        timed_step(engine)
+    assert [seq.num_output_tokens for seq in same] == [60] * 5
+
+
 def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
     stubbed: GrammarMatching,
 ) -> None:
