@@ -230,5 +230,8 @@ class Helper:
         self._command_socket.settimeout(limit_s)
         answer = self._command_socket.recv(MAX_ANSWER_BYTES)
         if not answer:
-            raise OSError("it has ended")
+            raise OSError(
+                f"it has ended; the standard error of process {os.getpid()} on"
+                f" {socket.gethostname()} says why"
+            )
         return answer.decode()

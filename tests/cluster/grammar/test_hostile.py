@@ -383,7 +383,12 @@ NO_PROCESS = "commands.sendall(b'no process can be started: Cannot allocate memo
         (READY, NO_PROCESS, "no process can be started: Cannot allocate memory"),
         (READY, "sys.exit(1)", "the process for grammars was lost"),
         (READY, "time.sleep(5)", "the process for grammars was lost: timed out"),
-        ("sys.exit(1)", "pass", "the process for grammars cannot be started: it has ended"),
+        (
+            "sys.exit(1)",
+            "pass",
+            "the process for grammars cannot be started: it has ended; the standard error of"
+            f" process {os.getpid()} on {socket.gethostname()} says why",
+        ),
         ("time.sleep(5)", "pass", "the process for grammars cannot be started: timed out"),
         (READY, "commands.close(); time.sleep(5)", "the process for grammars was lost"),
     ],
