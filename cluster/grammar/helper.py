@@ -132,17 +132,6 @@ class Helper:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    @property
-    def pid(self) -> int | None:
-        """The process id, None while there is no process."""
-        process = self._process
-        return None if process is None else process.pid
-
-    def start(self) -> None:
-        """Start the process, which takes seconds, before the next call. Raises `HelperError`."""
-        with self._lock:
-            self._start()
-
     def fork(self, memory_bytes: int) -> Child:
         """A new child, which may use so many bytes of memory. Raises `HelperError`."""
         with self._lock:

@@ -370,7 +370,7 @@ def test_masks_are_a_function_of_known_tokens(
     again.token_ids += at_once.token_ids[2:]
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert isinstance(first, bytes) and first == second == matching.masks([again], WAIT_S)[0]
-    assert matching._helper.pid not in (process.pid, None)
+    assert matching._helper._process not in (process, None)
     for name in ("steps", "at once", "again"):
         matching.forget(name)
 
@@ -512,9 +512,8 @@ def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
 def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
     assert tokenizer.file is not None
     other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
-    other._helper.start()
-    process, commands = other._helper._process, other._helper._command_socket
     child = other._helper.fork(CHILD_MEMORY_BYTES)
+    process, commands = other._helper._process, other._helper._command_socket
     assert process is not None and commands is not None
     commands.close()  # as when the parent is killed
     assert process.wait(5) == 0

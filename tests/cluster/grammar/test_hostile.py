@@ -511,7 +511,7 @@ def compiler() -> Iterator[GrammarCompiler]:
 @pytest.fixture(scope="module")
 def matching() -> Iterator[GrammarMatching]:
     made = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    made._helper.start()
+    made._helper.fork(2**30).close()
     yield made
     made.close()
 
