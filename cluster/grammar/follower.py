@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
@@ -32,7 +33,7 @@ MAX_CHILD_LOSSES = 2  # of the child while it computed for a sequence
 Answer = bytes | EaglerayError | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FollowedSequence:
     """A sequence, and its mask after `num_tokens_answered` output tokens; -1 if there is none."""
 
@@ -72,7 +73,7 @@ class Follower:
         self._is_closed = False
         # The thread's own.
         self._child: Child | None = None
-        self._child_sequences: set[FollowedSequence] = set()  # whose tokens the child may have
+        self._child_sequences: WeakSet[FollowedSequence] = WeakSet()  # the child may have tokens of
         self._was_slow = False
         self._batch_cpu_s = 0.0
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
@@ -118,6 +119,7 @@ class Follower:
                 is_quick = self._child is not None and not self._was_slow
                 self.is_quick = is_quick and all_masks_s <= QUICK_BATCH_S
                 self._on_answers(batch)
+            del batch  # so that nothing keeps sequences that end until there is another one
         self._drop_child()
 
     def _next_batch(self) -> list[FollowedSequence]:
@@ -174,7 +176,6 @@ class Follower:
             new_tokens.append((followed_seq.number, seq.token_ids[start:end]))
         with self._lock:
             ended_numbers, self._ended_numbers = self._ended_numbers, []
-        self._child_sequences.difference_update([f for f in self._child_sequences if f.has_ended])
         self._child_sequences.update(batch)
         masks: list[bytes | str | None] = []
         answers = child.answers(

@@ -14,6 +14,7 @@ import struct
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,20 @@ def test_a_slow_grammar_that_is_aborted_is_forgotten(stubbed: GrammarMatching) -
     while engine.has_work:
         timed_step(engine)
     assert not stubbed._followed_by_request and not stubbed._followers
+
+
+def test_an_idle_follower_keeps_no_sequence(stubbed: GrammarMatching) -> None:
+    engine = engine_of(stubbed, 1)
+    engine.add(request("ends", b"0.0001", 5))
+    timed_step(engine)
+    followed_seq = weakref.ref(stubbed._followed_by_request["ends"])
+    while engine.has_work:
+        timed_step(engine)
+    assert [*stubbed._idle_followers] == [b"0.0001"]
+    deadline_s = time.monotonic() + 10.0
+    while followed_seq() is not None:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
