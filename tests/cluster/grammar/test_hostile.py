@@ -11,6 +11,7 @@ import pickle
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -36,6 +37,7 @@ from cluster.grammar.helper import (
 )
 from cluster.grammar.matching import GrammarMatching
 from cluster.grammar.pipes import Pipe, PipeError
+from cluster.grammar.process import ForkServer
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.engine import MASK_LATE, Engine
@@ -577,10 +579,25 @@ def test_real_children_that_compute_on_are_late(compiler: GrammarCompiler) -> No
         child.call(0.2, "check", wide(1450))
     child.close()
     assert time.monotonic() - began_s < 2.0
-    with pytest.raises(ProcessLookupError):
-        os.kill(child.pid, 0)
     with pytest.raises(HelperLostError):
         child.call(0.2, "check", "")
+    deadline_s = time.monotonic() + 10.0
+    while Path(f"/proc/{child.pid}").exists():
+        assert time.monotonic() < deadline_s
+        compiler._helper.fork(2**30).close()  # the next call but one finds it dead
+
+
+def test_a_child_that_dies_slowly_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    server: Any = ForkServer(None, theirs)  # type: ignore[arg-type]
+    with ours, theirs, subprocess.Popen(["sleep", "60"]) as child:
+        server._pids.add(child.pid)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", lambda pid, number: None)
+            assert server._end(child.pid) == "ended" and child.poll() is None
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert server._end(child.pid) == "ended" and not server._dying_pids
 
 
 def wide(count: int) -> str:
