@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from cluster.grammar.ranges import NotHonoredError
+
 ErrorMaker = Callable[[str], Exception]
+
+_MAX_URI_CHARS = 1_024  # of two that are joined, of which there may be thousands
 
 # Keywords with subschemas by name, with a list of them, and with one.
 SUBSCHEMA_MAP_KEYWORDS = (
@@ -86,6 +90,12 @@ class References:
 
 
 def _joined_uri(base_uri: str, reference: str) -> str:
+    num_characters = len(base_uri) + len(reference)
+    if base_uri and num_characters > _MAX_URI_CHARS:
+        raise NotHonoredError(
+            f"$id and a reference in it have at most {_MAX_URI_CHARS} characters together, got"
+            f" {num_characters}"
+        )
     try:
         return urljoin(base_uri, reference) if reference else base_uri
     except ValueError:  # no address at all
