@@ -15,7 +15,7 @@ from cluster.client.outputs import Generation, RequestOutput, Sink
 from cluster.client.prompts import Prompt, as_prompt_list, broadcast_params
 from cluster.client.requests import RequestBuilder
 from cluster.client.streams import ChunkStream, Relay
-from cluster.grammar.compiler import MAX_SLOW_COMPILES
+from cluster.grammar.compiler import MAX_SLOW_COMPILES, NewGrammarError
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
@@ -71,11 +71,14 @@ class Client:
         prompts: Prompt | Seq[Prompt],
         params: Params = None,
         sinks: Seq[Sink | None] | None = None,
+        *,
+        compiles: bool = True,
     ) -> list[Generation]:
         """Send requests, all or none. Each sink gets the chunks of its prompt, on the polling
-        thread. Raises `RequestError` before any request runs.
+        thread. Raises `RequestError` before any request runs; without `compiles`,
+        `NewGrammarError`.
         """
-        generations = self._build(prompts, params, sinks)
+        generations = self._build(prompts, params, sinks, compiles=compiles)
         self._link.submit(generations)
         return generations
 
@@ -98,16 +101,25 @@ class Client:
         """`submit` on another thread. If this is canceled, so is `send`, and what it has submitted
         is aborted.
         """
-        # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
-        # it with that. The threads of an executor have no context.
         make = self.submit if self._send_async is None else self._build
         make_generations = functools.partial(make, prompts, params, sinks)
-        # Other requests must not wait while grammars are compiled.
         all_params = params if isinstance(params, list | tuple) else [params]
         has_grammar = any(
             isinstance(p, SamplingParams) and p.structured_outputs for p in all_params
         )
-        executor = self._compile_executor if has_grammar else self._send_executor
+        if not has_grammar:
+            return await self._submit_on(self._send_executor, make_generations)
+        # Other requests must not wait while grammars are compiled.
+        with contextlib.suppress(NewGrammarError):
+            make_if_known = functools.partial(make_generations, compiles=False)
+            return await self._submit_on(self._send_executor, make_if_known)
+        return await self._submit_on(self._compile_executor, make_generations)
+
+    async def _submit_on(
+        self, executor: ThreadPoolExecutor, make_generations: Callable[[], list[Generation]]
+    ) -> list[Generation]:
+        # Not in the caller's context: Ray would take the call for a part of the caller's and cancel
+        # it with that. The threads of an executor have no context.
         job = executor.submit(make_generations)
         submit_future = asyncio.wrap_future(job)
         if self._send_async is not None:
@@ -126,12 +138,18 @@ class Client:
             del job, submit_future  # their error, whose traceback has this frame, would keep them
 
     def _build(
-        self, prompts: Prompt | Seq[Prompt], params: Params, sinks: Seq[Sink | None] | None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        params: Params,
+        sinks: Seq[Sink | None] | None,
+        *,
+        compiles: bool = True,
     ) -> list[Generation]:
         prompts = as_prompt_list(prompts)
         params_per_prompt = broadcast_params(params, len(prompts))
         sinks = sinks or [None] * len(prompts)
-        return list(map(self.builder.build, prompts, params_per_prompt, sinks))
+        build = functools.partial(self.builder.build, compiles=compiles)
+        return list(map(build, prompts, params_per_prompt, sinks))
 
     async def _send_built(self, build_future: asyncio.Future[list[Generation]]) -> list[Generation]:
         assert self._send_async is not None

@@ -66,9 +66,15 @@ class RequestBuilder:
         self._large_text_semaphore = threading.BoundedSemaphore(MAX_LARGE_TEXTS)
 
     def build(
-        self, prompt: Prompt, requested_params: SamplingParams | None, sink: Sink | None
+        self,
+        prompt: Prompt,
+        requested_params: SamplingParams | None,
+        sink: Sink | None,
+        *,
+        compiles: bool = True,
     ) -> Generation:
-        """A generation whose requests can be sent. Raises `RequestError` if they could not run.
+        """A generation whose requests can be sent. Raises `RequestError` if they could not run;
+        without `compiles`, `NewGrammarError` if their grammar is not known.
 
         Without a sink nobody reads tokens before the end, so the driver sends none before it where
         that is possible.
@@ -77,7 +83,7 @@ class RequestBuilder:
         token_ids = self._token_ids(rendered_prompt, self.limits.max_total_tokens)
         params = self.parameters(requested_params)
         structural_tag, loosened_tools = self._structural_tag(
-            params.structured_outputs, rendered_prompt
+            params.structured_outputs, rendered_prompt, compiles=compiles
         )
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
@@ -142,7 +148,7 @@ class RequestBuilder:
             self._grammar_compiler.close()
 
     def _structural_tag(
-        self, structure: StructuredOutputs | None, prompt: ParsedPrompt
+        self, structure: StructuredOutputs | None, prompt: ParsedPrompt, *, compiles: bool
     ) -> tuple[bytes, tuple[str, ...]]:
         """(the structural tag, empty for an output without a grammar; the tools whose arguments
         need not match their schemas). Only answers in a conversation may begin with reasoning.
@@ -165,12 +171,13 @@ class RequestBuilder:
             state = self._answer_state_after(prompt.conversation, prompt.text)
         if not isinstance(structure, CallStructure):
             structural_tag = structural_tag_of(format_after_thinking(format_of(structure), state))
-            return self._grammar_compiler.check(structural_tag), ()
+            return self._grammar_compiler.check(structural_tag, compiles=compiles), ()
         refusal: RequestError | None = None
         for candidate in candidate_formats(structure):
             structural_tag = structural_tag_of(format_after_thinking(candidate.format, state))
             try:
-                return self._grammar_compiler.check(structural_tag), candidate.loosened_tools
+                checked_tag = self._grammar_compiler.check(structural_tag, compiles=compiles)
+                return checked_tag, candidate.loosened_tools
             except RequestError as error:
                 refusal = refusal or error
         assert refusal is not None, "the last candidate is refused with a reason"

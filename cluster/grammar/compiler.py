@@ -13,9 +13,17 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cluster.grammar.formats import MAX_STRUCTURAL_TAG_BYTES
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
+from cluster.grammar.helper import (
+    Child,
+    Helper,
+    HelperError,
+    HelperLostError,
+    HelperStarvedError,
+    HelperTimeoutError,
+)
 from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 
 # Seconds of a processor's time, in the first queue and in the other one.
@@ -23,7 +31,11 @@ QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
 MAX_SLOW_COMPILES = 4  # grammars in the other queue
 CHILD_MEMORY_BYTES = 2**30
 REFUSAL_TTL_S = 60.0  # how long a refusal is remembered, in which a busy machine may have a part
-_MAX_CACHED_VERDICTS = 1024  # grammars that are possible, and that are not
+_MAX_CACHED_VERDICTS = 1024  # grammars that are possible, that are not, and that are slow
+
+
+class NewGrammarError(Exception):
+    """A grammar must be compiled first."""
 
 
 class GrammarCompiler:
@@ -37,23 +49,30 @@ class GrammarCompiler:
         self._num_slow_compiles = 0
         self._lock = threading.Lock()  # guards `_num_slow_compiles` and the fields below
         self._possible_digests: OrderedDict[bytes, None] = OrderedDict()
+        self._slow_digests: OrderedDict[bytes, None] = OrderedDict()  # not for the first queue
         self._refusals: OrderedDict[bytes, tuple[float, str]] = OrderedDict()
 
-    def check(self, structural_tag: str) -> bytes:
+    def check(self, structural_tag: str, *, compiles: bool = True) -> bytes:
         """The structural tag as it is sent. Raises `RequestError` for one that is not possible, is
         too large, or takes more time or memory than it may, `OverloadedError` if too many slow ones
-        are being compiled, and `RequestFailedError` if none can be compiled here.
+        are being compiled or the machine is too busy, and `RequestFailedError` if none can be
+        compiled here; without `compiles`, which waits for nothing, `NewGrammarError` for one that
+        is not known.
         """
         encoded_tag = structural_tag.encode()
         if len(encoded_tag) > MAX_STRUCTURAL_TAG_BYTES:
             raise _refusal(f"it is larger than {MAX_STRUCTURAL_TAG_BYTES} bytes")
         if self._is_known_possible(encoded_tag):
             return encoded_tag
-        with self._quick_compile_lock:
-            if self._is_known_possible(encoded_tag) or self._compiles(
-                structural_tag, QUICK_COMPILE_S
-            ):
-                return encoded_tag
+        if not compiles:
+            raise NewGrammarError
+        if not self._is_known_slow(encoded_tag):
+            with self._quick_compile_lock:
+                if self._is_known_possible(encoded_tag) or (
+                    not self._is_known_slow(encoded_tag)
+                    and self._compiles(structural_tag, QUICK_COMPILE_S)
+                ):
+                    return encoded_tag
         self._enter_slow_queue()
         try:
             with self._slow_compile_lock:
@@ -83,8 +102,13 @@ class GrammarCompiler:
             raise _refusal(reason)
         return False
 
+    def _is_known_slow(self, encoded_tag: bytes) -> bool:
+        return _digest(encoded_tag) in self._slow_digests
+
     def _compiles(self, structural_tag: str, limit_s: float) -> bool:
-        """Whether it can be compiled in time. Raises `RequestError`, `RequestFailedError`."""
+        """Whether it can be compiled in time. Raises `RequestError`, `OverloadedError`, and
+        `RequestFailedError`.
+        """
         encoded_tag = structural_tag.encode()
         for is_last_attempt in (False, True):
             child = self._child()
@@ -92,7 +116,15 @@ class GrammarCompiler:
                 child.call(limit_s, "check", structural_tag)
                 break
             except HelperTimeoutError:
+                self._remember(self._slow_digests, encoded_tag, None)
                 return False
+            except HelperStarvedError as error:
+                if limit_s == QUICK_COMPILE_S:
+                    return False  # in the other queue it has longer
+                raise OverloadedError(
+                    f"structured_outputs: the grammar cannot be compiled now: {error}; try again"
+                    " later"
+                ) from None
             except HelperLostError:  # the first one may have been chosen to free memory
                 if is_last_attempt:
                     reason = "the process that compiles it has ended twice; simplify it"
@@ -102,10 +134,7 @@ class GrammarCompiler:
                 raise self._remember_refusal(encoded_tag, reason) from None
             finally:
                 child.close()
-        with self._lock:
-            self._possible_digests[_digest(encoded_tag)] = None
-            while len(self._possible_digests) > _MAX_CACHED_VERDICTS:
-                self._possible_digests.popitem(last=False)
+        self._remember(self._possible_digests, encoded_tag, None)
         return True
 
     def _child(self) -> Child:
@@ -128,11 +157,16 @@ class GrammarCompiler:
             self._num_slow_compiles += 1
 
     def _remember_refusal(self, encoded_tag: bytes, reason: str) -> EaglerayError:
-        with self._lock:
-            self._refusals[_digest(encoded_tag)] = time.monotonic(), reason
-            while len(self._refusals) > _MAX_CACHED_VERDICTS:
-                self._refusals.popitem(last=False)
+        self._remember(self._refusals, encoded_tag, (time.monotonic(), reason))
         return _refusal(reason)
+
+    def _remember(
+        self, verdicts: OrderedDict[bytes, Any], encoded_tag: bytes, verdict: Any
+    ) -> None:
+        with self._lock:
+            verdicts[_digest(encoded_tag)] = verdict
+            while len(verdicts) > _MAX_CACHED_VERDICTS:
+                verdicts.popitem(last=False)
 
 
 def _digest(encoded_tag: bytes) -> bytes:

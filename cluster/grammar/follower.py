@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
@@ -20,10 +21,11 @@ from scheduler.sequence import Sequence
 logger = logging.getLogger("eagleray.grammar")
 
 # Seconds of a processor's time: for one mask, for all masks of a sequence, and what each token adds
-# to that; a grammar whose masks take longer than the last of these is not quick.
+# to that; a grammar whose masks take longer than the others of these is not quick.
 MASK_LIMIT_S = 5.0
 ALL_MASKS_LIMIT_S, ALL_MASKS_PER_TOKEN_S = 10.0, 0.05
 QUICK_MASK_S, QUICK_MASK_PER_TOKEN_S = 0.01, 0.0002
+QUICK_BATCH_S = 0.02  # for a mask of each sequence, less than a step waits for; one child makes all
 LOAD_LIMIT_S = 20.0
 CHILD_MEMORY_BYTES = 2**30
 MAX_CHILD_LOSSES = 2  # of the child while it computed for a sequence
@@ -31,7 +33,7 @@ MAX_CHILD_LOSSES = 2  # of the child while it computed for a sequence
 Answer = bytes | EaglerayError | None
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class FollowedSequence:
     """A sequence, and its mask after `num_tokens_answered` output tokens; -1 if there is none."""
 
@@ -60,7 +62,7 @@ class Follower:
         """A thread that holds the lock calls `on_answers` with sequences that have answers."""
         self.structural_tag = structural_tag
         self.num_followed_seqs = 0
-        self.is_quick = False  # loaded, and every mask came quickly
+        self.is_quick = False  # loaded, every mask came quickly, and so would those of a step
         self._helper = helper
         self._lock = lock
         self._on_answers = on_answers
@@ -71,8 +73,9 @@ class Follower:
         self._is_closed = False
         # The thread's own.
         self._child: Child | None = None
-        self._child_sequences: set[FollowedSequence] = set()  # whose tokens the child may have
+        self._child_sequences: WeakSet[FollowedSequence] = WeakSet()  # the child may have tokens of
         self._was_slow = False
+        self._batch_cpu_s = 0.0
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
 
     def ask(self, followed_seq: FollowedSequence) -> None:
@@ -103,6 +106,7 @@ class Follower:
 
     def _run(self) -> None:
         while batch := self._next_batch():
+            self._batch_cpu_s = 0.0
             try:
                 self._serve(batch)
             except Exception as error:  # a bug; the other grammars go on
@@ -111,8 +115,11 @@ class Follower:
                 unanswered_seqs = [f for f in batch if f.num_tokens_answered != f.num_tokens_asked]
                 self._fail(unanswered_seqs, f"{type(error).__name__}: {error}")
             with self._lock:
-                self.is_quick = self._child is not None and not self._was_slow
+                all_masks_s = self._batch_cpu_s / len(batch) * self.num_followed_seqs
+                is_quick = self._child is not None and not self._was_slow
+                self.is_quick = is_quick and all_masks_s <= QUICK_BATCH_S
                 self._on_answers(batch)
+            del batch  # so that nothing keeps sequences that end until there is another one
         self._drop_child()
 
     def _next_batch(self) -> list[FollowedSequence]:
@@ -169,7 +176,6 @@ class Follower:
             new_tokens.append((followed_seq.number, seq.token_ids[start:end]))
         with self._lock:
             ended_numbers, self._ended_numbers = self._ended_numbers, []
-        self._child_sequences.difference_update([f for f in self._child_sequences if f.has_ended])
         self._child_sequences.update(batch)
         masks: list[bytes | str | None] = []
         answers = child.answers(
@@ -205,6 +211,7 @@ class Follower:
     def _take_answer(
         self, followed_seq: FollowedSequence, mask_or_reason: bytes | str | None, cpu_s: float
     ) -> None:
+        self._batch_cpu_s += cpu_s
         followed_seq.spent_cpu_s += cpu_s
         limit_s = ALL_MASKS_LIMIT_S + ALL_MASKS_PER_TOKEN_S * followed_seq.num_tokens_asked
         if followed_seq.spent_cpu_s > limit_s:

@@ -14,7 +14,7 @@ from typing import Any
 from cluster.grammar import patterns
 from cluster.grammar.markers import CALL, END_CALL, END_THINK, THINK, AnswerState
 from cluster.grammar.schemas import ANY_OBJECT, honored_schema
-from scheduler.bounds import short_repr
+from scheduler.bounds import check_schema_bounds, short_repr
 from scheduler.params import StructuredOutputs
 
 Format = dict[str, Any]
@@ -93,15 +93,15 @@ def structural_tag_of(answer: Format) -> str:
 
 
 def _parsed_schema(schema: object) -> Any:
-    """A schema, which may be given as text."""
+    """A schema, which may be given as text, within the bounds. Raises `RequestError`."""
     if not isinstance(schema, str):
         return schema
     try:
         schema = json.loads(schema)
-        json.dumps(schema, ensure_ascii=False).encode()  # no half of a surrogate pair
-        return schema
     except (ValueError, RecursionError) as error:
         raise patterns.refusal(f"json is not a JSON schema: {short_repr(str(error))}") from None
+    check_schema_bounds(schema, "structured_outputs.json", "structured_outputs")
+    return schema
 
 
 def _call_format(tool: CallFormat) -> Format:

@@ -33,8 +33,12 @@ class HelperLostError(Exception):
     """A child has died, or what it answered is not an answer."""
 
 
+class HelperStarvedError(HelperLostError):
+    """A child did not answer, but did not get the time of a processor that it may take."""
+
+
 class HelperTimeoutError(Exception):
-    """A child did not answer in time."""
+    """A child did not answer in the time of a processor that it may take."""
 
 
 class Child:
@@ -68,7 +72,11 @@ class Child:
         except PipeError as error:
             raise HelperLostError(f"its process has ended: {error}") from None
         except TimeoutError:
-            raise HelperTimeoutError from None
+            wall_limit_s = limit_s * MAX_WALL_TIME_FACTOR
+            raise HelperStarvedError(
+                f"its process got less than {limit_s:g} s of a processor in {wall_limit_s:g} s; the"
+                " machine is too busy"
+            ) from None
 
     def close(self) -> None:
         """Kill the child."""
@@ -76,7 +84,9 @@ class Child:
         self._helper.end(self.pid)
 
     def _receive(self, limit_s: float, *, yields_cores: bool) -> Any:
-        """The next message. A busy machine is not the child's fault, so its own time counts."""
+        """The next message. A busy machine is not the child's fault, so its own time counts; raises
+        `TimeoutError` if it gets too little of that.
+        """
         began_s, began_cpu_s = time.monotonic(), self._cpu_s()
         check_period_s = min(CPU_TIME_CHECK_PERIOD_S, limit_s)
         while True:
@@ -84,7 +94,9 @@ class Child:
                 return self._pipe.receive(check_period_s)
             except TimeoutError:
                 cpu_s, wall_s = self._cpu_s() - began_cpu_s, time.monotonic() - began_s
-                if cpu_s >= limit_s or wall_s >= MAX_WALL_TIME_FACTOR * limit_s:
+                if cpu_s >= limit_s:
+                    raise HelperTimeoutError from None
+                if wall_s >= MAX_WALL_TIME_FACTOR * limit_s:
                     raise
                 if yields_cores and cpu_s > CPU_TIME_CHECK_PERIOD_S / 2:
                     self._yield_processors()
@@ -120,23 +132,15 @@ class Helper:
         self._lock = threading.Lock()
         self._is_closed = False
 
-    @property
-    def pid(self) -> int | None:
-        """The process id, None while there is no process."""
-        process = self._process
-        return None if process is None else process.pid
-
-    def start(self) -> None:
-        """Start the process, which takes seconds, before the next call. Raises `HelperError`."""
-        with self._lock:
-            self._start()
-
     def fork(self, memory_bytes: int) -> Child:
         """A new child, which may use so many bytes of memory. Raises `HelperError`."""
         with self._lock:
             for is_last_attempt in (False, True):
                 self._start()
-                our_end, their_end = socket.socketpair()
+                try:
+                    our_end, their_end = socket.socketpair()
+                except OSError as error:
+                    raise HelperError(f"no process can be started: {error}") from None
                 try:
                     answer = self._send_command(f"fork {memory_bytes}", their_end)
                 except OSError as error:  # the helper was lost since; another one is tried
@@ -215,5 +219,8 @@ class Helper:
         self._command_socket.settimeout(limit_s)
         answer = self._command_socket.recv(MAX_ANSWER_BYTES)
         if not answer:
-            raise OSError("it has ended")
+            raise OSError(
+                f"it has ended; the standard error of process {os.getpid()} on"
+                f" {socket.gethostname()} says why"
+            )
         return answer.decode()

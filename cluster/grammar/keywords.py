@@ -37,6 +37,10 @@ _FORMAT_PATTERNS = {
     "uri": rf"^[a-z]+://{_DNS_LABEL}(\.{_DNS_LABEL})*(:[1-9][0-9]{{1,3}})?(/{_PATH_CHARACTER}*)*"
     rf"(\?({_PATH_CHARACTER}|/)*)?(#({_PATH_CHARACTER}|/)*)?$",
 }
+_FORMAT_PATTERNS = {
+    name: patterns.rewritten_pattern(pattern, name, is_json_string=True)
+    for name, pattern in _FORMAT_PATTERNS.items()
+}
 FORMAT_NAMES = tuple(_FORMAT_PATTERNS)
 _STRING_KEYWORDS = ("pattern", "format", "minLength", "maxLength")
 _ARRAY_KEYWORDS = ("items", "prefixItems", "minItems", "maxItems")
@@ -56,7 +60,7 @@ _TYPES_BY_KEYWORD = {
 
 def _is_type(value: object) -> bool:
     if isinstance(value, list):
-        return bool(value) and all(name in _TYPES for name in value)
+        return 0 < len(value) <= len(_TYPES) and all(name in _TYPES for name in value)
     return value in _TYPES
 
 
@@ -225,7 +229,7 @@ def _object(schema: Schema, path: str) -> Schema:
         schema["additionalProperties"] = additional_schema
     if possible_properties and additional_schema not in (None, False):
         # A named property is not a free one, however its name is spelled.
-        pattern = patterns.other_names_pattern(possible_properties)
+        pattern = patterns.other_names_pattern(tuple(possible_properties))
         schema["propertyNames"] = {"pattern": pattern}
     omitted_if_empty = ("properties", "required", "patternProperties")
     return {name: value for name, value in schema.items() if value or name not in omitted_if_empty}
@@ -254,8 +258,9 @@ def _check_false_properties(
     properties: Schema, required_names: list[str], additional_schema: Any, path: str
 ) -> None:
     """Raise `NotHonoredError` for properties that must not be there, if they could be."""
+    required = {*required_names}
     for name, part in properties.items():
-        if part is False and name in required_names:
+        if part is False and name in required:
             raise NotHonoredError(
                 f"{path}.required names {short_repr(name)}, which cannot be", "required"
             )
@@ -351,7 +356,7 @@ def _string(schema: Schema, path: str) -> Schema:
                 f" are {', '.join(FORMAT_NAMES)}",
                 "format",
             )
-        return {"pattern": _pattern(_FORMAT_PATTERNS[schema["format"]], path)}
+        return {"pattern": _FORMAT_PATTERNS[schema["format"]]}
     if "pattern" in schema:
         return {"pattern": _pattern(schema["pattern"], f"{path}.pattern", "pattern")}
     return {}

@@ -11,9 +11,10 @@ from typing import Any
 
 from cluster.grammar.references import References
 
-MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and required names that are merged in one schema
+MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and listed values that are merged in one schema
 MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
-MAX_COMPARED_PAIRS = 10_000  # pairs of schemas that are compared in one schema
+# What is compared in one schema: values that a pair of schemas lists, and the pair itself.
+_MAX_COMPARED_VALUES, _PAIR_COST = 500_000, 50
 _MAX_REFERENCE_CHAIN = 16  # on the way to one schema
 _OBJECT_KEYWORDS = {"properties", "required", "additionalProperties", "patternProperties"}
 _OBJECT_KEYWORDS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
@@ -21,6 +22,7 @@ _ARRAY_KEYWORDS = {"items", "prefixItems", "minItems", "maxItems"}
 # Keywords that apply other schemas to the same value.
 IN_PLACE_APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
 IN_PLACE_APPLICATORS |= {"dependentSchemas", "contains", "patternProperties"}
+_LISTING_KEYWORDS = ("type", "enum", "const", "required")
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
@@ -50,12 +52,25 @@ def equality_key(value: Any) -> Any:
     return (isinstance(value, bool), value)
 
 
+def num_listed_values(schema: Any) -> int:
+    """How many values the keywords of a schema list, nested ones among them."""
+    if not isinstance(schema, Mapping):
+        return 0
+    num_values, uncounted = 0, [schema[name] for name in _LISTING_KEYWORDS if name in schema]
+    while uncounted:
+        value = uncounted.pop()
+        num_values += 1
+        if isinstance(value, Mapping | list):
+            uncounted += value.values() if isinstance(value, Mapping) else value
+    return num_values
+
+
 class Merger:
     """Merges parts of one schema. `references` are its own."""
 
     def __init__(self, references: References) -> None:
         self._references = references
-        self._num_keywords_to_merge = self._num_compared_pairs = 0
+        self._num_keywords_to_merge = self._num_compared_values = 0
 
     def merged(self, parts: Sequence[Any], select_keywords: Any) -> Any:
         """One schema for all parts, which may be booleans. `select_keywords` says which keywords of
@@ -86,7 +101,7 @@ class Merger:
             self._num_keywords_to_merge += 1
             if isinstance(part, Mapping):
                 self._num_keywords_to_merge += (
-                    len(part) + len(_properties(part)) + len(_required_names(part))
+                    len(part) + len(_properties(part)) + num_listed_values(part)
                 )
         if self._num_keywords_to_merge > MAX_MERGED_KEYWORDS:
             raise CannotMergeError(
@@ -128,12 +143,12 @@ class Merger:
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
-        self._num_compared_pairs += 1
-        if self._num_compared_pairs > MAX_COMPARED_PAIRS:
-            return False
         try:
             first, second = self._resolved(first), self._resolved(second)
         except CannotMergeError:
+            return False
+        self._num_compared_values += _PAIR_COST + sum(map(num_listed_values, (first, second)))
+        if self._num_compared_values > _MAX_COMPARED_VALUES:
             return False
         if first is False or second is False:
             return True

@@ -7,6 +7,7 @@ escapes of JSON. What cannot be rewritten so that only texts of the expression m
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -106,7 +107,8 @@ def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = Fals
     return f"{text}()" if "|" in text else text
 
 
-def other_names_pattern(names: Collection[str]) -> str:
+@functools.lru_cache(maxsize=8)  # copies of an object have the same names
+def other_names_pattern(names: tuple[str, ...]) -> str:
     """A pattern of the spellings in JSON, without a backslash, of all names but these. Where names
     are longer than is compared, those that begin like them are not matched either.
     """
@@ -141,7 +143,8 @@ def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> st
 
 def leading_tokens(pattern: str) -> list[str]:
     """What every text that has a match of a pattern begins with: the tokens of single characters,
-    as far as that is plain to see. The pattern is one that can be rewritten.
+    as far as that is plain to see, but no more than are compared. The pattern is one that can be
+    rewritten.
     """
     tokens = _TOKEN.findall(pattern)
     if tokens[:1] != ["^"] or "|" in tokens:
@@ -155,7 +158,7 @@ def leading_tokens(pattern: str) -> list[str]:
         characters.append(token)
         if is_repeated:
             break
-    return characters
+    return characters[: _MAX_COMPARED_CHARACTERS + 1]
 
 
 def cannot_begin_with(text: str, characters: list[str]) -> bool:

@@ -149,6 +149,7 @@ class ForkServer:
         self._child_calls = child_calls
         self._command_socket = command_socket
         self._pids: set[int] = set()
+        self._dying_pids: set[int] = set()
 
     def serve(self) -> None:
         """Carry out commands until there are no more."""
@@ -181,11 +182,12 @@ class ForkServer:
         return str(pid)
 
     def _end(self, pid: int) -> str:
-        """Kill a child. Its id is its own until then, because nobody else waits for it."""
+        """Kill a child. Its id is its own until a later call has found it dead."""
         if pid in self._pids:
             self._pids.remove(pid)
             os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            self._dying_pids.add(pid)
+        self._dying_pids -= {pid for pid in self._dying_pids if os.waitpid(pid, os.WNOHANG)[0]}
         return "ended"
 
 

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
+from cluster.grammar.ranges import NotHonoredError
+
 ErrorMaker = Callable[[str], Exception]
+
+_MAX_URI_CHARS = 1_024  # of two that are joined, of which there may be thousands
 
 # Keywords with subschemas by name, with a list of them, and with one.
 SUBSCHEMA_MAP_KEYWORDS = (
@@ -86,6 +90,12 @@ class References:
 
 
 def _joined_uri(base_uri: str, reference: str) -> str:
+    num_characters = len(base_uri) + len(reference)
+    if base_uri and num_characters > _MAX_URI_CHARS:
+        raise NotHonoredError(
+            f"$id and a reference in it have at most {_MAX_URI_CHARS} characters together, got"
+            f" {num_characters}"
+        )
     try:
         return urljoin(base_uri, reference) if reference else base_uri
     except ValueError:  # no address at all
@@ -143,60 +153,47 @@ def _schemas(root: Any) -> Iterator[Mapping[str, Any]]:
 def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any]) -> set[int]:
     """The ids of the schemas that a finite value fits: the smallest set that agrees with itself.
 
-    A schema is looked at again only when one that it was waiting for turns out to be finite.
+    Whatever needs several others waits for one at a time, so nothing is looked at again and again.
     """
-    satisfiable_ids: set[int] = set()
-    dependents: dict[int, list[Mapping[str, Any]]] = {}
-    unvisited = list(schemas)
+    satisfiable_ids = {id(True)}
+    waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by what they wait for
+    unvisited = [
+        (id(schema), needed_ids) for schema in schemas for needed_ids in _ways(schema, targets)
+    ]
     while unvisited:
-        schema = unvisited.pop()
-        if id(schema) in satisfiable_ids:
-            continue
-        awaited_ids = _awaited_ids(schema, targets, satisfiable_ids)
-        if not awaited_ids:
-            satisfiable_ids.add(id(schema))
-            unvisited += dependents.pop(id(schema), ())
-        for awaited_id in awaited_ids:
-            dependents.setdefault(awaited_id, []).append(schema)
+        schema_id, needed_ids = unvisited.pop()
+        while needed_ids and needed_ids[-1] in satisfiable_ids:
+            needed_ids.pop()
+        if needed_ids:
+            waiting.setdefault(needed_ids[-1], []).append((schema_id, needed_ids))
+        elif schema_id not in satisfiable_ids:
+            satisfiable_ids.add(schema_id)
+            unvisited += waiting.pop(schema_id, ())
     return satisfiable_ids
 
 
-def _awaited_ids(
-    schema: Mapping[str, Any], targets: Mapping[str, Any], satisfiable_ids: set[int]
-) -> list[int]:
-    """The ids of schemas of which one must be finite for this one to be; empty if it is."""
-
-    def is_satisfiable(part: Any) -> bool:
-        return part is not False if isinstance(part, bool) else id(part) in satisfiable_ids
-
+def _ways(schema: Mapping[str, Any], targets: Mapping[str, Any]) -> list[list[int]]:
+    """For each way to a finite value of a schema, the ids of the schemas that need one as well."""
+    ways: list[list[Any]]
     if "$ref" in schema:
-        target = targets[schema["$ref"]]
-        return [] if is_satisfiable(target) else [id(target)]
-    if "anyOf" in schema:
-        alternatives = schema["anyOf"]
-        if any(map(is_satisfiable, alternatives)):
-            return []
-        return [id(part) for part in alternatives]
-    if "enum" in schema or "const" in schema:
-        return []
-    types = schema.get("type")
-    awaited_ids_per_type: list[list[int]] = []
-    for type_name in types if isinstance(types, list) else [types]:
-        needed_parts = _REQUIRED_PARTS_BY_TYPE.get(type_name)
-        needed_schemas = needed_parts(schema) if needed_parts is not None else []
-        awaited_ids = [id(part) for part in needed_schemas if not is_satisfiable(part)][:1]
-        if not awaited_ids:
-            return []
-        awaited_ids_per_type.append(awaited_ids)
-    return [awaited_id for awaited_ids in awaited_ids_per_type for awaited_id in awaited_ids]
+        ways = [[targets[schema["$ref"]]]]
+    elif "anyOf" in schema:
+        ways = [[part] for part in schema["anyOf"]]
+    elif "enum" in schema or "const" in schema:
+        ways = [[]]
+    else:
+        types = schema.get("type")
+        type_names = types if isinstance(types, list) else [types]
+        ways = [_NEEDED_PARTS_BY_TYPE.get(name, lambda _: [])(schema) for name in type_names]
+    return [[id(part) for part in needed_parts] for needed_parts in ways]
 
 
 def _needed_properties(schema: Mapping[str, Any]) -> list[Any]:
     """The schemas of the properties that an object cannot be without."""
     properties = schema.get("properties", {})
-    names = list(schema.get("required", ()))
-    needed_schemas = [properties[name] for name in names]
-    optional = [part for name, part in properties.items() if name not in {*names}]
+    required_names = {*schema.get("required", ())}
+    needed_schemas = [properties[name] for name in required_names]
+    optional = [part for name, part in properties.items() if name not in required_names]
     free_schemas = [
         *schema.get("patternProperties", {}).values(),
         schema.get("additionalProperties", True),
@@ -215,7 +212,7 @@ def _needed_items(schema: Mapping[str, Any]) -> list[Any]:
     return needed_schemas
 
 
-_REQUIRED_PARTS_BY_TYPE: dict[Any, Callable[[Mapping[str, Any]], list[Any]]] = {
+_NEEDED_PARTS_BY_TYPE: dict[Any, Callable[[Mapping[str, Any]], list[Any]]] = {
     "object": _needed_properties,
     "array": _needed_items,
 }

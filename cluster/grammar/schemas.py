@@ -16,7 +16,7 @@ from cluster.grammar import keywords, merging, patterns
 from cluster.grammar.merging import CannotMergeError, Merger
 from cluster.grammar.ranges import NotHonoredError
 from cluster.grammar.references import References, check_satisfiable
-from scheduler.bounds import short_repr
+from scheduler.bounds import check_schema_bounds, short_repr
 from scheduler.errors import RequestError
 
 _ANNOTATIONS = {
@@ -56,9 +56,10 @@ _MERGED_KEYWORDS = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in thi
 _UNEVALUATED_KEYWORDS = {"unevaluatedProperties", "unevaluatedItems"}
 _SCALAR_TYPES = ("string", "integer", "number", "boolean", "null")
 _MAX_DEPTH = 64
-# Parts of one schema that are rewritten. What references with other keywords beside them lead to is
-# rewritten for each, which may multiply. So many do not fit into a grammar.
-_MAX_PARTS = 20_000
+# Parts of one schema that are rewritten, with the values that they list, and so many characters of
+# names and patterns for one. What references with other keywords beside them lead to is rewritten
+# for each, which may multiply. So many do not fit into a grammar.
+_MAX_PARTS, _CHARACTERS_PER_PART = 20_000, 8
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -79,8 +80,8 @@ def loosened_schema(schema: object, path: str) -> tuple[Any, bool]:
     """(as `honored_schema`, but of an object; whether keywords were left out because they cannot be
     honored). Raises nothing.
     """
-    rewriter = _Rewriter(schema, path, drops_keywords=True)
     try:
+        rewriter = _Rewriter(schema, path, drops_keywords=True)
         rewritten = rewriter.rewritten()
     except (NotHonoredError, RequestError):
         return ANY_OBJECT, True
@@ -120,6 +121,8 @@ class _Rewriter:
             targets[name.removeprefix("#/$defs/")] = rewritten_target
         if targets and isinstance(root, dict):
             root["$defs"] = targets
+        # What properties share is written for each of them.
+        check_schema_bounds(root, f"{self._path}, written out", "structured_outputs")
         if self._has_references:
             check_satisfiable(root, self._reference_by_name, self._path, NotHonoredError)
         return root
@@ -128,7 +131,7 @@ class _Rewriter:
         """A part of the schema, rewritten; with `drops_keywords`, without keywords that are not
         honored. Raises `RequestError` for too many parts.
         """
-        self._num_parts += 1
+        self._num_parts += 1 + merging.num_listed_values(schema)
         if self._num_parts > _MAX_PARTS:
             raise patterns.refusal(
                 f"{self._path} becomes more than {_MAX_PARTS} parts where references have other"
@@ -242,10 +245,13 @@ class _Rewriter:
                 for i, part in enumerate(value)
             ]
         if value_kind == _SCHEMAS_BY_NAME:
+            self._num_parts += sum(map(len, value)) // _CHARACTERS_PER_PART
             return {
                 name: self._rewritten_part(part, f"{path}.{name[:100]}", depth + 1)
                 for name, part in value.items()
             }
+        if isinstance(value, str):
+            self._num_parts += len(value) // _CHARACTERS_PER_PART
         return value
 
     def _merged(self, schema: Mapping[str, Any], path: str) -> Any:

@@ -13,7 +13,8 @@ import pytest
 
 from cluster.client.client import NUM_SENDERS, Client
 from cluster.client.outputs import Generation, OutputFollower
-from scheduler.params import SamplingParams
+from cluster.grammar.compiler import MAX_SLOW_COMPILES, NewGrammarError
+from scheduler.params import SamplingParams, StructuredOutputs
 from tests.scheduler.helpers import make_request
 
 CALLER: ContextVar[str] = ContextVar("CALLER", default="nobody")
@@ -26,7 +27,9 @@ class Notes:
         self.submitted: list[Generation] = []
         self.built: list[weakref.ref[Generation]] = []
 
-    def build(self, prompt: Any, wanted: SamplingParams | None, sink: Any) -> Generation:
+    def build(
+        self, prompt: Any, wanted: SamplingParams | None, sink: Any, *, compiles: bool = True
+    ) -> Generation:
         follower = OutputFollower(make_request(str(prompt), [1, 2, 3]), 0, None, sink)
         generation = Generation(None, [follower])
         self.built.append(weakref.ref(generation))
@@ -119,7 +122,7 @@ def test_a_request_whose_client_leaves_before_its_turn_is_never_built(
     goes_on, built = threading.Event(), list[str]()
     build = notes.build
 
-    def wait_and_build(prompt: Any, *rest: Any) -> Generation:
+    def wait_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
         built.append(str(prompt))
         assert goes_on.wait(10)
         made: Generation = build(prompt, *rest)
@@ -175,3 +178,36 @@ def test_a_request_whose_client_leaves_while_it_is_sent_is_sent_no_longer() -> N
         assert ended == ["canceled"] and asyncio.all_tasks() == at_first
 
     asyncio.run(asyncio.wait_for(main(), 10))
+
+
+def test_requests_with_known_grammars_do_not_wait_while_others_are_compiled() -> None:
+    notes: Any = Notes()
+    goes_on, compiled = threading.Event(), list[str]()
+    build = notes.build
+
+    def compile_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
+        if prompt == "new":
+            if not compiles:
+                raise NewGrammarError
+            compiled.append(prompt)
+            assert goes_on.wait(20)
+        made: Generation = build(prompt, *rest)
+        return made
+
+    notes.build = compile_and_build
+    params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+
+    async def main() -> None:
+        client = Client(notes, notes)
+        new = [asyncio.create_task(client.submit_async("new", params)) for _ in range(20)]
+        while len(compiled) < 2 * MAX_SLOW_COMPILES:
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(client.submit_async("known", params), 2)
+            assert len(notes.submitted) == 1
+        finally:
+            goes_on.set()
+        await asyncio.gather(*new)
+        assert len(notes.submitted) == 21
+
+    asyncio.run(asyncio.wait_for(main(), 20))

@@ -143,7 +143,7 @@ class FullCompiler:
     def __init__(self, error: Exception, num_refused: int) -> None:
         self.error, self.num_left = error, num_refused
 
-    def check(self, structural_tag: str) -> bytes:
+    def check(self, structural_tag: str, *, compiles: bool) -> bytes:
         self.num_left -= 1
         if self.num_left >= 0:
             raise self.error

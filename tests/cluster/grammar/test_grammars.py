@@ -370,7 +370,7 @@ def test_masks_are_a_function_of_known_tokens(
     again.token_ids += at_once.token_ids[2:]
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert isinstance(first, bytes) and first == second == matching.masks([again], WAIT_S)[0]
-    assert matching._helper.pid not in (process.pid, None)
+    assert matching._helper._process not in (process, None)
     for name in ("steps", "at once", "again"):
         matching.forget(name)
 
@@ -455,7 +455,12 @@ def test_no_place_in_a_source_reaches_a_user(compiler: GrammarCompiler, pattern:
         ({"type": "string", "maxLength": True}, "maxLength must be between 0 and 10000, got True"),
         ({"type": "string", "pattern": "a" * 9000}, "json.pattern: 9000 characters are too many"),
         ("{not json", "json is not a JSON schema"),
-        (r'{"const": "\ud800"}', "json is not a JSON schema"),
+        (r'{"const": "\ud800"}', "structured_outputs.json cannot be encoded"),
+        (
+            f'{{"oneOf": [{{"const": 1}}, {{"const": {"[" * 600}{"]" * 600}}}]}}',
+            "structured_outputs.json: 161 levels are too many",
+        ),
+        (f'{{"enum": [{"1," * 20_000}1]}}', "structured_outputs.json: 20003 values are too many"),
         ({"properties": 3}, "must map names to schemas"),
         ({"items": "string"}, "must be a JSON schema, got 'string'"),
         ({"type": "strnig"}, "json.type must be one of string, .*got 'strnig'"),
@@ -507,9 +512,8 @@ def test_depth_and_size_are_limited(compiler: GrammarCompiler) -> None:
 def test_a_helper_ends_with_its_parent(matching: GrammarMatching, tokenizer: Tokenizer) -> None:
     assert tokenizer.file is not None
     other = GrammarMatching(tokenizer.file, MODEL.vocab_size, MODEL.eos_token_ids)
-    other._helper.start()
-    process, commands = other._helper._process, other._helper._command_socket
     child = other._helper.fork(CHILD_MEMORY_BYTES)
+    process, commands = other._helper._process, other._helper._command_socket
     assert process is not None and commands is not None
     commands.close()  # as when the parent is killed
     assert process.wait(5) == 0

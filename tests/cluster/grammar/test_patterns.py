@@ -161,9 +161,9 @@ def test_a_named_property_has_its_schema_however_its_name_is_spelled(
 
 
 def test_names_that_are_too_long_to_compare_are_not_free() -> None:
-    assert len(other_names_pattern(["x" * 10_000])) < 400
+    assert len(other_names_pattern(("x" * 10_000,))) < 400
     many_names = [f"{i:03}{'ä' * 40}" for i in range(200)]
-    assert len(other_names_pattern(many_names)) < 20_000
+    assert len(other_names_pattern(tuple(many_names))) < 20_000
     schema = {"properties": {"x" * 40: INT}, "type": "object", "additionalProperties": True}
     grammar = compiled(honored_schema(schema, "json"))
     for length, is_free in ((5, True), (39, False), (40, False), (41, False)):

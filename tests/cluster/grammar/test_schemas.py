@@ -386,40 +386,90 @@ def test_a_property_whose_name_may_match_a_pattern_is_refused(pattern: str, name
 # What would take long
 
 
-def copied_many_times(num_references: int, size: int) -> Any:
+def copied_many_times(num_references: int, part: Any) -> Any:
     """A schema in which references with another keyword beside them lead to a large schema."""
-    properties = {f"p{i}": {"type": "string", "minLength": 1} for i in range(size)}
-    large = {"type": "object", "properties": {"p": {"type": "object", "properties": properties}}}
+    large = {"type": "object", "properties": {"p": part}}
     references = {
         f"k{i}": {"$ref": "#/$defs/large", "minProperties": 0} for i in range(num_references)
     }
     return {"type": "object", "properties": references, "$defs": {"large": large}}
 
 
-def compared_many_times(count: int, depth: int) -> Any:
+def with_properties(count: int, part: Any, name_end: str = "") -> Any:
+    properties = {f"{number:04}{name_end}": part for number in range(count)}
+    return {"type": "object", "properties": properties}
+
+
+def compared_many_times(count: int, depth: int, other: Any) -> Any:
     """A `oneOf` whose first alternative has `count` to the power of `depth` ways to its only
     type.
     """
     ways = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}] * count} for i in range(depth)} | {
         f"a{depth}": STR
     }
-    return {"oneOf": [{"$ref": "#/$defs/a0"}, INT], "$defs": ways}
+    return {"oneOf": [{"$ref": "#/$defs/a0"}, other], "$defs": ways}
+
+
+NAMES = [f"{number:x}" for number in range(11_000)]
+MANY_IDS = {"$defs": {f"k{number}": {"$id": "b"} for number in range(3_000)}}
+LONG = "a[bc]d(e|f)" * 700
+PARTS = "json becomes more than 20000 parts"
+
+
+def shared_at_each_level(depth: int) -> Any:
+    """Objects whose unnamed properties are such objects, two of which are required."""
+    schema: Any = STR
+    for _ in range(depth):
+        schema = {"type": "object", "required": ["a", "b"], "additionalProperties": schema}
+    return schema
 
 
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
-        (copied_many_times(400, 1000), "json becomes more than 20000 parts"),
-        (compared_many_times(40, 4), "json.oneOf: more than one alternative may fit"),
+        (copied_many_times(400, with_properties(1000, {"type": "string", "minLength": 1})), PARTS),
+        (copied_many_times(1200, {"type": "object", "required": NAMES}), PARTS),
+        (copied_many_times(1200, {"enum": NAMES}), PARTS),
+        (copied_many_times(600, with_properties(6, {"type": "string", "pattern": LONG})), PARTS),
+        (copied_many_times(100, with_properties(190, {"type": "string", "format": "uri"})), PARTS),
+        (
+            copied_many_times(
+                600,
+                with_properties(40, INT, "a" * 1000)
+                | {"patternProperties": {"^[0-9]{4}" + LONG + "b": STR}},
+            ),
+            "patternProperties cannot be honored",
+        ),
+        ({"allOf": [{"enum": NAMES}] + [{"$ref": "#/allOf/0"}] * 1000}, "more than 5000 keywords"),
+        ({"type": ["null"] * 7000 + ["string"], "enum": NAMES}, "json.type must be one of"),
+        (shared_at_each_level(60), "json, written out: .* are too many"),
+        (compared_many_times(40, 4, INT), "json.oneOf: more than one alternative may fit"),
+        (
+            compared_many_times(80, 2, {"enum": [*range(12_000)]}),
+            "json.oneOf: more than one alternative may fit",
+        ),
+        ({"$id": "http://h/" + "a/" * 15_000} | MANY_IDS, "at most 1024 characters"),
         ({"type": "object"} | {f"k{i}": 1 for i in range(8000)}, "json.k0: this keyword"),
     ],
-    ids=["copies", "comparisons", "keywords"],
+    ids=lambda value: "" if isinstance(value, dict) else value,
 )
 def test_small_schemas_that_would_take_long_take_little(schema: Any, message: str) -> None:
     began_s = time.process_time()
     with pytest.raises(RequestError, match=message):
         honored_schema(schema, "json")
     assert loosened_schema(schema, "json")[1]
+    assert time.process_time() - began_s < 1.5
+
+
+def test_an_object_whose_properties_turn_out_to_be_finite_one_by_one_takes_little() -> None:
+    names = [f"p{number}" for number in range(2000)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"$ref": f"#/$defs/{name}"} for name in names},
+        "required": names[::-1],
+    }
+    began_s = time.process_time()
+    honored_schema({"properties": {"p": schema}, "$defs": {name: {} for name in names}}, "json")
     assert time.process_time() - began_s < 1.5
 
 
