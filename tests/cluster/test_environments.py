@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import pytest
 from benchmarks.http_load import run_streams
 from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import descendants, wait_until
-from tests.cluster.serve.served import free_port
+from tests.cluster.serve.served import LONG, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
@@ -231,8 +232,7 @@ def test_serve_listens_on_every_address_of_both_protocols(server: Server, begin:
 
 
 @needs_namespaces
-def test_process_one_reaps_what_lost_its_parent_and_ends_at_ctrl_c(server: Server) -> None:
-    """The last test of this server."""
+def test_process_one_reaps_what_lost_its_parent(server: Server) -> None:
     first = process_one_of(server.program)
     orphan = 'setsid sh -c "sleep 0.1" & exit'
     enter = ["nsenter", "-t", str(first), "-m", "-p", "sh", "-c", orphan]
@@ -244,5 +244,21 @@ def test_process_one_reaps_what_lost_its_parent_and_ends_at_ctrl_c(server: Serve
 
     wait_until(lambda: len(children()) == 1, "only the command below process 1", 10.0)
     assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
-    os.kill(first, signal.SIGINT)
+
+
+def test_ctrl_c_finishes_what_runs(server: Server) -> None:
+    """The last test of this server."""
+    command = process_one_of(server.program) if WHY_NOT is None else server.program.pid
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+        assert client.get("/health").status_code == 200  # over a connection that stays open
+        sent = LONG | {"stream": True, "max_tokens": 400}
+        with client.stream("POST", "/v1/completions", json=sent) as got:
+            lines = filter(None, got.iter_lines())
+            next(lines)
+            os.kill(command, signal.SIGINT)
+            wait_until(lambda: client.get("/health").status_code == 503, "the drain", 10.0)
+            assert client.post("/v1/completions", json=LONG).status_code == 503
+            *_, last, end = lines
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert end == "data: [DONE]"
     assert server.program.wait(60) == 0
