@@ -119,12 +119,7 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
 
 
 @pytest.mark.parametrize(
-    ("killed", "lost"),
-    [
-        ("gcs_server", "gcs_server"),
-        ("raylet", "raylet"),
-        ("ray::RuntimeEnvAgent", "raylet"),
-    ],
+    ("killed", "lost"), [("gcs_server", "gcs_server"), ("ray::RuntimeEnvAgent", "raylet")]
 )
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
     start: Callable[..., Program], killed: str, lost: str
