@@ -90,7 +90,7 @@ Begin = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def begin(folder: Path) -> Iterator[Begin]:
-    """Starts `launch.py` in an environment, without any variables but those needed."""
+    """Starts Python in an environment, without any variables but those needed."""
     begun: list[subprocess.Popen[str]] = []
 
     def begin(
@@ -109,7 +109,7 @@ def begin(folder: Path) -> Iterator[Begin]:
             "TMPDIR": str(folder),
             "EAGLERAY_CACHE_DIR": str(folder / "kernels"),
         } | more_variables
-        command += [sys.executable, "launch.py", *arguments]
+        command += [sys.executable, *arguments]
         begun.append(
             subprocess.Popen(
                 command,
@@ -147,16 +147,40 @@ def wait_until_ready(program: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(lines))
 
 
+# Each trait only takes something away, so what works in several works in each.
+TRAITS_OF_ALL_CORES = (*MOUNTS, "an unknown user", PROCESS_ONE)
+
+
 @needs_namespaces
-@pytest.mark.parametrize("home", ["/", "/nonexistent", "/root"])
-def test_generate_works_in_those_that_take_no_core(home: str, begin: Begin) -> None:
-    """Each trait only takes something away, so what works in several works in each. Nor can any of
-    these home directories, of which Docker sets the first, be written.
-    """
-    traits = (*MOUNTS, "an unknown user", PROCESS_ONE)
-    program = begin(traits, "generate", "--tp", "2", "What is 47 + 38?", HOME=home)
+def test_generate_works_in_those_that_take_no_core(begin: Begin) -> None:
+    """The home directory, which Docker sets for such a user, cannot be written."""
+    command = ("launch.py", "generate", "--tp", "2", "What is 47 + 38?")
+    program = begin(TRAITS_OF_ALL_CORES, *command, HOME="/")
     output, _ = program.communicate(timeout=START_S)
     assert program.returncode == 0 and "\n85\n" in output, output
+
+
+WRITES = """
+import os
+from pathlib import Path
+del os.environ["EAGLERAY_CACHE_DIR"]
+import cluster  # sets the variables
+folders = [os.environ[f"{name}_CACHE_DIR"] for name in ("EAGLERAY", "TRITON")]
+for folder in [Path.home() / ".ray", *map(Path, folders)]:  # the first is Ray's
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").touch()
+print("home", Path.home())
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("home", ["/nonexistent", "/root"])
+def test_files_of_a_home_directory_that_cannot_be_written_go_elsewhere(
+    home: str, begin: Begin, folder: Path
+) -> None:
+    program = begin(TRAITS_OF_ALL_CORES, "-c", WRITES, HOME=home)
+    output, _ = program.communicate(timeout=START_S)
+    assert (program.returncode, output) == (0, f"home {folder}/eagleray-home-{USER}\n")
 
 
 SAYS_WHICH = """
@@ -204,7 +228,7 @@ def server(begin: Begin) -> Server:
     traits = ALL if WHY_NOT is None else ()
     host = "::" if has_ipv6() else "127.0.0.1"
     options = ("--host", host, "--port", str(port), "--tp", "2", "--spares", "off")
-    program = begin(traits, "serve", *options)
+    program = begin(traits, "launch.py", "serve", *options)
     return Server(port, program, wait_until_ready(program))
 
 
@@ -226,7 +250,7 @@ def test_serve_listens_on_every_address_of_both_protocols(server: Server, begin:
         assert "engines ready" in shown.stdout
         body = {"prompt": "What is", "max_tokens": 3, "ignore_eos": True}
         assert asyncio.run(run_streams(url, [body])).num_failed == 0
-    again = begin((), "serve", "--host", "::1", "--port", str(server.port))
+    again = begin((), "launch.py", "serve", "--host", "::1", "--port", str(server.port))
     output, _ = again.communicate(timeout=START_S)
     assert again.returncode == 2 and f"cannot listen on [::1]:{server.port}: " in output
 
