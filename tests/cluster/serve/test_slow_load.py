@@ -90,6 +90,7 @@ def slow_loads(
     """Applications that have lost a driver, and whose model has been loaded since, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeouts, "MIN_HEALTH_TIMEOUT_S", 1.0)
+        patch.setattr(timeouts, "HEALTH_MARGIN_S", 0.5)
         load_s = Timeouts.from_options(ENGINE).replica_silence_s + 2 * HEALTH_PERIOD_S
 
         def folder(name: str) -> Path:
