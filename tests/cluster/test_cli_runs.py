@@ -95,26 +95,42 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
     assert first[1]["token_ids"] == first[2]["token_ids"]
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Requests that take minutes."""
     params = {"max_tokens": 230, "ignore_eos": True}
     lines = [{"prompt_token_ids": [i, 2, 3], "sampling_params": params} for i in range(300)]
-    return write_requests(tmp_path / "endless.jsonl", lines)
+    return write_requests(tmp_path_factory.mktemp("endless") / "in.jsonl", lines)
 
 
-@pytest.mark.parametrize(
-    ("number", "tp"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1)]
-)
-def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
-    small_model: SmallModel, endless: Path, number: signal.Signals, tp: int
-) -> None:
-    run = start("--model", small_model.path, "--tp", tp, "--input", endless)
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("start:"):
-            break
+NUM_RANKS = {signal.SIGINT: 2, signal.SIGTERM: 1, signal.SIGHUP: 1}
+
+
+@pytest.fixture(scope="module")
+def in_the_middle(small_model: SmallModel, endless: Path) -> Iterator[dict[signal.Signals, Run]]:
+    """Runs beside each other that have begun to compute, by the signal that ends each."""
+    runs = {
+        number: start("--model", small_model.path, "--tp", num_ranks, "--input", endless)
+        for number, num_ranks in NUM_RANKS.items()
+    }
+    for run in runs.values():
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("start:"):
+                break
     time.sleep(1.0)
+    yield runs
+    for run in runs.values():
+        for pid in family(run.pid) if run.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", NUM_RANKS, ids=lambda number: number.name)
+def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
+    in_the_middle: dict[signal.Signals, Run], number: signal.Signals
+) -> None:
+    """While the others compute."""
+    run = in_the_middle[number]
     assert run.poll() is None and len(family(run.pid)) > 5
     began = time.monotonic()
     if number == signal.SIGINT:
