@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -195,14 +196,17 @@ def test_a_folder_in_which_ray_cannot_start_is_refused(
 
 
 @pytest.fixture(scope="module")
-def token() -> None:
-    """There is one for clusters that authenticate."""
-    command = [str(RAY), "get-auth-token", "--generate"]
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+def token(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variable of one for clusters that authenticate."""
+    path = tmp_path_factory.mktemp("token") / "auth_token"
+    path.write_text(secrets.token_hex(32))
+    return {"RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 @pytest.fixture(params=["token", "disabled"])
-def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path) -> Iterator[str]:
+def one_cpu_cluster(
+    request: pytest.FixtureRequest, token: dict[str, str], tmp_path: Path
+) -> Iterator[str]:
     """The address of a Ray cluster from `ray start` with one CPU, with and without token
     authentication.
     """
@@ -219,7 +223,7 @@ def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path)
         "--disable-usage-stats",
         f"--temp-dir={folder}",
     ]
-    env = os.environ | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
+    env = os.environ | token | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
     with (tmp_path / "ray.log").open("w") as log:
         cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     found: list[str] = []
@@ -237,18 +241,10 @@ def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path)
 
 
 def test_a_running_cluster_with_too_few_cpus_is_refused(
-    one_cpu_cluster: str, small_model: SmallModel, requests: Path
+    one_cpu_cluster: str, token: dict[str, str], small_model: SmallModel, requests: Path
 ) -> None:
-    run = start(
-        "--model",
-        small_model.path,
-        "--tp",
-        "2",
-        "--input",
-        requests,
-        "--ray-address",
-        one_cpu_cluster,
-    )
+    arguments = ("--model", small_model.path, "--tp", "2", "--input", requests)
+    run = start(*arguments, "--ray-address", one_cpu_cluster, env=token)
     code, out, err = finish(run)
     assert code == 2 and out == "" and "Traceback" not in err
     assert re.search(r"tensor_parallel_size 2: needed 2 CPU; nodes have \[.*1 CPU", err), err
