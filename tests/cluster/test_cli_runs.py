@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from cluster.commands import lose_rank
+from cluster.resources import room
 from configs.paths import SOURCE_ROOT
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import family, wait_until
@@ -93,26 +96,42 @@ def test_two_engines_beside_each_other_write_output_lines_in_input_order(
     assert first[1]["token_ids"] == first[2]["token_ids"]
 
 
-@pytest.fixture
-def endless(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Requests that take minutes."""
     params = {"max_tokens": 230, "ignore_eos": True}
     lines = [{"prompt_token_ids": [i, 2, 3], "sampling_params": params} for i in range(300)]
-    return write_requests(tmp_path / "endless.jsonl", lines)
+    return write_requests(tmp_path_factory.mktemp("endless") / "in.jsonl", lines)
 
 
-@pytest.mark.parametrize(
-    ("number", "tp"), [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1)]
-)
-def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
-    small_model: SmallModel, endless: Path, number: signal.Signals, tp: int
-) -> None:
-    run = start("--model", small_model.path, "--tp", tp, "--input", endless)
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("start:"):
-            break
+NUM_RANKS = {signal.SIGINT: 2, signal.SIGTERM: 1, signal.SIGHUP: 1}
+
+
+@pytest.fixture(scope="module")
+def in_the_middle(small_model: SmallModel, endless: Path) -> Iterator[dict[signal.Signals, Run]]:
+    """Runs beside each other that have begun to compute, by the signal that ends each."""
+    runs = {
+        number: start("--model", small_model.path, "--tp", num_ranks, "--input", endless)
+        for number, num_ranks in NUM_RANKS.items()
+    }
+    for run in runs.values():
+        assert run.stderr is not None
+        for line in run.stderr:
+            if line.startswith("start:"):
+                break
     time.sleep(1.0)
+    yield runs
+    for run in runs.values():
+        for pid in family(run.pid) if run.poll() is None else ():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", NUM_RANKS, ids=lambda number: number.name)
+def test_a_signal_in_the_middle_ends_everything_within_five_seconds(
+    in_the_middle: dict[signal.Signals, Run], number: signal.Signals
+) -> None:
+    """While the others compute."""
+    run = in_the_middle[number]
     assert run.poll() is None and len(family(run.pid)) > 5
     began = time.monotonic()
     if number == signal.SIGINT:
@@ -177,14 +196,17 @@ def test_a_folder_in_which_ray_cannot_start_is_refused(
 
 
 @pytest.fixture(scope="module")
-def token() -> None:
-    """There is one for clusters that authenticate."""
-    command = [str(RAY), "get-auth-token", "--generate"]
-    subprocess.run(command, check=True, capture_output=True, timeout=30)
+def token(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The variable of one for clusters that authenticate."""
+    path = tmp_path_factory.mktemp("token") / "auth_token"
+    path.write_text(secrets.token_hex(32))
+    return {"RAY_AUTH_TOKEN_PATH": str(path)}
 
 
 @pytest.fixture(params=["token", "disabled"])
-def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path) -> Iterator[str]:
+def one_cpu_cluster(
+    request: pytest.FixtureRequest, token: dict[str, str], tmp_path: Path
+) -> Iterator[str]:
     """The address of a Ray cluster from `ray start` with one CPU, with and without token
     authentication.
     """
@@ -201,7 +223,7 @@ def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path)
         "--disable-usage-stats",
         f"--temp-dir={folder}",
     ]
-    env = os.environ | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
+    env = os.environ | token | {"RAY_ADDRESS": "", "RAY_AUTH_MODE": request.param}
     with (tmp_path / "ray.log").open("w") as log:
         cluster = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
     found: list[str] = []
@@ -219,18 +241,10 @@ def one_cpu_cluster(request: pytest.FixtureRequest, token: None, tmp_path: Path)
 
 
 def test_a_running_cluster_with_too_few_cpus_is_refused(
-    one_cpu_cluster: str, small_model: SmallModel, requests: Path
+    one_cpu_cluster: str, token: dict[str, str], small_model: SmallModel, requests: Path
 ) -> None:
-    run = start(
-        "--model",
-        small_model.path,
-        "--tp",
-        "2",
-        "--input",
-        requests,
-        "--ray-address",
-        one_cpu_cluster,
-    )
+    arguments = ("--model", small_model.path, "--tp", "2", "--input", requests)
+    run = start(*arguments, "--ray-address", one_cpu_cluster, env=token)
     code, out, err = finish(run)
     assert code == 2 and out == "" and "Traceback" not in err
     assert re.search(r"tensor_parallel_size 2: needed 2 CPU; nodes have \[.*1 CPU", err), err
@@ -272,11 +286,13 @@ def test_a_program_that_started_ray_and_an_event_loop_itself_keeps_both(
     assert program.stdout.splitlines() == ["5 5", "still initialized: True 7"]
 
 
-def test_the_demonstration_kills_a_rank_while_its_text_goes_on() -> None:
-    command = [sys.executable, "-m", "cluster.commands.lose_rank"]
-    done = subprocess.run(
-        command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "rank 1, was killed]" in done.stdout
-    assert "[240 tokens;" in done.stdout and "; the same tokens as without]" in done.stdout
+@pytest.mark.usefixtures("users_ray", "restored")
+def test_the_demonstration_kills_a_rank_while_its_text_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lose_rank"])
+    monkeypatch.setattr(room, "has_cuda", lambda: False)  # the GPUs of this Ray do not exist
+    lose_rank.main()
+    printed = capsys.readouterr().out
+    assert "rank 1, was killed]" in printed
+    assert "[240 tokens;" in printed and "; the same tokens as without]" in printed

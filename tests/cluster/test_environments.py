@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import pytest
 from benchmarks.http_load import run_streams
 from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import descendants, wait_until
-from tests.cluster.serve.served import free_port
+from tests.cluster.serve.served import LONG, free_port
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
 
@@ -89,7 +90,7 @@ Begin = Callable[..., subprocess.Popen[str]]
 
 @pytest.fixture(scope="module")
 def begin(folder: Path) -> Iterator[Begin]:
-    """Starts `launch.py` in an environment, without any variables but those needed."""
+    """Starts Python in an environment, without any variables but those needed."""
     begun: list[subprocess.Popen[str]] = []
 
     def begin(
@@ -108,7 +109,7 @@ def begin(folder: Path) -> Iterator[Begin]:
             "TMPDIR": str(folder),
             "EAGLERAY_CACHE_DIR": str(folder / "kernels"),
         } | more_variables
-        command += [sys.executable, "launch.py", *arguments]
+        command += [sys.executable, *arguments]
         begun.append(
             subprocess.Popen(
                 command,
@@ -146,16 +147,40 @@ def wait_until_ready(program: subprocess.Popen[str]) -> str:
     raise AssertionError("".join(lines))
 
 
+# Each trait only takes something away, so what works in several works in each.
+TRAITS_OF_ALL_CORES = (*MOUNTS, "an unknown user", PROCESS_ONE)
+
+
 @needs_namespaces
-@pytest.mark.parametrize("home", ["/", "/nonexistent", "/root"])
-def test_generate_works_in_those_that_take_no_core(home: str, begin: Begin) -> None:
-    """Each trait only takes something away, so what works in several works in each. Nor can any of
-    these home directories, of which Docker sets the first, be written.
-    """
-    traits = (*MOUNTS, "an unknown user", PROCESS_ONE)
-    program = begin(traits, "generate", "--tp", "2", "What is 47 + 38?", HOME=home)
+def test_generate_works_in_those_that_take_no_core(begin: Begin) -> None:
+    """The home directory, which Docker sets for such a user, cannot be written."""
+    command = ("launch.py", "generate", "--tp", "2", "What is 47 + 38?")
+    program = begin(TRAITS_OF_ALL_CORES, *command, HOME="/")
     output, _ = program.communicate(timeout=START_S)
     assert program.returncode == 0 and "\n85\n" in output, output
+
+
+WRITES = """
+import os
+from pathlib import Path
+del os.environ["EAGLERAY_CACHE_DIR"]
+import cluster  # sets the variables
+folders = [os.environ[f"{name}_CACHE_DIR"] for name in ("EAGLERAY", "TRITON")]
+for folder in [Path.home() / ".ray", *map(Path, folders)]:  # the first is Ray's
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "file").touch()
+print("home", Path.home())
+"""
+
+
+@needs_namespaces
+@pytest.mark.parametrize("home", ["/nonexistent", "/root"])
+def test_files_of_a_home_directory_that_cannot_be_written_go_elsewhere(
+    home: str, begin: Begin, folder: Path
+) -> None:
+    program = begin(TRAITS_OF_ALL_CORES, "-c", WRITES, HOME=home)
+    output, _ = program.communicate(timeout=START_S)
+    assert (program.returncode, output) == (0, f"home {folder}/eagleray-home-{USER}\n")
 
 
 SAYS_WHICH = """
@@ -203,7 +228,7 @@ def server(begin: Begin) -> Server:
     traits = ALL if WHY_NOT is None else ()
     host = "::" if has_ipv6() else "127.0.0.1"
     options = ("--host", host, "--port", str(port), "--tp", "2", "--spares", "off")
-    program = begin(traits, "serve", *options)
+    program = begin(traits, "launch.py", "serve", *options)
     return Server(port, program, wait_until_ready(program))
 
 
@@ -225,14 +250,13 @@ def test_serve_listens_on_every_address_of_both_protocols(server: Server, begin:
         assert "engines ready" in shown.stdout
         body = {"prompt": "What is", "max_tokens": 3, "ignore_eos": True}
         assert asyncio.run(run_streams(url, [body])).num_failed == 0
-    again = begin((), "serve", "--host", "::1", "--port", str(server.port))
+    again = begin((), "launch.py", "serve", "--host", "::1", "--port", str(server.port))
     output, _ = again.communicate(timeout=START_S)
     assert again.returncode == 2 and f"cannot listen on [::1]:{server.port}: " in output
 
 
 @needs_namespaces
-def test_process_one_reaps_what_lost_its_parent_and_ends_at_ctrl_c(server: Server) -> None:
-    """The last test of this server."""
+def test_process_one_reaps_what_lost_its_parent(server: Server) -> None:
     first = process_one_of(server.program)
     orphan = 'setsid sh -c "sleep 0.1" & exit'
     enter = ["nsenter", "-t", str(first), "-m", "-p", "sh", "-c", orphan]
@@ -244,5 +268,21 @@ def test_process_one_reaps_what_lost_its_parent_and_ends_at_ctrl_c(server: Serve
 
     wait_until(lambda: len(children()) == 1, "only the command below process 1", 10.0)
     assert httpx.get(f"http://127.0.0.1:{server.port}/health").status_code == 200
-    os.kill(first, signal.SIGINT)
+
+
+def test_ctrl_c_finishes_what_runs(server: Server) -> None:
+    """The last test of this server."""
+    command = process_one_of(server.program) if WHY_NOT is None else server.program.pid
+    with httpx.Client(base_url=f"http://127.0.0.1:{server.port}", timeout=60) as client:
+        assert client.get("/health").status_code == 200  # over a connection that stays open
+        sent = LONG | {"stream": True, "max_tokens": 400}
+        with client.stream("POST", "/v1/completions", json=sent) as got:
+            lines = filter(None, got.iter_lines())
+            next(lines)
+            os.kill(command, signal.SIGINT)
+            wait_until(lambda: client.get("/health").status_code == 503, "the drain", 10.0)
+            assert client.post("/v1/completions", json=LONG).status_code == 503
+            *_, last, end = lines
+    assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert end == "data: [DONE]"
     assert server.program.wait(60) == 0

@@ -24,12 +24,12 @@ LIMIT_S = 120.0
 MOST_LINES = 60
 
 
-def run(example: str, *args: str | Path | int, cwd: Path) -> str:
+def run(example: str, *args: str | Path | int, cwd: Path, **variables: str) -> str:
     """What an example prints; it must succeed."""
     done = subprocess.run(
         [sys.executable, SOURCE_ROOT / "examples" / example, *map(str, args)],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(SOURCE_ROOT)},
+        env=os.environ | {"PYTHONPATH": str(SOURCE_ROOT)} | variables,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -43,12 +43,24 @@ def test_an_example_is_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MOST_LINES
 
 
+@pytest.fixture
+def in_users_ray(users_ray: None) -> dict[str, str]:
+    """Variables with which `ray.init()` joins a cluster, which takes less than to start one. Its
+    GPUs do not exist. This process chose `RAY_AUTH_MODE` when it started the cluster.
+    """
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    return {"RAY_ADDRESS": address, "CUDA_VISIBLE_DEVICES": ""}
+
+
 @pytest.mark.engine
 @pytest.mark.programs
 class TestRun:
-    def test_a_dataset_is_answered(self, tmp_path: Path) -> None:
+    def test_a_dataset_is_answered(self, in_users_ray: dict[str, str], tmp_path: Path) -> None:
         parquet = pytest.importorskip("pyarrow.parquet", reason="needs ray[data]")
-        run("batch_over_dataset.py", "--rows", 30, "--output", tmp_path / "out", cwd=tmp_path)
+        args = ("--rows", 30, "--output", tmp_path / "out")
+        run("batch_over_dataset.py", *args, cwd=tmp_path, **in_users_ray)
         rows = parquet.read_table(tmp_path / "out").to_pylist()
         answers = {row["question"]: row["answer"] for row in rows}
         assert len(rows) == 30 and answers["What is 10 + 1?"] == "11"
@@ -73,8 +85,8 @@ class TestRun:
         assert arrays["reward"].shape == arrays["advantage"].shape == (12,)
         assert np.nanmax(arrays["logprobs"]) <= 0 and set(arrays["reward"]) <= {0.0, 1.0}
 
-    def test_two_engines_agree_on_a_sum(self, tmp_path: Path) -> None:
-        shown = run("two_engines.py", cwd=tmp_path)
+    def test_two_engines_agree_on_a_sum(self, in_users_ray: dict[str, str], tmp_path: Path) -> None:
+        shown = run("two_engines.py", cwd=tmp_path, **in_users_ray)
         assert "47 + 38? 85" in shown and shown.count("proposals agree") == 3
 
     def test_answers_vote_in_a_deployment_of_its_own(self, composed: str) -> None:

@@ -47,7 +47,8 @@ if __name__ == "__main__":
 
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+    head = {"num_cpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=1)
     ask(ray_address=cluster.address)
     cluster.shutdown()

@@ -585,6 +585,7 @@ import ray
 from cluster.client.frontend import Frontend
 from tests.cluster.client.test_outputs import LIMITS, MODEL
 from cluster.client.requests import RequestBuilder
+from cluster.resources.local_ray import minimal_local_ray
 from scheduler.params import SamplingParams
 
 class SilentDriver:
@@ -594,10 +595,11 @@ class SilentDriver:
     def poll(self, *_):
         time.sleep(60)
 
-ray.init(
-    address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
-    logging_level="error",
-)
+with minimal_local_ray():
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+        logging_level="error",
+    )
 builder = RequestBuilder(MODEL, None, SamplingParams(), LIMITS, None)
 frontend = Frontend(ray.remote(SilentDriver).remote())
 generation = builder.build([1, 2, 3], None, None)

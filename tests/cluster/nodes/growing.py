@@ -31,8 +31,8 @@ OPTIONS: dict[str, Any] = {
     "replicas": 1,
     "max_replicas": 2,
     "target_ongoing_requests": 3,
-    "upscale_delay_s": 3.0,
-    "downscale_delay_s": 3.0,
+    "upscale_delay_s": 1.0,
+    "downscale_delay_s": 1.0,
     "served_model_name": "tiny",
 }
 
@@ -111,11 +111,11 @@ def main() -> None:
     clients.wanted = NUM_CLIENTS
     up_s = wait_for_replicas(2)
     busy = clients.num_answered
-    time.sleep(3.0)
+    time.sleep(1.5)
     assert clients.num_answered > busy
     clients.wanted = 1
     down_s = wait_for_replicas(1)
-    time.sleep(1.0)
+    time.sleep(0.5)
     clients.stop()
     assert not clients.failures, clients.failures[:5]
     print(f"up {up_s} s, down {down_s} s, {clients.num_answered} requests, none failed", flush=True)

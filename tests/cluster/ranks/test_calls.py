@@ -248,13 +248,15 @@ FULL_DISK = """
 import dataclasses
 import ray
 from cluster.ranks import calls
+from cluster.resources.local_ray import minimal_local_ray
 from scheduler.messages import StepMask, int32_array
 
-ray.init(
-    address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
-    logging_level="error", object_store_memory=80 * 2**20,
-    _system_config={"local_fs_capacity_threshold": 0.0, "object_spilling_threshold": 1.0},
-)
+with minimal_local_ray():
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, log_to_driver=False,
+        logging_level="error", object_store_memory=80 * 2**20,
+        _system_config={"local_fs_capacity_threshold": 0.0, "object_spilling_threshold": 1.0},
+    )
 
 class Rank:
     def put_mask(self, *pieces):

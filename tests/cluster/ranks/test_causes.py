@@ -321,22 +321,29 @@ while True:
 """
 
 
+DEEDS = {
+    "segmentation fault": (NULL, CRASHED),
+    "abort": ("libc.abort()", CRASHED),
+    "destroyed heap": (DESTROY_HEAP, CRASHED),
+    "SIGKILL": ("os.kill(os.getpid(), 9)", KILLED),
+    "SIGTERM": ("os.kill(os.getpid(), 15)", EXITED),
+    "exit": ("os._exit(3)", EXITED),
+}
+
+
+@pytest.fixture(scope="module")
+def ranks(users_ray: None) -> dict[str, Any]:
+    """An actor for each deed. They start at the same time."""
+    return {name: ray.remote(num_cpus=0)(Rank).remote() for name in DEEDS}
+
+
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    ("deed", "kind"),
-    [
-        pytest.param(NULL, CRASHED, id="segmentation fault"),
-        pytest.param("libc.abort()", CRASHED, id="abort"),
-        pytest.param(DESTROY_HEAP, CRASHED, id="destroyed heap"),
-        pytest.param("os.kill(os.getpid(), 9)", KILLED, id="SIGKILL"),
-        pytest.param("os.kill(os.getpid(), 15)", EXITED, id="SIGTERM"),
-        pytest.param("os._exit(3)", EXITED, id="exit"),
-    ],
-)
+@pytest.mark.parametrize("name", DEEDS)
 def test_the_ending_of_an_actor(
-    users_ray: None, monkeypatch: pytest.MonkeyPatch, deed: str, kind: EndingKind
+    ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    rank: Any = ray.remote(num_cpus=0)(Rank).remote()
+    deed, kind = DEEDS[name]
+    rank = ranks[name]
     process = ray.get(rank.process.remote(), timeout=60)
     watch = DeathWatch(process)
     assert Path(f"/proc/{process.pid}/task/{process.thread_id}").exists()

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import httpx
 
 from cluster.commands import top
-from cluster.resources.addresses import host_and_port
 from configs.paths import SOURCE_ROOT
 from tests.cluster.processes import TEST_PROCESS, command_of, family
 
@@ -116,11 +115,10 @@ class Streams:
 class Program:
     """`launch.py serve` in a process of its own."""
 
-    def __init__(self, *arguments: str, host: str = "127.0.0.1", **variables: str) -> None:
+    def __init__(self, *arguments: str, **variables: str) -> None:
         self.port = free_port()
-        self.url = f"http://{host_and_port(host, self.port)}"
-        command = [sys.executable, "launch.py", "serve", "--host", host, "--port", str(self.port)]
-        command += arguments
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "launch.py", "serve", "--port", str(self.port), *arguments]
         self.process = subprocess.Popen(
             command,
             cwd=SOURCE_ROOT,

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -26,49 +22,9 @@ from scheduler.errors import ConfigError
 from tests.cluster.conftest import SmallModel
 from tests.cluster.processes import command_of, cores_of_computing_threads, family, wait_until
 from tests.cluster.serve.served import LONG, Program, free_port
-from tests.cluster.test_environments import has_ipv6
 from tests.test_launch import Run, invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
-
-
-def test_sigterm_finishes_what_runs_and_leaves_nothing(start: Callable[..., Program]) -> None:
-    host = "::1" if has_ipv6() else "127.0.0.1"
-    program = start("--kv-cache-bytes", str(2**26), "--ray-address", "local", host=host)
-    program.wait_until_ready()
-    here = family(program.process.pid)
-    assert len(here) > 5
-    [controller] = [p for p in here if (command_of(p) or "").startswith("ray::ServeController")]
-    settings = Path(f"/proc/{controller}/environ").read_bytes().split(b"\0")
-    assert b"RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.5" in settings
-    started: list[str] = []
-    finished: list[str] = []
-
-    def stream() -> None:
-        sent = LONG | {"stream": True, "max_tokens": 100}
-        with httpx.stream("POST", f"{program.url}/v1/completions", json=sent, timeout=60) as got:
-            each = (line for line in got.iter_lines() if line)
-            started.append(next(each))
-            lines = list(each)
-        finished.append(json.loads(lines[-2][6:])["choices"][0]["finish_reason"] + lines[-1])
-
-    threads = [threading.Thread(target=stream) for _ in range(32)]
-    for thread in threads:
-        thread.start()
-    # A client of its own for each question would take longer to make than a stream to end.
-    with httpx.Client(base_url=program.url) as client:
-        wait_until(lambda: len(started) == 32, "the first token of each stream", 20.0)
-        os.killpg(program.process.pid, signal.SIGTERM)  # as `timeout` sends it
-        until = time.monotonic() + 10
-        while (status := client.get("/health").status_code) != 503:
-            assert status == 200 and time.monotonic() < until
-        refused = client.post("/v1/completions", json=LONG)
-    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
-    for thread in threads:
-        thread.join(60)
-    assert finished == ["lengthdata: [DONE]"] * 32
-    assert program.process.wait(30) == 0
-    wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)
 
 
 @pytest.fixture

@@ -15,15 +15,11 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from ray import serve
 
-from cluster.serve.application import SHUTDOWN_WAIT_PERIOD_S, application
 from cluster.serve.lifetime import RunningApplication
-from configs.engine import EngineConfig
 from configs.paths import DEFAULT_MODEL_DIR
-from configs.serve import ServeConfig
 from tests.cluster.processes import OURS, command_of, family, processes, wait_until
-from tests.cluster.serve.served import NUM_STREAMS, NUM_TOKENS, Program, Streams, free_port
+from tests.cluster.serve.served import Program
 from tests.test_launch import invoke
 
 pytestmark = [pytest.mark.engine, pytest.mark.programs]
@@ -119,12 +115,7 @@ def test_so_does_the_command_in_a_cluster_whichever_process_was_lost(
 
 
 @pytest.mark.parametrize(
-    ("killed", "lost"),
-    [
-        ("gcs_server", "gcs_server"),
-        ("raylet", "raylet"),
-        ("ray::RuntimeEnvAgent", "raylet"),
-    ],
+    ("killed", "lost"), [("gcs_server", "gcs_server"), ("ray::RuntimeEnvAgent", "raylet")]
 )
 def test_a_server_whose_own_ray_loses_a_process_says_so_and_ends(
     start: Callable[..., Program], killed: str, lost: str
@@ -190,30 +181,3 @@ def test_a_server_whose_replica_hangs_ends_soon_after_sigterm(program: Program) 
     program.process.send_signal(signal.SIGTERM)
     assert program.process.wait(30) == 0
     assert "not every replica could be drained" in what_is_left(program)
-
-
-def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
-    served: tuple[str, Any],
-) -> None:
-    """As when another program ends the application, of which this one knows nothing. Ray Serve
-    itself sees no request, and would end the replica after `SHUTDOWN_WAIT_PERIOD_S`.
-    """
-    port = free_port()
-    engine = EngineConfig(device="cpu", kv_cache_bytes=2**26, spares="off")
-    config = ServeConfig(engine=engine, listen_address=("127.0.0.1", port))
-    others = processes("ray::RankActor")
-    serve.run(application(config), name="direct", route_prefix="/direct")
-    streams = Streams(f"http://127.0.0.1:{port}")
-    wait_until(streams.all_run, "streaming", 30)
-    ranks = processes("ray::RankActor") - others
-    for rank in ranks:
-        os.kill(rank, signal.SIGSTOP)
-    ending = threading.Thread(target=serve.delete, args=("direct",))
-    ending.start()
-    time.sleep(30 * SHUTDOWN_WAIT_PERIOD_S)
-    for rank in ranks:
-        os.kill(rank, signal.SIGCONT)
-    streams.wait(60)
-    ending.join(60)
-    assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
-    assert "direct" not in serve.status().applications

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -101,11 +102,12 @@ class Streams:
 
     def _follow(self, place: int) -> str:
         body = LONG | {"stream": True, "max_tokens": NUM_TOKENS, "seed": place}
-        reason = ""
+        reason = last = ""
         try:
             with httpx.stream("POST", self._url, json=body, timeout=90) as answer:
                 self.ports[place] = client_port(answer)
-                for line in answer.iter_lines():
+                for line in filter(None, answer.iter_lines()):
+                    last = line
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         assert "error" not in event, event
@@ -114,6 +116,7 @@ class Streams:
                         reason = choice["finish_reason"] or ""
         except httpx.TransportError:
             return "lost"
+        assert last == "data: [DONE]", last
         return reason
 
     def ends(self) -> list[str]:
@@ -129,6 +132,12 @@ def counters_by(client: httpx.Client) -> dict[str, float]:
     lines = client.get("/metrics").raise_for_status().text.splitlines()
     pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in pairs}
+
+
+def test_the_controller_looks_seldom_at_its_applications(program: Program) -> None:
+    [controller] = named(program, "ray::ServeController")
+    settings = Path(f"/proc/{controller}/environ").read_bytes().split(b"\0")
+    assert b"RAY_SERVE_CONTROL_LOOP_INTERVAL_S=0.5" in settings
 
 
 def test_each_process_answers_for_all_of_them(program: Program) -> None:
@@ -187,10 +196,11 @@ def test_streams_of_all_processes_are_finished_after_sigterm(program: Program) -
     """The last test of this module."""
     with client_of_each(program) as clients:
         streams = Streams(program)  # after the clients are found, which takes as long as a stream
-        program.process.send_signal(signal.SIGTERM)
+        os.killpg(program.process.pid, signal.SIGTERM)  # as `timeout` sends it
         for client in clients.values():
             wait_until(lambda c=client: c.get("/health").status_code == 503, "the drain", 10)  # type: ignore[misc]
-            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
+            refused = client.post("/v1/completions", json={"prompt": "a"})
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
     assert streams.ends() == ["length"] * NUM_STREAMS
     assert program.process.wait(30) == 0
     wait_until(lambda: not family(program.process.pid), "the end of all its processes", 5.0)

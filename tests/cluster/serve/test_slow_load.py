@@ -1,13 +1,15 @@
 """Engines whose driver is lost, and whose model takes longer to load again than Ray Serve waits for
 a replica that does not answer.
 
-Two applications in one Ray lose a driver at the same time, so that they wait at the same time.
+Two applications in one Ray lose a driver at the same time, so that they wait at the same time. The
+last test ends one of them.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +21,7 @@ import pytest
 from ray import serve
 
 from cluster import timeouts
-from cluster.serve.application import application
+from cluster.serve.application import SHUTDOWN_WAIT_PERIOD_S, application
 from cluster.timeouts import HEALTH_PERIOD_S, Timeouts
 from configs.engine import EngineConfig
 from configs.serve import ServeConfig
@@ -52,6 +54,15 @@ class SlowLoad:
 
     def replicas_now(self) -> set[int]:
         return processes(self._titles)
+
+    def ranks(self) -> set[int]:
+        """Those that may run into its faults."""
+        variable = f"{faults.FAULTS_VARIABLE}={self._load.parent}".encode()
+        return {
+            pid
+            for pid in processes("ray::RankActor")
+            if variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        }
 
     def lose_driver(self, number: signal.Signals) -> None:
         """Its first rank will stop while it loads the model again."""
@@ -90,6 +101,7 @@ def slow_loads(
     """Applications that have lost a driver, and whose model has been loaded since, by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timeouts, "MIN_HEALTH_TIMEOUT_S", 1.0)
+        patch.setattr(timeouts, "HEALTH_MARGIN_S", 0.5)
         load_s = Timeouts.from_options(ENGINE).replica_silence_s + 2 * HEALTH_PERIOD_S
 
         def folder(name: str) -> Path:
@@ -113,7 +125,7 @@ def slow_loads(
             os.kill(rank, signal.SIGCONT)
     yield loads
     with ThreadPoolExecutor(len(loads)) as threads:
-        list(threads.map(serve.delete, loads))
+        list(threads.map(serve.delete, loads.keys() & serve.status().applications.keys()))
 
 
 def test_streams_outlive_a_driver_whose_model_takes_long_to_load_again(
@@ -135,3 +147,27 @@ def test_one_of_several_engines_is_not_ended_while_its_model_loads_again(
     load = slow_loads["several"]
     wait_until(lambda: stats_of(load.url)["eagleray_ready"] == 2, "both engines", 30)
     assert load.replicas_now() == load.replicas
+
+
+def test_streams_of_a_replica_that_listens_itself_end_before_ray_serve_ends_it(
+    slow_loads: dict[str, SlowLoad],
+) -> None:
+    """As when another program ends the application, of which this one knows nothing. Ray Serve
+    itself sees no request, and would end the replica after `SHUTDOWN_WAIT_PERIOD_S`. The last test
+    of this application.
+    """
+    load = slow_loads["single"]
+    streams = Streams(load.url)
+    wait_until(streams.all_run, "streaming", 30)
+    ranks = load.ranks()
+    for rank in ranks:
+        os.kill(rank, signal.SIGSTOP)
+    ending = threading.Thread(target=serve.delete, args=("single",))
+    ending.start()
+    time.sleep(15 * SHUTDOWN_WAIT_PERIOD_S)  # less than `stuck_after_s`
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
+    streams.wait(60)
+    ending.join(60)
+    assert streams.num_tokens == [NUM_TOKENS] * NUM_STREAMS
+    assert "single" not in serve.status().applications
