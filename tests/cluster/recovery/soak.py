@@ -401,8 +401,9 @@ def main() -> None:
                 kind = soak.next_kind()
                 if not load.is_running or ends_spares(kind):
                     break
-            wrong += compare(of, load.wait(limits.round_s), expected)
-            print(f"round {rounds}: {len(wrong)} not as expected", flush=True)
+            faults_of_round = compare(of, load.wait(limits.round_s), expected)
+            wrong += faults_of_round
+            print(f"round {rounds}: {len(wrong)} not as expected", *faults_of_round, flush=True)
             if not kinds and soak.done["idle"] <= soak.done[kind]:
                 soak.idle()
         for action in () if kinds else POISON:
