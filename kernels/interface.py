@@ -201,7 +201,7 @@ class SamplingKernels(Protocol):
         """(values, ids) of `pack_value_and_id`."""
 
     def block_weights(self, gap_rows: GapRows, gap_limit_R: Tensor, /) -> tuple[Tensor, Tensor]:
-        """Weights within the gap limit, the largest gap kept, summed per block and per row."""
+        """Sums, per block and per row, of the weights of tokens whose gap is at most the limit."""
 
     def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int, /
