@@ -236,8 +236,8 @@ class BlockManager:
             self._prefix_index[block.hash] = block
 
     def _block_hash(self, seq: BlockUser, index: int) -> int:
-        """Chained hash of block `index`: of its tokens and the parent's hash; of the first block, the
-        salt in place of that.
+        """Chained hash of block `index`: of its tokens and the parent's hash; the first block has
+        the salt in place of that.
         """
         block_hashes = seq.block_hashes
         while len(block_hashes) <= index:

@@ -130,8 +130,8 @@ class Pace:
 
     def _max_step_s(self, num_decoding: int) -> float:
         """Seconds that a step with so many decoding rows may take."""
-        num_rows = max(self._usual_num_rows, num_decoding / _NEAR_RATIO)
-        return self.max_decode_slowdown * (self.base_s(max(1, round(num_rows))) or 0.0)
+        reference_num_rows = max(self._usual_num_rows, num_decoding / _NEAR_RATIO)
+        return self.max_decode_slowdown * (self.base_s(max(1, round(reference_num_rows))) or 0.0)
 
     def min_duration_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
         """Seconds that a step with these rows and tokens takes at the least, judging by the last

@@ -295,7 +295,7 @@ class ChatWriter(OpenAIWriter):
             "reasoning_content": reasoning or None,
         }
         if calls:
-            message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
+            message["tool_calls"] = [_tool_call(call.name, call.arguments) for call in calls]
         entries = self._logprobs(completion.token_ids, completion.logprobs)
         has_logprobs = any(completion.logprobs or ())
         return {
@@ -355,7 +355,7 @@ class _ChatChoice:
             deltas.append({"content": parts.content})
         for call in parts.calls:
             index = {"index": len(self.calls)}
-            deltas.append({"tool_calls": [index | _call(call.name, call.arguments)]})
+            deltas.append({"tool_calls": [index | _tool_call(call.name, call.arguments)]})
             self.calls.append(call)
         return deltas
 
@@ -373,7 +373,7 @@ def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-def _call(name: str, arguments: str) -> dict[str, Any]:
+def _tool_call(name: str, arguments: str) -> dict[str, Any]:
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",

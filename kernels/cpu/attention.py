@@ -111,13 +111,13 @@ def _add_widened_product(
 
 @fast_jit
 def _add_tiles(
-    a_MK: Array, first_step: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
+    a_MK: Array, step_of_a: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
 ) -> None:
-    """c += a @ b for a's elements from step `first_step` on, for whole vectors of columns. A step
-    is `STEP_BYTES` of a row of a, as in `tile.py`.
+    """c += a @ b for a's elements from its step `step_of_a` on, for whole vectors of columns. A
+    step is `STEP_BYTES` of a row of a, as in `tile.py`.
     """
     rows, columns = c_MN.shape
-    a = a_MK.ctypes.data + STEP_BYTES * first_step, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
+    a = a_MK.ctypes.data + STEP_BYTES * step_of_a, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
     b_bytes = b_KNW.itemsize * b_KNW.shape[2]
     c_stride = c_MN.itemsize * columns
     column = 0

@@ -75,7 +75,7 @@ class WeightsFile:
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
         """name: at most 249 bytes of the kernel's lists."""
         self._owner = _owner(group, kernels)
-        self._parts = _process_local_parts(kernels, group)
+        self._parts = _parts_of_own_process(kernels, group)
         self._end = 0  # of what is written
         self._error: OSError | None = None
         try:
@@ -179,7 +179,7 @@ def adopt_weights(
     tensors = [
         tensor_from_buffer(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
     ]
-    parts = _process_local_parts(kernels, group)
+    parts = _parts_of_own_process(kernels, group)
     model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
     assert isinstance(model, Qwen3)
     if model.model_config != config:
@@ -192,7 +192,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
     return f"rank {group.rank} of {group.size} with {kernels.capabilities.description}"
 
 
-def _process_local_parts(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
+def _parts_of_own_process(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
     return {
         "group": group,

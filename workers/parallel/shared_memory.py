@@ -90,7 +90,7 @@ class SharedMemoryReducer:
         self._unusable_reason = ""
         self._leave_lock = threading.Lock()
         self._yield_s = _MAX_YIELD_S
-        self._peer_by_pidfd: dict[int, int] = {}  # rank by file descriptor
+        self._peer_by_pidfd: dict[int, int] = {}  # index in the group by file descriptor
         self._poll = select.poll()
         try:
             for peer in range(self._size):
