@@ -21,7 +21,8 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
 
     The engine was configured where `config.model_dir` exists. A hub id that is not here yet is
     downloaded, in the same revision; the hub's library lets one process per machine do it. Raises
-    `ConfigError` naming the machine that lacks a directory.
+    `ConfigError` naming the machine that lacks a directory, or if the hub no longer has the
+    revision; `UnreadableError` if the download failed otherwise, which may pass.
     """
     model_dir = Path(config.model_dir)
     model = config.engine.model
@@ -33,10 +34,13 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
             f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there:"
             " copy it to the same path, share the folder, or use a hub id"
         )
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
         return download(model, model_dir.name, MODEL_PATTERNS)
     except Exception as error:
-        raise ConfigError(
+        is_missing = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
+        raise (ConfigError if is_missing else UnreadableError)(
             f"the machine {host} cannot download {model!r} in revision {model_dir.name}: {error}"
         ) from error
 
