@@ -7,6 +7,7 @@ scheduler does. The layout of one layer's keys and values is the backend's
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -121,12 +122,16 @@ def guard_allocation(description: str, num_bytes: int, options_to_lower: str) ->
         yield
     except (MemoryError, OSError, RuntimeError) as error:
         # torch has no dedicated error for CPU memory.
-        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError | OSError)
-        if not is_out_of_memory and "alloc" not in str(error):
+        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            error.errno in (errno.ENOMEM, errno.ENOSPC)
+            if isinstance(error, OSError)
+            else "alloc" in str(error)
+        )
+        if not is_out_of_memory:
             raise
         raise ConfigError(
             f"{description} needs {megabytes(num_bytes)}, which is not available: lower"
-            f" {options_to_lower}"
+            f" {options_to_lower} ({error})"
         ) from error
 
 
