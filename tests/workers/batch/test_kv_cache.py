@@ -22,6 +22,7 @@ from tests.workers.fake_gpu import FakeGpu
 from workers.batch.kv_cache import KVCache, gpu_budget
 from workers.batch.kv_plan import KVCacheLedger, block_bytes, plan_kv_cache
 from workers.device import Device
+from workers.memory.lasting import has_memfds
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
@@ -144,6 +145,14 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
         and not cache.tensor[1].any()
         and not cache.tensor[0, 0].any()
     )
+
+
+@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
+def test_allocating_a_cache_that_outlives_its_rank_counts_as_progress(make: Any) -> None:
+    config, group = make(), TensorParallelGroup(0, 1, torch.device("cpu"))
+    model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
+    ModelRunner(config, model, Device(group.device), 7)
+    assert group.progress.allocated_bytes == 7 * BLOCK_BYTES
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.memory.lasting import MemoryHandle, SharedMemfd, has_memfds
+from workers.progress import Progress
 
 pytestmark = pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
 NUM_BYTES = 3 * 4096
@@ -87,6 +88,20 @@ def test_ranks_that_take_memory_together_learn_of_its_lack_and_give_back_what_th
     with pytest.raises(OSError, match="only 4096 bytes of memory are available, not 8192"):
         memory.grow(7 * 4096)
     assert os.fstat(memory.descriptor).st_size == memory.num_bytes == 4096
+
+
+def test_memory_that_is_taken_counts_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking a large cache may last longer than a rank without progress is waited for."""
+    progress, counts = Progress(), []
+
+    def available() -> int:
+        counts.append(progress.allocated_bytes)
+        return 2**30
+
+    monkeypatch.setattr("workers.memory.lasting.available_bytes", available)
+    monkeypatch.setattr("workers.memory.lasting._PIECE_BYTES", 4096)
+    SharedMemfd.create("eagleray-test", NUM_BYTES - 5, progress)
+    assert [*counts, progress.allocated_bytes] == [0, 4096, 8192, NUM_BYTES - 5]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from tests.workers.conftest import config_of
 from workers.models import local
 from workers.models.checkpoint import INDEX_NAME, SINGLE_FILE_NAME
 from workers.models.local import MODEL_PATTERNS, local_checkpoint, recheck_checkpoint
+from workers.progress import Progress
 
 HASH = "0123456789abcdef"
 
@@ -45,8 +46,13 @@ class StandInForTheHub:
     def __init__(self, answer: Path | Exception) -> None:
         self.answer = answer
 
-    def __call__(self, model: str, *, revision: str, allow_patterns: list[str]) -> str:
+    def __call__(
+        self, model: str, *, revision: str, allow_patterns: list[str], tqdm_class: Any
+    ) -> str:
         assert (model, revision, allow_patterns) == ("Qwen/Qwen3-0.6B", HASH, MODEL_PATTERNS)
+        with tqdm_class(total=100, disable=True) as progress_bar:
+            progress_bar.update(40)
+            progress_bar.update(60)
         if isinstance(self.answer, Exception):
             raise self.answer
         return str(self.answer)
@@ -58,6 +64,13 @@ def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
     config = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(tmp_path))
     assert local_checkpoint(config) == tmp_path
+
+
+def test_a_download_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, progress = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B"), Progress()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(tmp_path))
+    local_checkpoint(config, progress)
+    assert progress.num_download_updates == 2
 
 
 NOT_FOUND: Any = SimpleNamespace(headers={}, request=None)
