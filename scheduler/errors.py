@@ -3,7 +3,7 @@
     EaglerayError
     ├── ClientError              the caller asked for something impossible
     │   ├── ConfigError          engine options, checkpoint or cluster do not fit
-    │   │   └── UnreadableError  a file of the checkpoint is there, but reading it failed
+    │   │   └── UnreadableError  a file of the checkpoint cannot be read or downloaded just now
     │   └── RequestError         one request cannot be accepted; names the parameter
     │       └── PromptTooLongError  its prompt leaves no room for an answer
     ├── OverloadedError          no room now, try again later
@@ -39,7 +39,7 @@ class ConfigError(ClientError):
 
 
 class UnreadableError(ConfigError):
-    """The system cannot read a file of the checkpoint. If it could before, that may pass."""
+    """A file of the checkpoint cannot be read or downloaded. If it could before, that may pass."""
 
 
 class RequestError(ClientError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import subprocess
 import threading
@@ -28,6 +29,8 @@ from workers.parallel.group import TensorParallelGroup
 
 FIRST_STEP, OTHER_STEPS = "first-step", "other-steps"
 _LOWEST_PRIORITY = 19
+
+logger = logging.getLogger(__name__)
 
 
 def compile_first_step(
@@ -93,18 +96,22 @@ def compile_all_reduce() -> None:
 
 def start_background_compilation(dtype: str) -> subprocess.Popen[bytes] | None:
     """Start a process that fills the cache, if it is not full already. It ends with this process,
-    or before.
+    or before. None, too, if the system has no room for it: steps compile what they need themselves.
     """
     if _marker(dtype).exists():
         return None
     command = [*module_command(__name__), OTHER_STEPS, "--dtype", dtype, "--while-stdin-is-open"]
-    return subprocess.Popen(
-        command,
-        cwd=SOURCE_ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    try:
+        return subprocess.Popen(
+            command,
+            cwd=SOURCE_ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        logger.warning("no kernels are compiled in the background: %s", error)
+        return None
 
 
 def main() -> None:

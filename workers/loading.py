@@ -94,7 +94,7 @@ def load_model(
     """Read this rank's slices of the checkpoint and pack them; on a CPU that has spares, move them
     to memory that outlives the process. `progress` counts bytes and matrices. Raises `ConfigError`.
     """
-    model_dir = local_checkpoint(config)
+    model_dir = local_checkpoint(config, progress)
     checkpoint_hash = fingerprint(model_dir)
     form = held_form(config, model_dir)
     if form.reason_to_unpack is not None and group.rank == 0:

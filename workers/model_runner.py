@@ -112,7 +112,13 @@ class ModelRunner:
         self.device = device
         kernels, num_kv_heads = model.kernels, model.num_kv_heads
         self.cache = KVCache(
-            config, kernels, num_blocks, num_kv_heads, device.torch_device, inherited_cache
+            config,
+            kernels,
+            num_blocks,
+            num_kv_heads,
+            device.torch_device,
+            inherited_cache,
+            model.group.progress,
         )
         max_seqs = config.max_num_seqs
         int32s_per_seq = config.max_model_len + config.max_blocks_per_sequence

@@ -14,7 +14,9 @@ class Progress:
     layer: int = 0
     num_layers_run: int = 0  # layers run so far, over all steps
     num_all_reduces: int = 0  # begun so far
+    num_download_updates: int = 0  # how often a part of a file has come
     loaded_bytes: int = 0
+    allocated_bytes: int = 0
     num_packed_matrices: int = 0
     num_compiled_kernels: int = 0
 

@@ -4,6 +4,7 @@ compiled.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -120,6 +121,18 @@ def test_cache_that_cannot_be_written_keeps_nothing_from_starting(
     assert process is not None and process.stdin is not None
     process.stdin.close()
     process.wait(10)
+
+
+def test_a_system_without_room_for_a_process_keeps_nothing_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setenv("EAGLERAY_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", fail)
+    assert start_background_compilation("float32") is None
+    assert "no more processes" in caplog.text
 
 
 def test_user_without_a_home_directory_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:

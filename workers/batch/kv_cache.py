@@ -7,6 +7,7 @@ scheduler does. The layout of one layer's keys and values is the backend's
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from workers.batch.kv_plan import megabytes
 from workers.device import Device
 from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.models.qwen3 import LayerCache
+from workers.progress import Progress
 
 # Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
 _CUDA_CONTEXT_BYTES = 768 * 2**20
@@ -77,8 +79,11 @@ class KVCache:
         num_kv_heads: int,
         device: torch.device,
         inherited_memory: SharedMemfd | None = None,
+        progress: Progress | None = None,
     ) -> None:
-        """`inherited_memory`: the cache of a rank of the same configuration, as it was left."""
+        """`inherited_memory`: the cache of a rank of the same configuration, as it was left.
+        `progress` counts the bytes of one that outlives ranks.
+        """
         self.num_blocks = num_blocks
         self.memory = inherited_memory
         shapes = kernels.kv_cache_shapes(
@@ -96,7 +101,7 @@ class KVCache:
         outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and has_memfds()
         with guard_allocation(description, num_bytes, options_to_lower):
             if self.memory is None and outlives_ranks:
-                self.memory = SharedMemfd.create("eagleray-kv-cache", num_bytes)
+                self.memory = SharedMemfd.create("eagleray-kv-cache", num_bytes, progress)
             if self.memory is None:
                 self.tensor = torch.zeros(size, dtype=dtype, device=device)
             else:
@@ -121,12 +126,16 @@ def guard_allocation(description: str, num_bytes: int, options_to_lower: str) ->
         yield
     except (MemoryError, OSError, RuntimeError) as error:
         # torch has no dedicated error for CPU memory.
-        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError | OSError)
-        if not is_out_of_memory and "alloc" not in str(error):
+        is_out_of_memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+            error.errno in (errno.ENOMEM, errno.ENOSPC)
+            if isinstance(error, OSError)
+            else "alloc" in str(error)
+        )
+        if not is_out_of_memory:
             raise
         raise ConfigError(
             f"{description} needs {megabytes(num_bytes)}, which is not available: lower"
-            f" {options_to_lower}"
+            f" {options_to_lower} ({error})"
         ) from error
 
 

@@ -63,7 +63,6 @@ class RecordedLayers:
             return self._record(embedded_TE, step)
         layer_recording.embedded_TE.copy_(embedded_TE)
         layer_recording.positions_T.copy_(step.positions_T)
-        layer_recording.attn.seq_start_B1.copy_(step.attn.seq_start_B1)
         layer_recording.attn.seq_lens_B.copy_(step.attn.seq_lens_B)
         layer_recording.attn.kv_places_T.copy_(step.attn.kv_places_T)
         table_BW = step.attn.block_table_BW
@@ -81,7 +80,7 @@ class RecordedLayers:
         positions_T = step.positions_T.clone()
         static_attn = AttentionMetadata(
             query_start_B1=attn.query_start_B1.clone(),  # each row has one token
-            seq_start_B1=attn.seq_start_B1.clone(),
+            seq_start_B1=attn.seq_start_B1,  # no kernel that records reads it
             seq_lens_B=attn.seq_lens_B.clone(),
             block_table_BW=table_BW,
             kv_places_T=attn.kv_places_T.clone(),

@@ -23,7 +23,11 @@ from workers.parallel.segment import host_id
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from workers.progress import Progress
 
+
+# Taken at a time: after each piece the others see less memory, and about 20 ms have passed.
+_PIECE_BYTES = 64 * 2**20
 _CGROUP_DIR = Path("/sys/fs/cgroup")  # in a container, its own
 # Folder, files of the limit and of what is used, and pages of files that the kernel may take back,
 # in version 2 and 1 of control groups.
@@ -64,25 +68,35 @@ class SharedMemfd:
         self.close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def create(cls, name: str, num_bytes: int) -> SharedMemfd:
+    def create(cls, name: str, num_bytes: int, progress: Progress | None = None) -> SharedMemfd:
         """New memory, all zero. It is taken from the machine at once, so that a lack is an error
-        here and not the end of a process later. Raises `OSError`.
+        here and not the end of a process later. `progress` counts the bytes. Raises `OSError`.
         """
         memory = cls(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), name, 0)
         try:
-            memory.grow(num_bytes)
+            memory.grow(num_bytes, progress)
         except OSError:
             memory.close()
             raise
         return memory
 
-    def grow(self, num_bytes: int) -> None:
-        """Make it so long, before others open it: the new bytes are zero. Raises as `create`."""
-        # Asked for more, the kernel would take all there is and then end processes.
-        added_bytes = num_bytes - self.num_bytes
-        if added_bytes > (available := available_bytes()):
-            raise OSError(errno.ENOMEM, f"only {available} bytes of memory are available")
-        os.posix_fallocate(self.descriptor, self.num_bytes, added_bytes)
+    def grow(self, num_bytes: int, progress: Progress | None = None) -> None:
+        """Make it so long, before others open it: the new bytes are zero. Raises as `create`, and
+        then it is as long as before.
+        """
+        try:
+            for end in range(self.num_bytes, num_bytes, _PIECE_BYTES):
+                # Asked for more, the kernel would take all there is and then end processes. Other
+                # ranks take memory at the same time, so what was enough may be no more.
+                if (missing := num_bytes - end) > (available := available_bytes()):
+                    message = f"only {available} bytes of memory are available, not {missing}"
+                    raise OSError(errno.ENOMEM, message)
+                os.posix_fallocate(self.descriptor, end, min(_PIECE_BYTES, missing))
+                if progress is not None:
+                    progress.allocated_bytes += min(_PIECE_BYTES, missing)
+        except OSError:
+            os.ftruncate(self.descriptor, self.num_bytes)
+            raise
         self.num_bytes = num_bytes
 
     @classmethod

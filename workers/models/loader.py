@@ -28,7 +28,7 @@ from kernels.reference.grouped import (
     quantize_groups,
 )
 from kernels.reference.int8 import quantize_rows
-from scheduler.errors import ConfigError
+from scheduler.errors import ConfigError, UnreadableError
 from workers.models.checkpoint import (
     StoredTensor,
     check_checkpoint,
@@ -50,7 +50,8 @@ def load_weights(
     progress: Callable[[int], None] | None = None,
     weights_hash: LoadedWeightsHash | None = None,
 ) -> int:
-    """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`).
+    """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`),
+    of which `UnreadableError` may pass.
 
     `progress` is called with the bytes filled so far, after each slice. `weights_hash` gets all
     values.
@@ -69,7 +70,9 @@ def load_weights(
                     loaded_bytes += piece.nbytes
                     if progress is not None:
                         progress(loaded_bytes)
-            except (OSError, SafetensorError) as error:
+            except OSError as error:  # also of a file that is missing, which the check has found
+                raise UnreadableError(f"{path} cannot be read: {error}") from None
+            except SafetensorError as error:
                 raise ConfigError(f"{path} cannot be read: {error}") from None
     return loaded_bytes
 

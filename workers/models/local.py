@@ -10,18 +10,21 @@ from pathlib import Path
 from configs.engine import ResolvedConfig
 from scheduler.errors import ConfigError, UnreadableError
 from workers.models.checkpoint import check_checkpoint
+from workers.progress import Progress
 
 RECHECK_LIMIT_S = 10.0
 TOKENIZER_PATTERNS = ["*.json", "*.txt", "*.jinja", "*.model"]
 MODEL_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 
 
-def local_checkpoint(config: ResolvedConfig) -> Path:
+def local_checkpoint(config: ResolvedConfig, progress: Progress | None = None) -> Path:
     """The directory of the checkpoint on this machine.
 
     The engine was configured where `config.model_dir` exists. A hub id that is not here yet is
     downloaded, in the same revision; the hub's library lets one process per machine do it. Raises
-    `ConfigError` naming the machine that lacks a directory.
+    `ConfigError` naming the machine that lacks a directory, or if the hub no longer has the
+    revision; `UnreadableError` if the download failed otherwise, which may pass. `progress` counts
+    while a download goes on.
     """
     model_dir = Path(config.model_dir)
     model = config.engine.model
@@ -33,10 +36,13 @@ def local_checkpoint(config: ResolvedConfig) -> Path:
             f"the machine {host} has no checkpoint at {model_dir}, but a rank has to run there:"
             " copy it to the same path, share the folder, or use a hub id"
         )
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
-        return download(model, model_dir.name, MODEL_PATTERNS)
+        return download(model, model_dir.name, MODEL_PATTERNS, progress)
     except Exception as error:
-        raise ConfigError(
+        is_missing = isinstance(error, RepositoryNotFoundError | RevisionNotFoundError)
+        raise (ConfigError if is_missing else UnreadableError)(
             f"the machine {host} cannot download {model!r} in revision {model_dir.name}: {error}"
         ) from error
 
@@ -74,8 +80,22 @@ def _is_hub_snapshot(config: ResolvedConfig) -> bool:
     return Path(config.model_dir).parent.name == "snapshots"  # where the hub's library puts it
 
 
-def download(model: str, revision: str | None, patterns: list[str]) -> Path:
-    """The directory of a hub id, after downloading what is missing. Raises the library's errors."""
+def download(
+    model: str, revision: str | None, patterns: list[str], progress: Progress | None = None
+) -> Path:
+    """The directory of a hub id, after downloading what is missing; `progress` counts meanwhile.
+    Raises the library's errors.
+    """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import tqdm
 
-    return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+    class CountedProgress(tqdm):
+        def update(self, n: float | None = 1) -> bool | None:
+            if progress is not None:
+                progress.num_download_updates += 1
+            return super().update(n)  # type: ignore[no-any-return]
+
+    path = snapshot_download(
+        model, revision=revision, allow_patterns=patterns, tqdm_class=CountedProgress
+    )
+    return Path(path)

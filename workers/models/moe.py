@@ -1,11 +1,12 @@
 """The MLP of a layer with experts, on one tensor-parallel rank.
 
 The router is whole on every rank. What it gets from an all-reduce has the same bits everywhere, and
-the norm and the router's product keep them the same, because all ranks have the same kind of
-processor, which is checked at the start (`cluster/ranks/group.py`). So all ranks choose the same
-experts without asking each other. Of every expert a rank holds a part of the features, as of a
-dense MLP: columns of gate and up, and what they multiply of down. A token's partial sums over its
-experts are added up over the ranks in one all-reduce (docs/decisions/0035-experts.md).
+the norm and the router's product keep them the same on any number of threads, because all ranks
+have the same kind of processor, which is checked at the start (`cluster/ranks/group.py`). So all
+ranks choose the same experts without asking each other. Of every expert a rank holds a part of the
+features, as of a dense MLP: columns of gate and up, and what they multiply of down. A token's
+partial sums over its experts are added up over the ranks in one all-reduce
+(docs/decisions/0035-experts.md).
 
 Legend: T tokens, X experts, E hidden size, F features of one expert on this rank.
 """

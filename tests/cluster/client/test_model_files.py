@@ -104,7 +104,7 @@ def test_a_hub_id_is_downloaded_at_its_revision(
 
     asked: list[tuple[str, dict[str, Any]]] = []
 
-    def download(model: str, **options: Any) -> str:
+    def download(model: str, *, tqdm_class: type, **options: Any) -> str:
         asked.append((model, options))
         return str(tmp_path)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.workers.fake_gpu import FakeGpu
 from workers.batch.kv_cache import KVCache, gpu_budget
 from workers.batch.kv_plan import KVCacheLedger, block_bytes, plan_kv_cache
 from workers.device import Device
+from workers.memory.lasting import has_memfds
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
@@ -145,6 +147,14 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
     )
 
 
+@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
+def test_allocating_a_cache_that_outlives_its_rank_counts_as_progress(make: Any) -> None:
+    config, group = make(), TensorParallelGroup(0, 1, torch.device("cpu"))
+    model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
+    ModelRunner(config, model, Device(group.device), 7)
+    assert group.progress.allocated_bytes == 7 * BLOCK_BYTES
+
+
 @pytest.mark.parametrize(
     ("num_blocks", "max_model_len", "message"),
     [
@@ -153,7 +163,7 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
             64,
             (
                 rf"a KV cache of {2**40} blocks of 4 tokens needs {2**20 * BLOCK_BYTES:.1f} MiB,"
-                r" .*: lower num_kv_"
+                r" .*: lower num_kv_.* was given \(.*only \d+ bytes of memory are available, not"
             ),
         ),
         (
@@ -161,7 +171,7 @@ def test_cache_is_one_zeroed_tensor_with_views_per_layer(make: Any) -> None:
             2**46,
             (
                 r"a batch of 4 sequences needs .* MiB, which is not available: lower max_num_seqs"
-                r" or max_model_len"
+                r" or max_model_len \(.*alloc"
             ),
         ),
     ],
@@ -174,6 +184,22 @@ def test_memory_that_cannot_be_had_is_refused_with_its_size_and_what_to_lower(
     config = dataclasses.replace(config, max_model_len=max_model_len)
     with pytest.raises(ConfigError, match=message):
         ModelRunner(config, model, Device(group.device), num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("number", "raised"),
+    [(errno.ENOMEM, ConfigError), (errno.ENOSPC, ConfigError), (errno.EMFILE, OSError)],
+)
+def test_only_a_lack_of_memory_is_called_one(
+    number: int, raised: type[Exception], make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, "said by the system")
+
+    monkeypatch.setattr("workers.batch.kv_cache.has_memfds", lambda: True)
+    monkeypatch.setattr("workers.batch.kv_cache.SharedMemfd.create", fail)
+    with pytest.raises(raised, match="said by the system"):
+        KVCache(make(), KERNELS, 7, 2, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import multiprocessing
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.memory.lasting import MemoryHandle, SharedMemfd, has_memfds
+from workers.progress import Progress
 
 pytestmark = pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
 NUM_BYTES = 3 * 4096
@@ -64,6 +66,42 @@ def test_another_memory_with_the_same_path_is_refused() -> None:
 def test_a_lack_of_memory_is_an_error_when_it_is_made() -> None:
     with pytest.raises(OSError, match=r"only \d+ bytes of memory are available"):
         SharedMemfd.create("eagleray-test", 2**62)
+
+
+def test_ranks_that_take_memory_together_learn_of_its_lack_and_give_back_what_they_took(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is enough for each, but not for both: the kernel would end one of them."""
+    available = 11 * 4096
+    allocate = os.posix_fallocate
+
+    def allocate_beside_another_rank(descriptor: int, offset: int, num_bytes: int) -> None:
+        nonlocal available
+        available -= 2 * num_bytes
+        assert available >= 0, "the kernel has ended a process"
+        allocate(descriptor, offset, num_bytes)
+
+    monkeypatch.setattr("workers.memory.lasting.available_bytes", lambda: available)
+    monkeypatch.setattr("workers.memory.lasting._PIECE_BYTES", 4096)
+    monkeypatch.setattr(os, "posix_fallocate", allocate_beside_another_rank)
+    memory = SharedMemfd.create("eagleray-test", 4096)
+    with pytest.raises(OSError, match="only 4096 bytes of memory are available, not 8192"):
+        memory.grow(7 * 4096)
+    assert os.fstat(memory.descriptor).st_size == memory.num_bytes == 4096
+
+
+def test_memory_that_is_taken_counts_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taking a large cache may last longer than a rank without progress is waited for."""
+    progress, counts = Progress(), []
+
+    def available() -> int:
+        counts.append(progress.allocated_bytes)
+        return 2**30
+
+    monkeypatch.setattr("workers.memory.lasting.available_bytes", available)
+    monkeypatch.setattr("workers.memory.lasting._PIECE_BYTES", 4096)
+    SharedMemfd.create("eagleray-test", NUM_BYTES - 5, progress)
+    assert [*counts, progress.allocated_bytes] == [0, 4096, 8192, NUM_BYTES - 5]
 
 
 @pytest.mark.parametrize(

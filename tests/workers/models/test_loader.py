@@ -4,12 +4,15 @@ memory.
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from cluster.error_kinds import kind_of
 from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
@@ -164,6 +167,29 @@ def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
     assert done == sorted(done) and done[-1] == loaded
     assert loaded == sum(piece.nbytes for piece in model.slices())
     assert loaded < (small_checkpoint / SINGLE_FILE_NAME).stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (OSError(errno.EIO, "not now"), True),
+        (FileNotFoundError("not now"), True),  # what `safe_open` raises if too many files are open
+        (SafetensorError("not now"), False),
+    ],
+)
+def test_a_file_that_cannot_be_read_while_it_is_loaded_is_not_lost(
+    error: Exception, may_pass: bool, small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("workers.models.stored.safe_open", fail)
+    config = ModelConfig.from_dir(small_checkpoint)
+    with pytest.raises(
+        ConfigError, match=rf"{SINGLE_FILE_NAME} cannot be read: .*not now"
+    ) as raised:
+        load_weights(build(config, 0, 1).slices(), small_checkpoint, config)
+    assert kind_of(raised.value).is_transient == may_pass
 
 
 def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
 from cluster.error_kinds import kind_of
 from configs.engine import ResolvedConfig
@@ -22,6 +24,7 @@ from tests.workers.conftest import config_of
 from workers.models import local
 from workers.models.checkpoint import INDEX_NAME, SINGLE_FILE_NAME
 from workers.models.local import MODEL_PATTERNS, local_checkpoint, recheck_checkpoint
+from workers.progress import Progress
 
 HASH = "0123456789abcdef"
 
@@ -40,14 +43,19 @@ def test_a_directory_that_this_machine_lacks_is_named_with_the_machine(tmp_path:
 class StandInForTheHub:
     """Replaces `snapshot_download` and checks its arguments, because tests cannot reach a hub."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, answer: Path | Exception) -> None:
+        self.answer = answer
 
-    def __call__(self, model: str, *, revision: str, allow_patterns: list[str]) -> str:
+    def __call__(
+        self, model: str, *, revision: str, allow_patterns: list[str], tqdm_class: Any
+    ) -> str:
         assert (model, revision, allow_patterns) == ("Qwen/Qwen3-0.6B", HASH, MODEL_PATTERNS)
-        if self.path is None:
-            raise OSError("no route to the hub")
-        return str(self.path)
+        with tqdm_class(total=100, disable=True) as progress_bar:
+            progress_bar.update(40)
+            progress_bar.update(60)
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return str(self.answer)
 
 
 def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
@@ -56,9 +64,37 @@ def test_a_hub_id_is_downloaded_in_the_revision_that_the_engine_has(
     config = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B")
     monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(tmp_path))
     assert local_checkpoint(config) == tmp_path
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(None))
-    with pytest.raises(ConfigError, match=rf"cannot download .* in revision {HASH}: no route"):
+
+
+def test_a_download_counts_as_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, progress = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B"), Progress()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(tmp_path))
+    local_checkpoint(config, progress)
+    assert progress.num_download_updates == 2
+
+
+NOT_FOUND: Any = SimpleNamespace(headers={}, request=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "may_pass"),
+    [
+        (OSError("no answer"), True),
+        (RuntimeError("no answer"), True),  # httpx has errors that are no `OSError`
+        (RevisionNotFoundError("no answer", response=NOT_FOUND), False),
+        (RepositoryNotFoundError("no answer", response=NOT_FOUND), False),
+    ],
+)
+def test_a_hub_that_does_not_answer_ends_nothing_and_one_that_lacks_the_revision_does(
+    error: Exception, may_pass: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_at(tmp_path / "snapshots" / HASH, "Qwen/Qwen3-0.6B")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", StandInForTheHub(error))
+    with pytest.raises(
+        ConfigError, match=rf"cannot download .* in revision {HASH}: no answer"
+    ) as raised:
         local_checkpoint(config)
+    assert kind_of(raised.value).is_transient == may_pass
 
 
 def test_what_can_be_loaded_no_more_is_found_before_processes_start(tmp_path: Path) -> None:
