@@ -145,10 +145,10 @@ class RankActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         assert self._claim is not None
         share = CoreShare(self._claim)
-        cores, num_threads = share.cores_and_num_threads()
+        cores, num_threads = present = share.cores_and_num_threads()
         self._compute_executor.submit(pin_to_cores, cores).result()
         threading.Thread(
-            target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
+            target=self._follow_core_share, args=(share, present), name="cores", daemon=True
         ).start()
         return num_threads
 
@@ -224,8 +224,10 @@ class RankActor:
         if not is_repeated:
             self._wait_for_worker().put_mask(step_mask)
 
-    def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
-        """Move to other cores when engines on this machine start or end. Never returns."""
+    def _follow_core_share(self, share: CoreShare, present: tuple[tuple[int, ...], int]) -> None:
+        """Move to other cores, and to another number of threads, when engines on this machine start
+        or end. `present`: cores and number of threads so far. Never returns.
+        """
         worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
@@ -234,10 +236,9 @@ class RankActor:
 
         while True:
             time.sleep(CORE_CHECK_PERIOD_S)
-            current_cores, num_threads = share.cores_and_num_threads()
-            if current_cores != cores:
-                cores = current_cores
-                self._compute_executor.submit(move, cores, num_threads).result()
+            last, present = present, share.cores_and_num_threads()
+            if present != last:
+                self._compute_executor.submit(move, *present).result()
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.

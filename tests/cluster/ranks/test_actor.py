@@ -1,0 +1,62 @@
+"""What a rank's actor does by itself, without Ray: how it follows its share of the cores."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.ranks import actor as rank_actor
+from cluster.ranks.actor import RankActor
+
+Share = tuple[tuple[int, ...], int]  # cores and number of threads
+
+
+class EndOfTestError(Exception):
+    """Ends the loop that never ends."""
+
+
+class FollowingActor(RankActor):
+    """An actor without Ray, whose worker notes on how many threads it computes."""
+
+    def __init__(self) -> None:
+        self.num_threads: list[int] = []
+        worker: Any = SimpleNamespace(set_num_threads=self.num_threads.append)
+        self._worker = worker
+        self._ready_event = threading.Event()
+        self._ready_event.set()
+        self._compute_executor = ThreadPoolExecutor(1)
+
+    def follow(self, first: Share, *later: Share) -> None:
+        shares = iter(later)
+
+        def next_share() -> Share:
+            for share in shares:
+                return share
+            raise EndOfTestError
+
+        core_share: Any = SimpleNamespace(cores_and_num_threads=next_share)
+        with pytest.raises(EndOfTestError):
+            self._follow_core_share(core_share, first)
+        self._compute_executor.shutdown()
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The cores to which the computing thread was moved."""
+    pinned: list[tuple[int, ...]] = []
+    monkeypatch.setattr(rank_actor, "CORE_CHECK_PERIOD_S", 0.0)
+    monkeypatch.setattr(rank_actor, "pin_to_cores", pinned.append)
+    return pinned
+
+
+def test_a_rank_follows_its_share_of_the_cores(pinned: list[tuple[int, ...]]) -> None:
+    """More ranks than cores leave the same cores, but one thread on them."""
+    both, first = (0, 1), (0,)
+    actor = FollowingActor()
+    actor.follow((both, 2), (both, 2), (both, 1), (both, 1), (both, 2), (first, 1), (first, 1))
+    assert actor.num_threads == [1, 2, 1]
+    assert pinned == [both, both, first]
