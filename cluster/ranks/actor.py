@@ -40,7 +40,8 @@ class RankActor:
     A dedicated thread computes, in order; Ray's threads give it plans and wait for results. So a
     step starts the moment the one before it ends, even while Ray is still returning that one's
     result. Concurrency groups: the default one for control; `steps`, with one thread per step that
-    may be under way; `masks`; and `watch`, which answers whatever the others do.
+    may be under way; `masks`; `watch`, which answers whatever the others do; and `end`, whose
+    thread is never free again.
     """
 
     def __init__(
@@ -166,9 +167,11 @@ class RankActor:
             worker.start_background_compilation()
         return worker.memory()
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="end")
     def wait_for_end(self) -> None:
-        """Never returns: the call fails when this process ends."""
+        """Never returns: the call fails when this process ends. One that is made again waits for
+        the thread of the first.
+        """
         threading.Event().wait()
 
     @ray.method(concurrency_group="watch")

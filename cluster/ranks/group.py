@@ -108,7 +108,8 @@ class RankMaker:
         (`inherited_memory`).
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
-        concurrency_groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
+        num_steps = self.config.num_steps_ahead + 1
+        concurrency_groups = {"steps": num_steps, "masks": 1, "watch": 1, "end": 1}
         takes_gpu = self.config.device == "cuda" and not places_if_spare
         actor_class = remote(concurrency_groups=concurrency_groups)(self._rank_actor_class).options(
             num_cpus=0 if places_if_spare else 1,

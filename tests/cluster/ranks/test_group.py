@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
 from cluster.ranks.causes import may_have_corrupted_memory
-from cluster.ranks.group import RankGroup, RankMaker
+from cluster.ranks.group import RankGroup, RankMaker, end_ranks
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from configs.experts import ExpertsConfig
@@ -131,6 +131,26 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
             for _ in range(3):
                 engine.step()
         assert time.monotonic() - began < 5
+
+
+def test_calls_that_wait_for_the_end_leave_the_heartbeat_its_thread(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    """One that was lost on its way back still waits in the actor when it is made again."""
+    placement = reserved(1, "cpu")
+    maker = RankMaker(config_of(small_model.path, tensor_parallel_size=1), placement, "test")
+    rank = maker.create(placement.places()[0])
+    try:
+        ray.get(rank.actor.identify.remote(), timeout=60)
+        ends = [rank.actor.wait_for_end.remote() for _ in range(3)]
+        assert ray.get(rank.actor.progress.remote(), timeout=20).phase == "start"
+        ray.kill(rank.actor)
+        for end in ends:
+            with pytest.raises(RayActorError):
+                ray.get(end, timeout=20)
+    finally:
+        end_ranks([rank])
+        placement.remove()
 
 
 def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
