@@ -255,19 +255,20 @@ class RankActor:
         """Warm up on a thread that runs only when nothing else needs the core, so that the engine
         that serves is not slowed. The computing thread does not inherit that priority.
         """
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        self._import()
-        assert self._worker is not None
         try:
+            if hasattr(os, "SCHED_IDLE"):
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            self._import()
+            assert self._worker is not None
             self._worker.warm_up_spare()
         finally:
             self._ready_event.set()
 
     def _wait_for_worker(self) -> Worker:
-        """The worker, once it is imported."""
+        """The worker, once it is imported. Raises `WorkerError` if that failed."""
         self._ready_event.wait()
-        assert self._worker is not None
+        if self._worker is None:
+            raise WorkerError(f"a spare of rank {self._rank} has no worker: its log says why")
         return self._worker
 
 

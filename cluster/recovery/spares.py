@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
+from cluster.ray_errors import cause_of
 from workers.memory.inheritance import RankMemoryHandles
 
 # Spares are made when the engine has served for a moment: a program that generates once and ends
@@ -55,7 +56,8 @@ class Spares:
                     self._warming_spares[ref].process = ray.get(ref)
                     del self._warming_spares[ref]
                 except RayError as error:
-                    logger.warning("a spare has died: %s", str(error).split("\n")[0])
+                    reason = reason_of(cause_of(error)).split("\n")[0]
+                    logger.warning("a spare cannot be used: %s", reason)
                     self.close()
                     self.delay(RETRY_AFTER_S)
                     return

@@ -1,4 +1,6 @@
-"""What a rank's actor does by itself, without Ray: how it follows its share of the cores."""
+"""What a rank's actor does by itself, without Ray: how it follows its share of the cores, and what
+becomes of a spare that cannot warm up.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ import pytest
 
 from cluster.ranks import actor as rank_actor
 from cluster.ranks.actor import RankActor
+from scheduler.errors import WorkerError
 
 Share = tuple[tuple[int, ...], int]  # cores and number of threads
 
@@ -60,3 +63,26 @@ def test_a_rank_follows_its_share_of_the_cores(pinned: list[tuple[int, ...]]) ->
     actor.follow((both, 2), (both, 2), (both, 1), (both, 1), (both, 2), (first, 1), (first, 1))
     assert actor.num_threads == [1, 2, 1]
     assert pinned == [both, both, first]
+
+
+class UnimportableSpare(RankActor):
+    """A spare without Ray, whose worker cannot be imported."""
+
+    def __init__(self) -> None:
+        self._rank, self._worker = 1, None
+        self._ready_event = threading.Event()
+
+    def _import(self) -> None:
+        raise ImportError("libgomp.so.1: cannot open shared object file")
+
+
+def test_whoever_waits_for_a_spare_that_cannot_be_imported_gets_an_error() -> None:
+    spare = UnimportableSpare()
+    warm = ThreadPoolExecutor(1).submit(spare._warm)  # the thread's priority stays low
+    assert isinstance(warm.exception(60), ImportError)
+    wait = ThreadPoolExecutor(1).submit(spare.wait_until_warm)
+    try:
+        with pytest.raises(WorkerError, match="a spare of rank 1 has no worker"):
+            wait.result(60)
+    finally:
+        spare._ready_event.set()
