@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import pickle
 import sys
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 CORE_CHECK_PERIOD_S = 2.0
 LOOPBACK_ADDRESS = "127.0.0.1"
 SWITCH_INTERVAL_S = 0.0002  # so that Ray's threads soon let the computing thread continue
+
+logger = logging.getLogger(__name__)
 
 
 class RankActor:
@@ -234,14 +237,17 @@ class RankActor:
         worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
-            pin_to_cores(cores)
             worker.set_num_threads(num_threads)
+            pin_to_cores(cores)
 
         while True:
             time.sleep(CORE_CHECK_PERIOD_S)
-            last, present = present, share.cores_and_num_threads()
-            if present != last:
-                self._compute_executor.submit(move, *present).result()
+            try:
+                last, present = present, share.cores_and_num_threads()
+                if present != last:
+                    self._compute_executor.submit(move, *present).result()
+            except OSError as error:  # such as cores that the container has lost since
+                logger.warning("rank %d stays on the cores that it has: %s", self._rank, error)
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.

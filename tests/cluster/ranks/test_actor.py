@@ -4,6 +4,7 @@ becomes of a spare that cannot warm up.
 
 from __future__ import annotations
 
+import errno
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ class FollowingActor(RankActor):
     """An actor without Ray, whose worker notes on how many threads it computes."""
 
     def __init__(self) -> None:
+        self._rank = 0
         self.num_threads: list[int] = []
         worker: Any = SimpleNamespace(set_num_threads=self.num_threads.append)
         self._worker = worker
@@ -63,6 +65,23 @@ def test_a_rank_follows_its_share_of_the_cores(pinned: list[tuple[int, ...]]) ->
     actor.follow((both, 2), (both, 2), (both, 1), (both, 1), (both, 2), (first, 1), (first, 1))
     assert actor.num_threads == [1, 2, 1]
     assert pinned == [both, both, first]
+
+
+def test_a_rank_whose_container_has_lost_its_cores_stays_and_follows_the_next_share(
+    monkeypatch: pytest.MonkeyPatch, pinned: list[tuple[int, ...]], caplog: pytest.LogCaptureFixture
+) -> None:
+    lost, left = (0, 1), (2, 3)
+
+    def pin(cores: tuple[int, ...]) -> None:
+        if cores == lost:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        pinned.append(cores)
+
+    monkeypatch.setattr(rank_actor, "pin_to_cores", pin)
+    actor = FollowingActor()
+    actor.follow((lost + left, 4), (lost, 2), (lost, 2), (left, 2))
+    assert actor.num_threads == [2, 2] and pinned == [left]
+    assert caplog.text.count("rank 0 stays on the cores that it has: [Errno 22]") == 1
 
 
 class UnimportableSpare(RankActor):
