@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
 import os
 import pickle
 import sys
@@ -33,6 +34,8 @@ CORE_CHECK_PERIOD_S = 2.0
 LOOPBACK_ADDRESS = "127.0.0.1"
 SWITCH_INTERVAL_S = 0.0002  # so that Ray's threads soon let the computing thread continue
 
+logger = logging.getLogger(__name__)
+
 
 class RankActor:
     """One rank in its own process, or a spare that can become one.
@@ -40,7 +43,8 @@ class RankActor:
     A dedicated thread computes, in order; Ray's threads give it plans and wait for results. So a
     step starts the moment the one before it ends, even while Ray is still returning that one's
     result. Concurrency groups: the default one for control; `steps`, with one thread per step that
-    may be under way; `masks`; and `watch`, which answers whatever the others do.
+    may be under way; `masks`; `watch`, which answers whatever the others do; and `end`, whose
+    thread is never free again.
     """
 
     def __init__(
@@ -145,10 +149,10 @@ class RankActor:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         assert self._claim is not None
         share = CoreShare(self._claim)
-        cores, num_threads = share.cores_and_num_threads()
+        cores, num_threads = present = share.cores_and_num_threads()
         self._compute_executor.submit(pin_to_cores, cores).result()
         threading.Thread(
-            target=self._follow_core_share, args=(share, cores), name="cores", daemon=True
+            target=self._follow_core_share, args=(share, present), name="cores", daemon=True
         ).start()
         return num_threads
 
@@ -166,9 +170,11 @@ class RankActor:
             worker.start_background_compilation()
         return worker.memory()
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="end")
     def wait_for_end(self) -> None:
-        """Never returns: the call fails when this process ends."""
+        """Never returns: the call fails when this process ends. One that is made again waits for
+        the thread of the first.
+        """
         threading.Event().wait()
 
     @ray.method(concurrency_group="watch")
@@ -224,20 +230,24 @@ class RankActor:
         if not is_repeated:
             self._wait_for_worker().put_mask(step_mask)
 
-    def _follow_core_share(self, share: CoreShare, cores: tuple[int, ...]) -> None:
-        """Move to other cores when engines on this machine start or end. Never returns."""
+    def _follow_core_share(self, share: CoreShare, present: tuple[tuple[int, ...], int]) -> None:
+        """Move to other cores, and to another number of threads, when engines on this machine start
+        or end. `present`: cores and number of threads so far. Never returns.
+        """
         worker = self._wait_for_worker()
 
         def move(cores: tuple[int, ...], num_threads: int) -> None:
-            pin_to_cores(cores)
             worker.set_num_threads(num_threads)
+            pin_to_cores(cores)
 
         while True:
             time.sleep(CORE_CHECK_PERIOD_S)
-            current_cores, num_threads = share.cores_and_num_threads()
-            if current_cores != cores:
-                cores = current_cores
-                self._compute_executor.submit(move, cores, num_threads).result()
+            try:
+                last, present = present, share.cores_and_num_threads()
+                if present != last:
+                    self._compute_executor.submit(move, *present).result()
+            except OSError as error:  # such as cores that the container has lost since
+                logger.warning("rank %d stays on the cores that it has: %s", self._rank, error)
 
     def _import(self) -> None:
         # Imported here, because the driver imports this module and does not need torch.
@@ -251,19 +261,20 @@ class RankActor:
         """Warm up on a thread that runs only when nothing else needs the core, so that the engine
         that serves is not slowed. The computing thread does not inherit that priority.
         """
-        if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        self._import()
-        assert self._worker is not None
         try:
+            if hasattr(os, "SCHED_IDLE"):
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            self._import()
+            assert self._worker is not None
             self._worker.warm_up_spare()
         finally:
             self._ready_event.set()
 
     def _wait_for_worker(self) -> Worker:
-        """The worker, once it is imported."""
+        """The worker, once it is imported. Raises `WorkerError` if that failed."""
         self._ready_event.wait()
-        assert self._worker is not None
+        if self._worker is None:
+            raise WorkerError(f"a spare of rank {self._rank} has no worker: its log says why")
         return self._worker
 
 

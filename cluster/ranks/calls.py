@@ -69,13 +69,9 @@ class StepCalls:
         """All calls: first the steps, by rank, then the masks."""
         return self.step_refs + self._mask_refs
 
-    def rank_of(self, index: int) -> int:
-        """The rank that the call at this index of `refs` goes to."""
-        return index % len(self._actors)
-
     def repeat_call(self, index: int) -> None:
         """Make the call at this index of `refs` again. A rank does nothing twice."""
-        rank = self.rank_of(index)
+        rank = index % len(self._actors)
         actor = self._actors[rank]
         if index < len(self.step_refs):
             logger.warning("the call of a step to rank %d was lost and is made again", rank)

@@ -108,7 +108,8 @@ class RankMaker:
         (`inherited_memory`).
         """
         remote: Any = ray.remote  # ray's type hints lack concurrency_groups
-        concurrency_groups = {"steps": self.config.num_steps_ahead + 1, "masks": 1, "watch": 2}
+        num_steps = self.config.num_steps_ahead + 1
+        concurrency_groups = {"steps": num_steps, "masks": 1, "watch": 1, "end": 1}
         takes_gpu = self.config.device == "cuda" and not places_if_spare
         actor_class = remote(concurrency_groups=concurrency_groups)(self._rank_actor_class).options(
             num_cpus=0 if places_if_spare else 1,
@@ -211,11 +212,12 @@ class RankGroup:
         *,
         is_standby: bool = False,
     ) -> GroupReport:
-        began_s, limit_s = time.perf_counter(), self._config.engine.start_timeout_s
+        limit_s = self._config.engine.start_timeout_s
+        deadline_s = time.monotonic() + limit_s
         try:
             if first_report is not None and not is_standby:  # those have their weights already
                 recheck_checkpoint(self._config)
-            self._identify(places, limit_s, is_standby)
+            self._identify(places, deadline_s, is_standby)
             gpus_by_rank = [self._rank_maker.gpus_of_node(p.node_id, places) for p in places]
             is_single_node = len({place.node_id for place in places}) == 1
             address = self.ranks[0].actor.open_rendezvous.remote(is_single_node)
@@ -225,17 +227,19 @@ class RankGroup:
                 )
                 for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
-            reports: list[WorkerReport] = self._get_all(start_refs, "start", limit_s)
+            remaining_s = max(0.0, deadline_s - time.monotonic())
+            reports: list[WorkerReport] = self._get_all(start_refs, "start", limit_s, remaining_s)
             self._check_checkpoint(first_report, reports, places)
             if self._config.model.experts is not None:
                 _check_processors(reports, places)
             num_blocks = min(report.num_kv_blocks for report in reports)
             allocation_refs = [h.actor.allocate_cache.remote(num_blocks) for h in self.ranks]
-            remaining_s = max(0.0, limit_s - (time.perf_counter() - began_s))
-            memories = self._get_all(allocation_refs, "allocate the KV cache", remaining_s)
+            remaining_s = max(0.0, deadline_s - time.monotonic())
+            memories = self._get_all(allocation_refs, "allocate the KV cache", limit_s, remaining_s)
         except StepTimeoutError:
             raise WorkerError(
-                f"the ranks did not start within {limit_s:g} s: {self._describe_phases()}"
+                f"the ranks did not start within {limit_s:g} s (start_timeout_s):"
+                f" {self._describe_phases()}"
             ) from None
         for handle, memory in zip(self.ranks, memories, strict=True):
             handle.memory = memory
@@ -323,10 +327,10 @@ class RankGroup:
         end_ranks([spare])
         return None
 
-    def _identify(self, places: list[Place], limit_s: float, is_standby: bool) -> None:
+    def _identify(self, places: list[Place], deadline_s: float, is_standby: bool) -> None:
         """Learn the processes and their GPUs. Raises `WorkerError` as soon as a node is lost."""
         refs = [handle.actor.identify.remote() for handle in self.ranks]
-        deadline_s, pending = time.monotonic() + limit_s, list(refs)
+        pending = list(refs)
         while pending and time.monotonic() < deadline_s:
             _, pending = ray.wait(pending, num_returns=len(pending), timeout=NODE_CHECK_PERIOD_S)
             if pending and not self._rank_maker.placement.is_whole():
@@ -355,15 +359,13 @@ class RankGroup:
     def _describe_phases(self) -> str:
         """What each rank is doing at the moment."""
         refs = [handle.actor.progress.remote() for handle in self.ranks]
-        ready_refs, _ = ray.wait(refs, num_returns=len(refs), timeout=STEP_GRACE_S)
+        ray.wait(refs, num_returns=len(refs), timeout=STEP_GRACE_S)
         phases = []
         for rank, ref in enumerate(refs):
-            no_answer_text = f"the process of rank {rank} does not answer"
-            phases.append(
-                f"rank {rank} is at {ray.get(ref).describe()}"
-                if ref in ready_refs
-                else no_answer_text
-            )
+            try:
+                phases.append(f"rank {rank} is at {ray.get(ref, timeout=0).describe()}")
+            except RayError:  # it has ended, or the time is up
+                phases.append(f"the process of rank {rank} does not answer")
         return ", ".join(phases)
 
     def _get_all(

@@ -26,7 +26,8 @@ class GroupDeathWatch:
         can. `reasons`: why the group was given up. May be asked once.
         """
         endings = [watch.ending(EXIT_NOTICE_LIMIT_S) for watch in self._death_watches]
-        self.close()
+        for watch in self._death_watches:
+            watch.close()
         for crash_report in filter(None, (ending.crash_report for ending in endings)):
             logger.error("the crash report of a rank: %s", crash_report)
         for reason in filter(may_have_corrupted_memory, reasons):
@@ -35,9 +36,3 @@ class GroupDeathWatch:
             return "nobody has seen how ranks on other nodes ended"
         crashes = [ending.text for ending in endings if ending.may_have_written_anywhere]
         return f"a rank ended by {crashes[0]}" if crashes else ""
-
-    def close(self) -> None:
-        """Stop watching."""
-        for watch in self._death_watches:
-            watch.close()
-        self._death_watches = []

@@ -5,9 +5,11 @@ they hold no device.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from typing import Any
 
 import ray
@@ -15,6 +17,8 @@ from ray.exceptions import RayError
 
 from cluster.error_kinds import kind_of, reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
+from cluster.ray_errors import cause_of
+from scheduler.errors import EngineError
 from workers.memory.inheritance import RankMemoryHandles
 
 # Spares are made when the engine has served for a moment: a program that generates once and ends
@@ -55,7 +59,8 @@ class Spares:
                     self._warming_spares[ref].process = ray.get(ref)
                     del self._warming_spares[ref]
                 except RayError as error:
-                    logger.warning("a spare has died: %s", str(error).split("\n")[0])
+                    reason = reason_of(cause_of(error)).split("\n")[0]
+                    logger.warning("a spare cannot be used: %s", reason)
                     self.close()
                     self.delay(RETRY_AFTER_S)
                     return
@@ -70,12 +75,16 @@ class Spares:
             self._rank_maker.create(place, places, memory)
             for place, memory in zip(places, memories, strict=True)
         ]
+        for spare in spares:  # first: nothing is answered while it warms up
+            call = spare.actor.identify.remote().future()
+            call.add_done_callback(functools.partial(_note_process, spare))
         self._warming_spares = {spare.actor.wait_until_warm.remote(): spare for spare in spares}
         self._spares = spares
 
     def warm_spares(self) -> list[RankHandle]:
         """The spares that could take the places of ranks, and load weights then. Any thread."""
-        return [spare for spare in self._spares if spare.process is not None]
+        warming_spares = list(self._warming_spares.values())
+        return [spare for spare in self._spares if spare not in warming_spares]
 
     @property
     def are_warm(self) -> bool:
@@ -88,8 +97,9 @@ class Spares:
         return spares
 
     def take(self) -> list[RankHandle | None]:
-        """The spares by rank, or None for one that does not answer. The next spares are made as
-        soon as the engine serves again: a rank that failed once may fail again.
+        """The spares by rank, or None for one that is not warm soon or does not answer: its process
+        is dead then, and the memory that it held free. The next spares are made as soon as the
+        engine serves again: a rank that failed once may fail again.
         """
         spares, self._spares = self._spares, []
         self._warming_spares = {}
@@ -97,19 +107,26 @@ class Spares:
         refs = [spare.actor.identify.remote() for spare in spares]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=SPARE_ANSWER_TIMEOUT_S)
-        spares_by_rank: list[RankHandle | None] = []
+        ready_spares = []
         for spare, ref in zip(spares, refs, strict=True):
             try:
                 spare.process, _ = ray.get(ref, timeout=0)
-                spares_by_rank.append(spare)
+                ready_spares.append(spare)
             except RayError as error:
                 logger.warning("a spare does not answer: %s", str(error).split("\n")[0])
-                end_ranks([spare])
-                spares_by_rank.append(None)
-        return spares_by_rank
+        try:
+            end_ranks([spare for spare in spares if spare not in ready_spares])
+        except EngineError as error:
+            logger.warning("a spare does not end: %s", error)
+        return [spare if spare in ready_spares else None for spare in spares]
 
     def close(self) -> None:
         """End the spares."""
         spares, self._spares = self._spares, []
         self._warming_spares = {}
         end_ranks(spares)
+
+
+def _note_process(spare: RankHandle, ended_call: Future[Any]) -> None:
+    if ended_call.exception() is None:
+        spare.process, _ = ended_call.result()

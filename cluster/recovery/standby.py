@@ -1,10 +1,10 @@
 """A group of ranks that stands by: on a CPU, spares that hold the memory of the present ranks, have
 met each other and are ready to run a step. They take over with one call per rank.
 
-Spares become such a group as soon as they are warm. Where there is none yet, or the ranks compute
-on GPUs, spares take the places of ranks one by one; a group that does not come in time or has lost
-a process is ended with its spares. Nothing that goes wrong here may harm the ranks that serve: it
-is logged, and tried again later.
+Spares become such a group as soon as they are warm. Where there is none yet, the ranks compute on
+GPUs, or spares cannot share weights, spares take the places of ranks one by one; a group that does
+not come in time or has lost a process is ended with its spares. Nothing that goes wrong here may
+harm the ranks that serve: it is logged, and tried again later.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ ANSWER_LIMIT_S = 1.0
 # How long after a group was lost, or could not stand by, the next one is made: longer each time.
 FIRST_DELAY_S, MAX_DELAY_S = 10.0, 320.0
 
+NO_SHARED_WEIGHTS_WARNING = (
+    "no group stands by: spares cannot share the weights here (the logs of the ranks say why) and"
+    " would hold them a second time. They load them when ranks are lost; spares='off' saves their"
+    " memory"
+)
+
 logger = logging.getLogger("eagleray.driver")
 
 
@@ -37,7 +43,8 @@ class Standby:
         self._rank_maker = rank_maker
         self._make_group = make_group
         self._spares = Spares(rank_maker, mode)
-        self._forms_groups = rank_maker.config.device == "cpu"
+        self._wants_groups = rank_maker.config.device == "cpu" and mode != "off"
+        self._forms_groups = self._wants_groups  # unless the present ranks cannot share weights
         self._group: RankGroup | None = None
         self._start_future: Future[None] | None = None  # of the group
         self._has_lost_process = False
@@ -52,7 +59,11 @@ class Standby:
         """Make spares for the present group if they are due, and a group of them once warm."""
         try:
             if self._group is None:
-                self._spares.prepare([handle.memory for handle in present_group.ranks])
+                memories = [handle.memory for handle in present_group.ranks]
+                if self._forms_groups and not all(m and m.weights for m in memories):
+                    self._forms_groups = False
+                    logger.warning(NO_SHARED_WEIGHTS_WARNING)
+                self._spares.prepare(memories)
                 if self._forms_groups and self._spares.are_warm:
                     self._stand_by(first_report)
             elif not self._is_starting and not self._await_start(0.0):
@@ -62,8 +73,8 @@ class Standby:
             self._drop_group()
 
     def ready_ranks(self) -> list[RankHandle]:
-        """The processes of the group that stands by; on GPUs, warm spares. On a CPU spares that do
-        not form a group yet are left out, though `take` gives them. Any thread.
+        """The processes of the group that stands by; where none is formed, warm spares. Spares that
+        do not form a group yet are left out, though `take` gives them. Any thread.
         """
         group, start_future = self._group, self._start_future
         if group is None or start_future is None:
@@ -82,6 +93,7 @@ class Standby:
             self._drop_group()
             group = None
         self._group = self._start_future = None
+        self._forms_groups = self._wants_groups
         return group, self._spares.take()
 
     def close(self) -> None:

@@ -82,6 +82,7 @@ class Supervisor:
         self._assembly_began_s = 0.0
         self._wake_event = threading.Event()
         self._is_stopping = False
+        self._is_closed = False  # ranks and spares have ended for good
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(
@@ -150,11 +151,13 @@ class Supervisor:
         """End the thread, the ranks and the spares. Raises `EngineError` if a process survives."""
         self._is_stopping = True
         self._wake_event.set()
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(ASSEMBLY_END_TIMEOUT_S)
-        self._standby.close()
-        if self._group is not None:
-            self._group.close()
+        if not self._is_closed:
+            self._standby.close()
+            if self._group is not None:
+                self._group.close()
+            self._is_closed = True
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -172,6 +175,10 @@ class Supervisor:
             except Exception as error:  # a bug in this class
                 logger.exception("the supervisor failed")
                 self._die(reason_of(error))
+        try:
+            self.stop()  # the owner of a dead engine may be long in doing so
+        except Exception as error:
+            logger.error("a process of the engine is left: %s", reason_of(error))
 
     def check_group(self) -> None:
         """Check the group once and act on the result. What may pass by itself, such as a node that

@@ -411,5 +411,7 @@ def test_a_failed_start_names_the_rank_and_leaves_no_actor(
 def test_a_start_that_takes_too_long_names_the_ranks(
     users_ray: None, small_model: SmallModel
 ) -> None:
-    with pytest.raises(WorkerError, match=r"did not start within 0.1 s: .*rank 0 .*rank 1 "):
+    with pytest.raises(
+        WorkerError, match=r"did not start within 0.1 s \(start_timeout_s\): .*rank 0 .*rank 1 "
+    ):
         LLM(small_model.path, tensor_parallel_size=2, start_timeout_s=0.1, **OPTIONS)

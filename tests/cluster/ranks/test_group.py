@@ -6,24 +6,26 @@ import contextlib
 import dataclasses
 import os
 import pickle
+import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cluster.llm import LLM
 from cluster.ranks import calls
 from cluster.ranks import group as rank_group
 from cluster.ranks.actor import SWITCH_INTERVAL_S, RankActor
 from cluster.ranks.causes import may_have_corrupted_memory
-from cluster.ranks.group import RankGroup, RankMaker
+from cluster.ranks.group import RankGroup, RankHandle, RankMaker, end_ranks
 from cluster.resources.placement import Place, actor_environment
 from cluster.resources.room import pick_device
 from configs.experts import ExpertsConfig
@@ -43,6 +45,7 @@ from tests.workers.test_engine_exactness import (
 )
 from workers import faults
 from workers.memory.inheritance import RankMemoryHandles
+from workers.progress import Progress
 from workers.report import WorkerReport
 
 pytestmark = pytest.mark.engine
@@ -133,6 +136,26 @@ def test_a_rank_that_is_stuck_is_named_by_its_peer(
         assert time.monotonic() - began < 5
 
 
+def test_calls_that_wait_for_the_end_leave_the_heartbeat_its_thread(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    """One that was lost on its way back still waits in the actor when it is made again."""
+    placement = reserved(1, "cpu")
+    maker = RankMaker(config_of(small_model.path, tensor_parallel_size=1), placement, "test")
+    rank = maker.create(placement.places()[0])
+    try:
+        ray.get(rank.actor.identify.remote(), timeout=60)
+        ends = [rank.actor.wait_for_end.remote() for _ in range(3)]
+        assert ray.get(rank.actor.progress.remote(), timeout=20).phase == "start"
+        ray.kill(rank.actor)
+        for end in ends:
+            with pytest.raises(RayActorError):
+                ray.get(end, timeout=20)
+    finally:
+        end_ranks([rank])
+        placement.remove()
+
+
 def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     users_ray: None, small_model: SmallModel
 ) -> None:
@@ -154,6 +177,64 @@ def test_a_start_that_takes_too_long_says_what_each_rank_is_at(
     finally:
         group.close()
         placement.remove()
+
+
+def test_a_rank_that_has_died_does_not_hide_what_the_others_are_at(
+    users_ray: None, small_model: SmallModel
+) -> None:
+    def fail() -> None:
+        raise ConnectionError
+
+    failed = ray.remote(num_cpus=0)(fail).remote()
+    ray.wait([failed], timeout=60)
+    group = group_with(small_model, [])
+    for ref in (ray.put(Progress(phase="load", loaded_bytes=2 * 10**9)), failed):
+        progress = SimpleNamespace(remote=lambda ref=ref: ref)
+        group.ranks.append(RankHandle(SimpleNamespace(progress=progress)))
+    expected = r"rank 0 is at load.*, the process of rank 1 does not answer"
+    assert re.fullmatch(expected, group._describe_phases())
+
+
+class LateGroup(RankGroup):
+    """Its ranks never answer. `sleep` lets the time of the test pass."""
+
+    sleep: Callable[[float], None]
+
+    def _identify(self, *_: Any) -> None:
+        self.sleep(20.0)
+
+    def _get_all(
+        self, refs: Any, action: str, limit_s: float, remaining_s: float | None = None
+    ) -> Any:
+        self.sleep(limit_s if remaining_s is None else remaining_s)
+        raise StepTimeoutError(action)
+
+    def _describe_phases(self) -> str:
+        return "rank 0 is at load"
+
+
+def test_the_limit_of_a_start_is_one_for_all_its_parts_and_named(
+    small_model: SmallModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, perf_counter=lambda: now_s)
+    monkeypatch.setattr(rank_group, "time", clock)
+    place = Place(rank=0, bundle=0, node_id="n", host="h", local_rank=0, ranks_on_node=1)
+    placement: Any = SimpleNamespace(places=lambda: [place])
+    maker = RankMaker(config_of(small_model.path, start_timeout_s=30.0), placement, "test")
+    maker.note_gpus(place, [])
+    call = SimpleNamespace(remote=lambda *_, **__: None)
+    group = LateGroup(maker, ranks=[RankHandle(SimpleNamespace(open_rendezvous=call, start=call))])
+    group.sleep = sleep
+    expected = r"did not start within 30 s \(start_timeout_s\): rank 0 is at load"
+    with pytest.raises(WorkerError, match=expected):
+        group.start()
+    assert now_s == 130.0
 
 
 def test_ranks_that_sampled_different_tokens_are_an_error_that_names_the_step(

@@ -51,6 +51,9 @@ class WarmSpares:
     def delay(self, seconds: float) -> None:
         self.delays_s.append(seconds)
 
+    def warm_spares(self) -> list[RankHandle]:
+        return [RankHandle(None)]
+
     def hand_over(self) -> list[RankHandle]:
         return [RankHandle(None)]
 
@@ -86,8 +89,14 @@ class AtOnce(Now):
         return future
 
 
-def prepare(standby: Standby, times: int = 1) -> None:
-    present: Any = SimpleNamespace(ranks=[RankHandle(None)])
+WEIGHTS = MemoryHandle(host="h", name="w", path="p", num_bytes=1, inode=1)
+
+
+def prepare(standby: Standby, times: int = 1, weights: MemoryHandle | None = WEIGHTS) -> None:
+    ranks = [
+        RankHandle(None, memory=RankMemoryHandles(weights=each)) for each in (WEIGHTS, weights)
+    ]
+    present: Any = SimpleNamespace(ranks=ranks)
     for _ in range(times):
         standby.prepare(present, REPORT)
 
@@ -117,6 +126,24 @@ def test_a_group_that_cannot_stand_by_harms_nobody_and_is_made_later_and_later(
     assert caplog.text.count("no group stands by") == 3
     prepare(standby, times=2)
     assert standby.take()[0] is not None
+
+
+def test_where_spares_cannot_share_the_weights_no_group_is_formed_and_the_log_says_so_once(
+    standby: Standby, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would load them a second time. The spares stay, and load them if they are needed."""
+    prepare(standby, times=3, weights=None)
+    assert standby._group is None and caplog.text.count("no group stands by") == 1
+    assert len(standby.ready_ranks()) == 1
+    assert standby.take() == (None, [])
+    prepare(standby)  # the next ranks can share theirs
+    assert standby.take()[0] is not None
+
+
+def test_an_engine_without_spares_says_nothing_of_groups(caplog: pytest.LogCaptureFixture) -> None:
+    maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
+    prepare(Standby(maker, "off"), weights=None)
+    assert not caplog.text
 
 
 def test_a_group_that_has_lost_a_process_or_does_not_answer_is_not_taken(standby: Standby) -> None:

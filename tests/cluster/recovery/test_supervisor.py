@@ -39,6 +39,7 @@ class World:
         self.lost: list[int] = []
         self.dead: list[EaglerayError] = []
         self.wrong: str | None = None  # with the present group
+        self.num_standby_closes = 0
 
 
 class Group:
@@ -86,6 +87,9 @@ class NoStandby:
         if self.world.take_failures:
             raise self.world.take_failures.popleft()
         return None, []
+
+    def close(self) -> None:
+        self.world.num_standby_closes += 1
 
 
 class AtOnce:
@@ -283,6 +287,35 @@ def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:
     world.wrong = "rank 1 died"
     turns(supervisor, world, 20.0)
     assert [str(error) for error in world.dead] == ["the checkpoint has changed"]
+
+
+@pytest.mark.parametrize("who", ["supervisor", "engine thread"])
+def test_an_engine_that_has_stopped_for_good_keeps_no_processes_until_it_is_shut_down(
+    world: World, who: str
+) -> None:
+    supervisor = serving(world)
+    if who == "supervisor":
+        world.start_failures = deque([ClientError("the checkpoint has changed")])
+        world.wrong = "rank 1 died"
+    else:
+        supervisor.end()
+    supervisor._run()
+    assert not world.alive and world.num_standby_closes == 1
+    supervisor.stop()
+    assert world.num_standby_closes == 1, "they are ended once"
+
+
+def test_what_could_not_be_ended_is_ended_when_the_engine_is_shut_down(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    supervisor = serving(world)
+    supervisor.end()
+    world.alive.append(0)
+    world.close_failures = deque([NoAnswerError("processes [7] did not end")])
+    supervisor._run()
+    assert "a process of the engine is left: processes [7] did not end" in caplog.text
+    supervisor.stop()
+    assert not world.alive
 
 
 def test_spares_that_cannot_be_made_now_are_made_later(
