@@ -168,6 +168,33 @@ def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(
     )
 
 
+def test_news_that_cannot_be_put_into_a_mailbox_ends_the_engine_with_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver._supervisor.group = CountingGroup()  # type: ignore[union-attr]
+    put = Mailbox.put
+
+    def put_or_fail(mailbox: Mailbox, request_id: str, news: News) -> None:
+        if request_id == "a" and news.token_ids:
+            raise KeyError("a bug in the mailbox")
+        put(mailbox, request_id, news)
+
+    monkeypatch.setattr(Mailbox, "put", put_or_fail)
+
+    async def main() -> dict[str, EaglerayError]:
+        await driver.start()
+        whole = [replace(request(name), news_interval=0) for name in "ab"]
+        await driver.submit("frontend", whole)  # the news of both comes with one step
+        errors = await errors_of(driver, 2)
+        with pytest.raises(EngineDeadError, match="a bug in the mailbox"):
+            await driver.wait_for_end()
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert set(errors) == {"a", "b"}
+
+
 def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhere(
     driver: Driver,
 ) -> None:
