@@ -94,31 +94,24 @@ class BlockManager:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether there are blocks for all tokens of a sequence. Cached blocks that are free count
-        as taken.
-        """
-        cached_blocks = self._find_cached_blocks(seq)
-        num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
-        num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
-        return num_new_blocks + num_free_cached_blocks <= self.num_free_blocks
-
-    def allocate(self, seq: BlockUser) -> int:
+    def allocate(self, seq: BlockUser) -> int | None:
         """Give a sequence blocks for all its tokens, shared blocks first; returns the number of
-        cached tokens.
-
-        Call only if `can_allocate` is true.
+        cached tokens. None, and nothing changes, if there are too few free blocks; cached blocks
+        that are free count as taken.
         """
         assert not seq.block_table, "a sequence is allocated once"
         cached_blocks = self._find_cached_blocks(seq)
+        num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
+        num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
+        if num_new_blocks + num_free_cached_blocks > self.num_free_blocks:
+            return None
         for block in cached_blocks:
             if block.ref_count == 0:
                 del self._free_blocks[block.block_id]
             block.ref_count += 1
         block_table = seq.block_table
         block_table.extend(block.block_id for block in cached_blocks)
-        for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)):
-            block_table.append(self._take_free_block())
+        block_table.extend(self._take_free_block() for _ in range(num_new_blocks))
         seq.num_published_blocks = len(cached_blocks)
         return len(cached_blocks) * self.block_size
 
@@ -255,7 +248,7 @@ class BlockManager:
 
     def _take_free_block(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
-        assert self._free_blocks, "no free block; ask can_allocate or can_append first"
+        assert self._free_blocks, "no free block; ask can_append first"
         block_id, block = self._free_blocks.popitem(last=False)
         if block.hash != NO_HASH:
             if self._prefix_index.get(block.hash) is block:

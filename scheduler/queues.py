@@ -30,12 +30,14 @@ class Queues:
         self.free_slots = list(range(num_slots))[::-1]
         self.released_slots: list[int] = []  # since the last plan
 
-    def admit(self, seq: Sequence) -> int:
-        """Let a waiting sequence run. Returns the number of its tokens that are cached. Call only
-        if there is a free slot and `BlockManager.can_allocate` is true.
+    def admit(self, seq: Sequence) -> int | None:
+        """Let a waiting sequence run, if there are blocks for it. Returns the number of its tokens
+        that are cached, None if it must wait. Call only if there is a free slot.
         """
-        self.waiting.remove(seq)
         num_cached_tokens = self.block_manager.allocate(seq)
+        if num_cached_tokens is None:
+            return None
+        self.waiting.remove(seq)
         seq.status = RUNNING
         seq.slot = self.free_slots.pop()
         self.running.append(seq)

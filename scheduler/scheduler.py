@@ -146,7 +146,9 @@ class Scheduler:
         if suspect is not None and suspect.status is WAITING:  # no sequence has a slot
             if self.submitted_steps:
                 return None  # if steps of the one before kill a rank, this one is not to blame
-            self._admit(suspect, step)
+            num_cached_tokens = self.queues.admit(suspect)
+            assert num_cached_tokens is not None, "every block is free"
+            self._begin(suspect, num_cached_tokens, step)
         else:
             self._schedule_running(step)
             if step.num_preempted:
@@ -252,16 +254,16 @@ class Scheduler:
                 )
             elif seq.num_pending_tokens:
                 step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
-            elif not self.block_manager.can_allocate(seq):
+            elif (num_cached_tokens := self.queues.admit(seq)) is None:
                 step.head_wait_reason = records.WAITS_FOR_BLOCKS
             else:
-                self._admit(seq, step)
+                self._begin(seq, num_cached_tokens, step)
                 continue
             return
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        """Let a waiting sequence run, from this step on."""
-        num_cached_tokens, num_tokens = self.queues.admit(seq), len(seq.token_ids)
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        """Plan the first tokens of a sequence that was admitted."""
+        num_tokens = len(seq.token_ids)
         # Cached to the end: the last token runs as a query only.
         seq.num_computed_tokens = min(num_cached_tokens, num_tokens - 1)
         if seq.num_cached_tokens is None:

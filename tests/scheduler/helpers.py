@@ -43,8 +43,8 @@ def hold(manager: BlockManager, token_ids: list[int], salt: str = "") -> tuple[U
     tokens.
     """
     user = User(token_ids, salt)
-    assert manager.can_allocate(user)
     num_cached = manager.allocate(user)
+    assert num_cached is not None
     manager.publish(user, len(token_ids))
     return user, num_cached
 

@@ -71,12 +71,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, token_ids: list[int], salt: str, published: bool) -> User:
         user = User(token_ids, salt)
         num_blocks = self.manager.num_blocks_for(len(token_ids))
-        if not self.manager.can_allocate(user):
+        num_cached = self.manager.allocate(user)
+        if num_cached is None:
             assert num_blocks > len(self.free), (
                 "refused, though everything would fit without a single hit"
             )
             return user
-        num_hits = self.manager.allocate(user) // self.manager.block_size
+        num_hits = num_cached // self.manager.block_size
         hits = user.block_table[:num_hits]
         for index, block_id in enumerate(hits):
             assert self.content.get(block_id) == self.prefix(user, index), "a hit on other content"

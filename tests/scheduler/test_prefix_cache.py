@@ -111,19 +111,19 @@ def test_hit_on_a_free_block_revives_it_with_its_hash() -> None:
     assert num_findable(manager, A) == BLOCK
 
 
-def test_can_allocate_counts_revived_blocks_as_taken() -> None:
+def test_revived_blocks_count_as_taken() -> None:
     manager = make_manager(2)
     user, _ = hold(manager, A)
     manager.deallocate(user)
-    assert manager.can_allocate(User([*A, 1]))  # one block revived, one new
     # one revived and two new, with only two free
-    assert not manager.can_allocate(User(A + B + [1]))
+    assert manager.allocate(User(A + B + [1])) is None
+    assert manager.allocate(User([*A, 1])) == BLOCK  # one revived, one new
 
 
-def test_can_allocate_does_not_count_blocks_in_use_as_taken() -> None:
+def test_shared_blocks_in_use_do_not_count_as_taken() -> None:
     manager = make_manager(2)
     hold(manager, A)
-    assert manager.can_allocate(User([*A, 1]))
+    assert manager.allocate(User([*A, 1])) == BLOCK
 
 
 def test_block_given_to_new_content_leaves_the_index_at_once() -> None:
@@ -148,7 +148,6 @@ def test_each_full_block_of_a_sequence_is_hashed_once() -> None:
     manager = make_manager(hash_function=counting)
     user = User(A + B + C[:1])
     for _ in range(3):
-        assert manager.can_allocate(user)
         manager.allocate(user)
         manager.publish(user, len(user.token_ids))
         manager.deallocate(user)
