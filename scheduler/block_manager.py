@@ -32,7 +32,6 @@ import xxhash
 
 HashFunction = Callable[[bytes], int]
 NO_HASH = -1
-NO_STEP = -1
 ROOT_SERIAL = 0
 
 
@@ -140,7 +139,7 @@ class BlockManager:
         seq.block_table.clear()
         seq.num_published_blocks = 0
 
-    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
         Call when their tokens are known and every step that fills them has been submitted.

@@ -99,7 +99,7 @@ class Queues:
             *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
 
-    def start_epoch(self, kept_sequences: Collection[Sequence] = ()) -> None:
+    def start_epoch(self, kept_sequences: Collection[Sequence]) -> None:
         """What was in flight is forgotten, and nobody is held. Running sequences wait again, except
         those that are `kept_sequences`, which keep slots and blocks.
         """

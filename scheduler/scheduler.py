@@ -228,7 +228,6 @@ class Scheduler:
         while not block_manager.can_append(seq, num_tokens):
             latest_sequence = self.running[-1]
             self.queues.requeue(latest_sequence, self._last_step_id)
-            latest_sequence.num_preemptions += 1
             self.stats.num_preemptions += 1
             step.num_preempted += 1
             if latest_sequence is seq:

@@ -60,7 +60,6 @@ class Sequence:
     num_total_tokens: int = field(init=False)
     num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
-    num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
     # Crashes it took part in since it last got a few tokens without one, or a single token; those
     # of a suspect beside others apart.

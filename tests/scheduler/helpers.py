@@ -45,7 +45,7 @@ def hold(manager: BlockManager, token_ids: list[int], salt: str = "") -> tuple[U
     user = User(token_ids, salt)
     num_cached = manager.allocate(user)
     assert num_cached is not None
-    manager.publish(user, len(token_ids))
+    manager.publish(user, len(token_ids), 0)
     return user, num_cached
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from scheduler.block_manager import (
     NO_HASH,
-    NO_STEP,
     ROOT_SERIAL,
     Block,
     BlockManager,
@@ -189,7 +188,7 @@ class CollisionTakesSerial(BlockManager):
 class PartialBlockPublished(BlockManager):
     """The block that is being filled is published with those that are full."""
 
-    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int) -> None:
         super().publish(seq, min(num_tokens + self.block_size - 1, len(seq.token_ids)), step_id)
 
 

@@ -23,7 +23,7 @@ class PromptPublishedTooEarly(Scheduler):
 
     def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
         super()._begin(seq, num_cached_tokens, step)
-        self.block_manager.publish(seq, len(seq.token_ids))
+        self.block_manager.publish(seq, len(seq.token_ids), seq.admitted_step_id)
 
 
 class OutputPublishedTooEarly(Scheduler):
@@ -36,7 +36,8 @@ class OutputPublishedTooEarly(Scheduler):
         for seq in output.sequences:
             if seq.status is SequenceStatus.RUNNING:
                 held = len(seq.block_table) * self.limits.block_size
-                self.block_manager.publish(seq, min(held, len(seq.token_ids)))
+                num_tokens = min(held, len(seq.token_ids))
+                self.block_manager.publish(seq, num_tokens, self._last_step_id)
 
 
 class SaltIgnored(Scheduler):

@@ -88,7 +88,6 @@ class SimulationReport:
     refused: int = 0
     convicted: int = 0
     late_masks: int = 0
-    worst_preemptions: int = 0
     worst_percent_of_bound: int = 0
 
     def add(self, other: SimulationReport) -> None:
@@ -562,12 +561,6 @@ class Simulation:
         sequences ran one after the other, they would be done after the sum of their chunks, their
         tokens, and the results that they wait for after a preemption.
         """
-        self.report.worst_preemptions = max(
-            [
-                self.report.worst_preemptions,
-                *(seq.num_preemptions for seq in self.scheduler.waiting),
-            ]
-        )
         if self.last_turn is None and not self.arriving and not self._faulty:
             budget = self.scenario.limits.max_num_batched_tokens
             bound = 2 + self.scenario.num_steps_ahead  # steps in flight are read

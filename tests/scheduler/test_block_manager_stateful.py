@@ -108,7 +108,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_before, num_full = user.num_published_blocks, num_tokens // self.manager.block_size
         for index in range(num_before, num_full):
             self.content[user.block_table[index]] = self.prefix(user, index)
-        self.manager.publish(user, num_tokens)
+        self.manager.publish(user, num_tokens, 0)
         assert user.num_published_blocks == max(num_before, num_full)
 
     @rule(user=consumes(users))

@@ -113,7 +113,7 @@ def shuffled_pool(num_blocks: int) -> BlockManager:
     users = [User([i]) for i in range(num_blocks)]
     for user in users:
         manager.allocate(user)
-        manager.publish(user, 1)
+        manager.publish(user, 1, 0)
     Random(0).shuffle(users)
     for user in users:
         manager.deallocate(user)
@@ -129,7 +129,7 @@ def take_and_release(manager: BlockManager) -> None:
     user.token_ids += [4, 5, 6, 7]
     assert manager.can_append(user, 8)
     manager.append(user, 8)
-    manager.publish(user, 8)
+    manager.publish(user, 8, 0)
     manager.deallocate(user)
 
 

@@ -90,9 +90,9 @@ def test_blocks_are_published_up_to_the_computed_tokens_only() -> None:
     manager = make_manager()
     user = User(A + B + C)
     manager.allocate(user)
-    manager.publish(user, 2 * BLOCK - 1)
+    manager.publish(user, 2 * BLOCK - 1, 0)
     assert num_findable(manager, A + B + C) == BLOCK
-    manager.publish(user, 2 * BLOCK)
+    manager.publish(user, 2 * BLOCK, 0)
     assert num_findable(manager, A + B + C) == 2 * BLOCK
 
 
@@ -149,7 +149,7 @@ def test_each_full_block_of_a_sequence_is_hashed_once() -> None:
     user = User(A + B + C[:1])
     for _ in range(3):
         manager.allocate(user)
-        manager.publish(user, len(user.token_ids))
+        manager.publish(user, len(user.token_ids), 0)
         manager.deallocate(user)
     assert len(calls) == 2
 
@@ -231,8 +231,8 @@ def publish_twice(manager: BlockManager, token_ids: list[int]) -> tuple[User, Us
     first, second = User(list(token_ids)), User(list(token_ids))
     manager.allocate(first)
     manager.allocate(second)
-    manager.publish(first, len(token_ids))
-    manager.publish(second, len(token_ids))
+    manager.publish(first, len(token_ids), 0)
+    manager.publish(second, len(token_ids), 0)
     return first, second
 
 
@@ -249,7 +249,7 @@ def test_child_of_a_second_copy_is_found_through_the_first() -> None:
     first, second = publish_twice(manager, A)
     second.token_ids.extend(B)
     manager.append(second, 2 * BLOCK)
-    manager.publish(second, 2 * BLOCK)
+    manager.publish(second, 2 * BLOCK, 0)
     probe, found = hold(manager, A + B)
     assert found == 2 * BLOCK
     assert probe.block_table == [first.block_table[0], second.block_table[1]]
@@ -267,9 +267,9 @@ def test_second_copy_replaces_the_first_that_is_free() -> None:
     first, second = User(list(A)), User(list(A))
     manager.allocate(first)
     manager.allocate(second)
-    manager.publish(first, BLOCK)
+    manager.publish(first, BLOCK, 0)
     manager.deallocate(first)
-    manager.publish(second, BLOCK)
+    manager.publish(second, BLOCK, 0)
     probe, _ = hold(manager, A)
     assert probe.block_table == second.block_table
     manager.check([second, probe])
@@ -281,7 +281,7 @@ def test_only_a_block_of_ones_own_can_be_published() -> None:
     second, _ = hold(manager, A)
     second.num_published_blocks = 0
     with pytest.raises(AssertionError, match="published once, by its only owner"):
-        manager.publish(second, BLOCK)
+        manager.publish(second, BLOCK, 0)
 
 
 def test_new_epoch_finds_nothing() -> None:
