@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 from scheduler import records
 from scheduler.block_manager import BlockManager
-from scheduler.limits import SchedulerLimits, check_request
+from scheduler.limits import SchedulerLimits, check_lengths
 from scheduler.messages import EngineStats, Request, StepPlan, StepResult
 from scheduler.pace import Pace
 from scheduler.prompt_scores import take_scores
@@ -88,8 +88,10 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; one with all its tokens comes back finished. Raises `RequestError`."""
-        check_request(request, self.limits)
+        """Queue a request whose tokens are in the vocabulary; one with all its tokens comes back
+        finished. Raises `RequestError`.
+        """
+        check_lengths(request, self.limits)
         max_total_tokens = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
         )

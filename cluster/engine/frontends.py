@@ -53,11 +53,15 @@ class FrontendRecords:
         requests again if it got no answer. Raises `RequestError` for one that cannot run.
         """
         new_requests: dict[str, Request] = {}
+        checked_prompts: set[tuple[int, int]] = set()  # the outputs of a request share theirs
         for request in requests:
             request_id = request.request_id
             if self._was_sent_before(frontend_id, request_id):
                 continue
-            check_request(request, limits)
+            prompt_key = id(request.token_ids), request.num_prompt_tokens
+            if prompt_key not in checked_prompts:
+                check_request(request, limits)
+                checked_prompts.add(prompt_key)
             if request_id in new_requests or self._is_running(request_id):
                 raise RequestError(f"request id {request_id!r} is in use", "request_id")
             new_requests[request_id] = request

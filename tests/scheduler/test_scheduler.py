@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.errors import EngineError, RequestError
-from scheduler.limits import SchedulerLimits
+from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import StepResult, TokenLogprobs, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_SLOT, SequenceStatus
@@ -162,7 +162,9 @@ def test_request_whose_prompt_is_not_among_its_tokens_is_refused(num_prompt_toke
 
 @pytest.mark.parametrize("token", [-1, 1000, 5000])
 def test_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
-    assert f"token id {token} is outside" in str(refusal(make_limits(), [1, token, 2]))
+    with pytest.raises(RequestError, match=f"token id {token} is outside") as caught:
+        check_request(make_request("a", [1, token, 2]), make_limits())
+    assert caught.value.parameter == "prompt"
 
 
 # -- tokens sent again -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from cluster.engine import driver as driver_module
+from cluster.engine import frontends as frontends_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
 from cluster.engine.loop import Finish
@@ -336,6 +337,21 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
     deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
     assert group.plans[0].admitted_rows is not None and len(group.plans[0].admitted_rows.slots) == 1
+
+
+def test_a_prompt_that_requests_of_a_call_share_is_checked_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(
+        frontends_module, "check_request", lambda request, _: checked.append(request.request_id)
+    )
+    first = request("a")
+    requests = [first, replace(first, request_id="b"), request("c")]
+    _, accepted = driver._frontends.register_requests(
+        "frontend", requests, limits_of(driver._config, 64)
+    )
+    assert (checked, accepted) == (["a", "c"], requests)
 
 
 def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
