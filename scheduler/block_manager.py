@@ -25,6 +25,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,7 +43,7 @@ class Block:
     block_id: int
     ref_count: int = 0
     hash: int = NO_HASH
-    token_ids: tuple[int, ...] = ()
+    token_ids: Seq[int] = ()
     cache_salt: str = ""
     serial: int = ROOT_SERIAL
     parent_serial: int = ROOT_SERIAL
@@ -51,7 +52,7 @@ class Block:
 class BlockUser(Protocol):
     """What the block manager reads and writes in a sequence."""
 
-    token_ids: list[int]
+    token_ids: array[int]
     cache_salt: str
     block_table: list[int]
     block_hashes: list[int]  # chained hash of each full block, computed once
@@ -231,19 +232,18 @@ class BlockManager:
         """Chained hash of block `index`: of its tokens and the parent's hash, or the salt."""
         block_hashes = seq.block_hashes
         while len(block_hashes) <= index:
-            start = len(block_hashes) * self.block_size
             parent_bytes = (
                 block_hashes[-1].to_bytes(16, "little")
                 if block_hashes
                 else seq.cache_salt.encode("utf-8", "surrogatepass")
             )
-            block_tokens = array("i", seq.token_ids[start : start + self.block_size])
-            block_hashes.append(self._hash_function(parent_bytes + block_tokens.tobytes()))
+            token_bytes = self._block_tokens(seq, len(block_hashes)).tobytes()
+            block_hashes.append(self._hash_function(parent_bytes + token_bytes))
         return block_hashes[index]
 
-    def _block_tokens(self, seq: BlockUser, index: int) -> tuple[int, ...]:
+    def _block_tokens(self, seq: BlockUser, index: int) -> array[int]:
         start = index * self.block_size
-        return tuple(seq.token_ids[start : start + self.block_size])
+        return seq.token_ids[start : start + self.block_size]
 
     def _take_free_block(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
@@ -289,9 +289,7 @@ class BlockManager:
             )
 
 
-def _has_content(
-    block: Block, token_ids: tuple[int, ...], parent_serial: int, cache_salt: str
-) -> bool:
+def _has_content(block: Block, token_ids: Seq[int], parent_serial: int, cache_salt: str) -> bool:
     return (
         block.token_ids == token_ids
         and block.parent_serial == parent_serial

@@ -93,7 +93,7 @@ class _OpenRequest:
     def take_unsent(self) -> News:
         """News of all tokens that were held back. Hot: once per streamed token."""
         seq, num_sent_tokens = self.sequence, self.num_sent_tokens
-        unsent_token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent_tokens :]
+        unsent_token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent_tokens :].tolist()
         self.num_sent_tokens += len(unsent_token_ids)
         news = News(
             num_sent_tokens, unsent_token_ids, seq.num_cached_tokens or 0, seq.finish_reason

@@ -474,7 +474,9 @@ class Simulation:
 
     def _end(self, client: Client) -> None:
         sequence = client.sequence
-        assert sequence.token_ids == client.tokens == client.expected, f"ended early: {sequence}"
+        assert sequence.token_ids.tolist() == client.tokens == client.expected, (
+            f"ended early: {sequence}"
+        )
         assert sequence.finish_reason == client.expected_reason, (
             f"{sequence.finish_reason}: {client.expected_reason}"
         )

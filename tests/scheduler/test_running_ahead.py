@@ -44,7 +44,7 @@ def test_next_step_is_planned_before_the_result_is_read() -> None:
     assert (seq.num_pending_tokens, len(seq.token_ids)) == (2, 3)
     give(scheduler, 8)
     give(scheduler, 9)
-    assert seq.token_ids == [1, 2, 3, 8, 9]
+    assert seq.token_ids.tolist() == [1, 2, 3, 8, 9]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -63,7 +63,7 @@ def test_token_in_flight_of_a_stopped_sequence_is_dropped() -> None:
     must_schedule(scheduler)
     assert give(scheduler, 7).finished_sequences == [seq]
     output = give(scheduler, 8)
-    assert (output.sequences, output.token_ids, seq.token_ids) == ([], [], [1, 7])
+    assert (output.sequences, output.token_ids, seq.token_ids.tolist()) == ([], [], [1, 7])
 
 
 def test_token_in_flight_of_an_aborted_sequence_is_dropped() -> None:
@@ -73,7 +73,7 @@ def test_token_in_flight_of_an_aborted_sequence_is_dropped() -> None:
     scheduler.finish(aborted, "abort")
     output = give(scheduler, 8, 9)
     assert (output.sequences, output.token_ids) == ([other], [9])
-    assert aborted.token_ids == [1]
+    assert aborted.token_ids.tolist() == [1]
 
 
 def test_blocks_and_slot_of_an_aborted_sequence_are_free_before_its_step_is_read() -> None:
@@ -96,7 +96,7 @@ def test_result_belongs_to_the_sequence_and_not_to_its_id() -> None:
     scheduler.finish(first, "abort")
     second = scheduler.add(make_request("same", [1]))
     assert give(scheduler, 8).token_ids == []
-    assert second.token_ids == [1]
+    assert second.token_ids.tolist() == [1]
 
 
 # -- preemption ------------------------------------------------------------------------------------

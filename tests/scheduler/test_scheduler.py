@@ -75,7 +75,7 @@ def test_stop_token_ends_with_stop_and_is_kept() -> None:
     seq = scheduler.add(make_request("a", [1, 2], stop=[7]))
     run_step(scheduler, 5)
     run_step(scheduler, 7)
-    assert (seq.token_ids, seq.finish_reason) == ([1, 2, 5, 7], "stop")
+    assert (seq.token_ids.tolist(), seq.finish_reason) == ([1, 2, 5, 7], "stop")
 
 
 def test_stop_token_in_the_prompt_ends_nothing() -> None:
@@ -175,7 +175,7 @@ def test_request_sent_again_goes_on_after_its_tokens() -> None:
     seq = scheduler.add(make_request("a", [1, 2, 8, 9], num_prompt_tokens=2, max_tokens=3))
     plan = run_step(scheduler, 7)
     assert plan.admitted_rows is not None and list(plan.admitted_rows.num_prompt_tokens) == [2]
-    assert (seq.token_ids, seq.finish_reason) == ([1, 2, 8, 9, 7], "length")
+    assert (seq.token_ids.tolist(), seq.finish_reason) == ([1, 2, 8, 9, 7], "length")
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_result_with_another_number_of_logprobs_is_refused_before_a_token_is_tak
     must_schedule(scheduler)
     with pytest.raises(EngineError, match="0 logprobs for 1 tokens"):
         scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=int32_array([9]), logprobs=()))
-    assert seq.token_ids == [1]
+    assert seq.token_ids.tolist() == [1]
 
 
 def test_logprobs_follow_the_tokens_that_are_kept() -> None:
