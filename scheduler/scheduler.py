@@ -42,6 +42,10 @@ from scheduler.sequence import Sequence
 from scheduler.steps import StepDraft, StepOutput, SubmittedStep, step_of
 from scheduler.suspects import Suspects
 
+# Of admitted sequences, in a step: the host looks up each block and sends every token to the ranks,
+# which takes a few ms for so many.
+MAX_CACHED_TOKENS = 65_536
+
 
 class Scheduler:
     """Sequences from arrival to end: `schedule` plans a step, `apply` takes the oldest result."""
@@ -253,6 +257,8 @@ class Scheduler:
                 step.head_wait_reason = (
                     records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
                 )
+            elif step.num_cached_tokens >= MAX_CACHED_TOKENS:
+                step.head_wait_reason = records.WAITS_FOR_CACHED_TOKENS
             elif seq.num_pending_tokens:
                 step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
             elif (num_cached_tokens := self.queues.admit(seq)) is None:
@@ -280,6 +286,7 @@ class Scheduler:
             seq.num_lost_tokens = 0
         seq.admitted_step_id = self._last_step_id + 1
         step.admitted_sequences.append((seq, num_cached_tokens))
+        step.num_cached_tokens += num_cached_tokens
         num_planned_tokens = min(num_tokens - seq.num_computed_tokens, step.budget)
         step.budget -= num_planned_tokens
         step.request_scoring(seq)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler import records
 from scheduler.errors import EngineError, RequestError
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import StepResult, TokenLogprobs, int32_array
@@ -19,6 +20,7 @@ from tests.scheduler.helpers import (
     must_schedule,
     rows,
     run_step,
+    stored_of,
 )
 
 
@@ -114,6 +116,28 @@ def test_finishing_twice_keeps_the_first_reason() -> None:
     scheduler.finish(seq, "stop")
     scheduler.finish(seq, "abort")
     assert seq.finish_reason == "stop"
+
+
+def test_a_step_admits_no_more_once_it_has_found_many_tokens_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its time on the host would grow with every output of a long prompt."""
+    monkeypatch.setattr("scheduler.scheduler.MAX_CACHED_TOKENS", 3 * BLOCK)
+    scheduler = make_scheduler()
+    scheduler.add(make_request("first", range(2 * BLOCK + 1)))
+    run_step(scheduler)
+    for number in range(5):
+        scheduler.add(make_request(f"{number}", range(2 * BLOCK + 1)))
+    assert [stored_of(run_step(scheduler)) for _ in range(3)] == [
+        [2 * BLOCK] * 2,
+        [2 * BLOCK] * 2,
+        [2 * BLOCK],
+    ]
+    assert [record.head_wait_reason for record in scheduler.records.since(0.0)[1:]] == [
+        records.WAITS_FOR_CACHED_TOKENS,
+        records.WAITS_FOR_CACHED_TOKENS,
+        "",
+    ]
 
 
 # -- what is refused -------------------------------------------------------------------------------
