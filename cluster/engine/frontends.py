@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster.engine.loop import NewsByFrontend
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News
-from scheduler.errors import EaglerayError, RequestError
+from scheduler.errors import EaglerayError, id_in_use_error
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
 
@@ -63,7 +63,7 @@ class FrontendRecords:
                 check_request(request, limits)
                 checked_prompts.add(prompt_key)
             if request_id in new_requests or self._is_running(request_id):
-                raise RequestError(f"request id {request_id!r} is in use", "request_id")
+                raise id_in_use_error(request_id)
             new_requests[request_id] = request
         if frontend_id not in self._registration_numbers:
             self._registration_numbers[frontend_id] = next(self._new_numbers)

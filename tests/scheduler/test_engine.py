@@ -198,7 +198,7 @@ def test_launch_that_fails_is_over_with_its_epoch() -> None:
 def test_id_in_use_is_refused_by_name() -> None:
     engine, _ = make_engine()
     engine.add(make_request("a", PROMPT))
-    with pytest.raises(RequestError, match="'a' is in use") as caught:
+    with pytest.raises(RequestError, match="'a' is in use; choose another") as caught:
         engine.add(make_request("a", PROMPT))
     assert caught.value.parameter == "request_id" and num_unfinished(engine) == 1
 

@@ -327,7 +327,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
     async def main() -> Deltas:
         await driver.start()
         await driver.submit("frontend", [replace(request("a"), news_interval=0)])
-        with pytest.raises(RequestError, match=f"request id '{names[0]}' is in use"):
+        with pytest.raises(RequestError, match=f"request_id '{names[0]}' is in use"):
             await driver.submit("other", [request("new"), *map(request, names)])
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
         await driver.submit("other", [request("a")])  # it has ended
