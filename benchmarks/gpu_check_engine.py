@@ -216,7 +216,7 @@ def run_all(engine: Engine) -> dict[str, array[int]]:
     while engine.has_work:
         output = engine.step()
         for seq in output.finished_sequences if output is not None else ():
-            outputs[seq.request_id] = int32_array(seq.token_ids[seq.num_prompt_tokens :])
+            outputs[seq.request_id] = seq.token_ids[seq.num_prompt_tokens :]
     return outputs
 
 

@@ -81,7 +81,8 @@ def _answers(check: Check, backend: str, kv_cache_dtype: str) -> Row:
         while engine.has_work:
             output = engine.step()
             for seq in output.finished_sequences if output is not None else ():
-                said[seq.request_id] = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens :])
+                output_ids = seq.token_ids[seq.num_prompt_tokens :].tolist()
+                said[seq.request_id] = tokenizer.decode(output_ids)
         row: Row = {"answers": " | ".join(said.values())[:60]}
         if check.on_gpu:
             free, total = torch.cuda.mem_get_info(check.device)

@@ -26,7 +26,7 @@ from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.engine.report import StartReport
 from cluster.engine.start import EngineProcesses
 from configs.engine import EngineConfig
-from scheduler.errors import ConfigError, RequestError
+from scheduler.errors import ConfigError, id_in_use_error
 from scheduler.messages import EngineStats
 from scheduler.params import SamplingParams
 
@@ -185,7 +185,7 @@ class LLM:
             other = self._streams.get(request_id)
             has_ended = isinstance(other, Generation) and other.done_future.done()
             if other is not None and not has_ended:
-                raise RequestError(f"request_id {request_id!r} is in use", "request_id")
+                raise id_in_use_error(request_id)
             self._streams[request_id] = reservation
         try:
             yield

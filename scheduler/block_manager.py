@@ -25,6 +25,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +33,6 @@ import xxhash
 
 HashFunction = Callable[[bytes], int]
 NO_HASH = -1
-NO_STEP = -1
 ROOT_SERIAL = 0
 
 
@@ -43,7 +43,7 @@ class Block:
     block_id: int
     ref_count: int = 0
     hash: int = NO_HASH
-    token_ids: tuple[int, ...] = ()
+    token_ids: Seq[int] = ()
     cache_salt: str = ""
     serial: int = ROOT_SERIAL
     parent_serial: int = ROOT_SERIAL
@@ -52,7 +52,7 @@ class Block:
 class BlockUser(Protocol):
     """What the block manager reads and writes in a sequence."""
 
-    token_ids: list[int]
+    token_ids: array[int]
     cache_salt: str
     block_table: list[int]
     block_hashes: list[int]  # chained hash of each full block, computed once
@@ -94,31 +94,24 @@ class BlockManager:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def can_allocate(self, seq: BlockUser) -> bool:
-        """Whether there are blocks for all tokens of a sequence. Cached blocks that are free count
-        as taken.
-        """
-        cached_blocks = self._find_cached_blocks(seq)
-        num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
-        num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
-        return num_new_blocks + num_free_cached_blocks <= self.num_free_blocks
-
-    def allocate(self, seq: BlockUser) -> int:
+    def allocate(self, seq: BlockUser) -> int | None:
         """Give a sequence blocks for all its tokens, shared blocks first; returns the number of
-        cached tokens.
-
-        Call only if `can_allocate` is true.
+        cached tokens. None, and nothing changes, if there are too few free blocks; cached blocks
+        that are free count as taken.
         """
         assert not seq.block_table, "a sequence is allocated once"
         cached_blocks = self._find_cached_blocks(seq)
+        num_free_cached_blocks = sum(block.ref_count == 0 for block in cached_blocks)
+        num_new_blocks = self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)
+        if num_new_blocks + num_free_cached_blocks > self.num_free_blocks:
+            return None
         for block in cached_blocks:
             if block.ref_count == 0:
                 del self._free_blocks[block.block_id]
             block.ref_count += 1
         block_table = seq.block_table
         block_table.extend(block.block_id for block in cached_blocks)
-        for _ in range(self.num_blocks_for(len(seq.token_ids)) - len(cached_blocks)):
-            block_table.append(self._take_free_block())
+        block_table.extend(self._take_free_block() for _ in range(num_new_blocks))
         seq.num_published_blocks = len(cached_blocks)
         return len(cached_blocks) * self.block_size
 
@@ -147,7 +140,7 @@ class BlockManager:
         seq.block_table.clear()
         seq.num_published_blocks = 0
 
-    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int) -> None:
         """Make the full blocks among the first `num_tokens` tokens findable.
 
         Call when their tokens are known and every step that fills them has been submitted.
@@ -241,23 +234,22 @@ class BlockManager:
         """
         block_hashes = seq.block_hashes
         while len(block_hashes) <= index:
-            start = len(block_hashes) * self.block_size
             parent_bytes = (
                 block_hashes[-1].to_bytes(16, "little")
                 if block_hashes
                 else seq.cache_salt.encode("utf-8", "surrogatepass")
             )
-            block_tokens = array("i", seq.token_ids[start : start + self.block_size])
-            block_hashes.append(self._hash_function(parent_bytes + block_tokens.tobytes()))
+            token_bytes = self._block_tokens(seq, len(block_hashes)).tobytes()
+            block_hashes.append(self._hash_function(parent_bytes + token_bytes))
         return block_hashes[index]
 
-    def _block_tokens(self, seq: BlockUser, index: int) -> tuple[int, ...]:
+    def _block_tokens(self, seq: BlockUser, index: int) -> array[int]:
         start = index * self.block_size
-        return tuple(seq.token_ids[start : start + self.block_size])
+        return seq.token_ids[start : start + self.block_size]
 
     def _take_free_block(self) -> int:
         """Take the least recently used free block for new content: it leaves the index at once."""
-        assert self._free_blocks, "no free block; ask can_allocate or can_append first"
+        assert self._free_blocks, "no free block; ask can_append first"
         block_id, block = self._free_blocks.popitem(last=False)
         if block.hash != NO_HASH:
             if self._prefix_index.get(block.hash) is block:
@@ -299,9 +291,7 @@ class BlockManager:
             )
 
 
-def _has_content(
-    block: Block, token_ids: tuple[int, ...], parent_serial: int, cache_salt: str
-) -> bool:
+def _has_content(block: Block, token_ids: Seq[int], parent_serial: int, cache_salt: str) -> bool:
     return (
         block.token_ids == token_ids
         and block.parent_serial == parent_serial

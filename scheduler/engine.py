@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import Final, Literal, Protocol
 
-from scheduler.errors import EaglerayError, EngineError, RequestError
+from scheduler.errors import EaglerayError, EngineError, id_in_use_error
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence, SequenceStatus
@@ -105,7 +105,7 @@ class Engine:
     def add(self, request: Request) -> Sequence:
         """Queue a request; if its tokens end it, it comes back finished. Raises `RequestError`."""
         if request.request_id in self._sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use", "request_id")
+            raise id_in_use_error(request.request_id)
         seq = self.scheduler.add(request)
         if seq.status is not SequenceStatus.FINISHED:
             self._sequences[request.request_id] = seq

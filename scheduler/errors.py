@@ -53,6 +53,14 @@ class RequestError(ClientError):
         return type(self), (str(self), self.parameter)
 
 
+def id_in_use_error(request_id: str) -> RequestError:
+    """That another request, which has not ended, has this id."""
+    return RequestError(
+        f"request_id {request_id!r} is in use; choose another, or wait until that request ends",
+        "request_id",
+    )
+
+
 class PromptTooLongError(RequestError):
     """The prompt leaves no room for an answer. Clients that know this shorten it and ask again."""
 

@@ -29,6 +29,12 @@ class SchedulerLimits:
 
 
 def check_request(request: Request, limits: SchedulerLimits) -> None:
+    """`check_lengths`, and raise `RequestError` for a token that is not in the vocabulary."""
+    check_lengths(request, limits)
+    check_vocabulary(request.token_ids, limits.vocab_size)
+
+
+def check_lengths(request: Request, limits: SchedulerLimits) -> None:
     """Raise `RequestError` unless the prompt is there, and `PromptTooLongError` unless it leaves
     room for at least one new token.
     """
@@ -49,7 +55,6 @@ def check_request(request: Request, limits: SchedulerLimits) -> None:
             f" prompt or raise {remedy}",
             "prompt",
         )
-    check_vocabulary(token_ids, limits.vocab_size)
 
 
 def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:

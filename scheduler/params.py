@@ -376,16 +376,21 @@ def derive_seed(seed: int, index: int) -> int:
     return int.from_bytes(digest, "little") % SEED_LIMIT
 
 
-def _check_number(name: str, value: object, low: float, high: float, *, is_integer: bool) -> None:
+def _check_number(
+    name: str, value: object, low: float, high: float, *, is_integer: bool, parameter: str = ""
+) -> None:
+    """`parameter`: the one at fault, if `name` says more."""
     accepted_types: tuple[type, ...] = (int,) if is_integer else (int, float)
     expected_kind = "a whole number" if is_integer else "a number"
     if isinstance(value, bool) or not isinstance(value, accepted_types):
-        raise RequestError(f"{name} must be {expected_kind}, got {short_repr(value)}", name)
+        raise RequestError(
+            f"{name} must be {expected_kind}, got {short_repr(value)}", parameter or name
+        )
     assert isinstance(value, int | float)
     if not low <= value <= high:  # NaN is in no range
         raise RequestError(
             f"{name} must be {expected_kind} between {low} and {high}, got {short_repr(value)}",
-            name,
+            parameter or name,
         )
 
 
@@ -427,8 +432,13 @@ def _check_logit_bias(logit_bias: object) -> None:
     check_bound("logit_bias", len(logit_bias), "logit_bias")
     for token_id, bias in logit_bias.items():
         if not is_token_id(token_id):
-            raise RequestError(f"logit_bias has {short_repr(token_id)} as a token id", "logit_bias")
-        _check_number("logit_bias", bias, -100.0, 100.0, is_integer=False)
+            raise RequestError(
+                f"logit_bias has {short_repr(token_id)} as a token id; token ids are whole numbers"
+                f" from 0 to {2**31 - 1}",
+                "logit_bias",
+            )
+        name = f"logit_bias of token {token_id}"
+        _check_number(name, bias, -100.0, 100.0, is_integer=False, parameter="logit_bias")
 
 
 def is_token_id(value: object) -> bool:

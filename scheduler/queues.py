@@ -30,12 +30,14 @@ class Queues:
         self.free_slots = list(range(num_slots))[::-1]
         self.released_slots: list[int] = []  # since the last plan
 
-    def admit(self, seq: Sequence) -> int:
-        """Let a waiting sequence run. Returns the number of its tokens that are cached. Call only
-        if there is a free slot and `BlockManager.can_allocate` is true.
+    def admit(self, seq: Sequence) -> int | None:
+        """Let a waiting sequence run, if there are blocks for it. Returns the number of its tokens
+        that are cached, None if it must wait. Call only if there is a free slot.
         """
-        self.waiting.remove(seq)
         num_cached_tokens = self.block_manager.allocate(seq)
+        if num_cached_tokens is None:
+            return None
+        self.waiting.remove(seq)
         seq.status = RUNNING
         seq.slot = self.free_slots.pop()
         self.running.append(seq)
@@ -97,7 +99,7 @@ class Queues:
             *(seq for seq in self.waiting if seq.last_step_id >= oldest_step_id),
         ]
 
-    def start_epoch(self, kept_sequences: Collection[Sequence] = ()) -> None:
+    def start_epoch(self, kept_sequences: Collection[Sequence]) -> None:
         """What was in flight is forgotten, and nobody is held. Running sequences wait again, except
         those that are `kept_sequences`, which keep slots and blocks.
         """

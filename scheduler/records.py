@@ -12,6 +12,7 @@ MAX_RECORDS = 4096
 WAITS_FOR_SLOT = "max_num_seqs"
 WAITS_FOR_BLOCKS = "kv blocks"
 WAITS_FOR_TOKEN_BUDGET = "max_num_batched_tokens"
+WAITS_FOR_CACHED_TOKENS = "cached tokens of others"
 WAITS_FOR_PACE = "max_decode_slowdown"
 WAITS_FOR_LAST_TOKEN = "its last token is in flight"
 WAITS_FOR_SUSPECT = "a suspect runs alone"

@@ -31,7 +31,7 @@ from collections.abc import Callable
 
 from scheduler import records
 from scheduler.block_manager import BlockManager
-from scheduler.limits import SchedulerLimits, check_request
+from scheduler.limits import SchedulerLimits, check_lengths
 from scheduler.messages import EngineStats, Request, StepPlan, StepResult
 from scheduler.pace import Pace
 from scheduler.prompt_scores import take_scores
@@ -41,6 +41,10 @@ from scheduler.rollback import roll_back
 from scheduler.sequence import Sequence
 from scheduler.steps import StepDraft, StepOutput, SubmittedStep, step_of
 from scheduler.suspects import Suspects
+
+# Of admitted sequences, in a step: the host looks up each block and sends every token to the ranks,
+# which takes a few ms for so many.
+MAX_CACHED_TOKENS = 65_536
 
 
 class Scheduler:
@@ -88,8 +92,10 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request; one with all its tokens comes back finished. Raises `RequestError`."""
-        check_request(request, self.limits)
+        """Queue a request whose tokens are in the vocabulary; one with all its tokens comes back
+        finished. Raises `RequestError`.
+        """
+        check_lengths(request, self.limits)
         max_total_tokens = min(
             request.num_prompt_tokens + request.sampling.max_tokens, self.limits.max_total_tokens
         )
@@ -146,7 +152,9 @@ class Scheduler:
         if suspect is not None and suspect.status is WAITING:  # no sequence has a slot
             if self.submitted_steps:
                 return None  # if steps of the one before kill a rank, this one is not to blame
-            self._admit(suspect, step)
+            num_cached_tokens = self.queues.admit(suspect)
+            assert num_cached_tokens is not None, "every block is free"
+            self._begin(suspect, num_cached_tokens, step)
         else:
             self._schedule_running(step)
             if step.num_preempted:
@@ -226,7 +234,6 @@ class Scheduler:
         while not block_manager.can_append(seq, num_tokens):
             latest_sequence = self.running[-1]
             self.queues.requeue(latest_sequence, self._last_step_id)
-            latest_sequence.num_preemptions += 1
             self.stats.num_preemptions += 1
             step.num_preempted += 1
             if latest_sequence is seq:
@@ -250,18 +257,20 @@ class Scheduler:
                 step.head_wait_reason = (
                     records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
                 )
+            elif step.num_cached_tokens >= MAX_CACHED_TOKENS:
+                step.head_wait_reason = records.WAITS_FOR_CACHED_TOKENS
             elif seq.num_pending_tokens:
                 step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
-            elif not self.block_manager.can_allocate(seq):
+            elif (num_cached_tokens := self.queues.admit(seq)) is None:
                 step.head_wait_reason = records.WAITS_FOR_BLOCKS
             else:
-                self._admit(seq, step)
+                self._begin(seq, num_cached_tokens, step)
                 continue
             return
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        """Let a waiting sequence run, from this step on."""
-        num_cached_tokens, num_tokens = self.queues.admit(seq), len(seq.token_ids)
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        """Plan the first tokens of a sequence that was admitted."""
+        num_tokens = len(seq.token_ids)
         # Cached to the end: the last token runs as a query only.
         seq.num_computed_tokens = min(num_cached_tokens, num_tokens - 1)
         if seq.num_cached_tokens is None:
@@ -277,6 +286,7 @@ class Scheduler:
             seq.num_lost_tokens = 0
         seq.admitted_step_id = self._last_step_id + 1
         step.admitted_sequences.append((seq, num_cached_tokens))
+        step.num_cached_tokens += num_cached_tokens
         num_planned_tokens = min(num_tokens - seq.num_computed_tokens, step.budget)
         step.budget -= num_planned_tokens
         step.request_scoring(seq)

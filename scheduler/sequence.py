@@ -18,6 +18,7 @@ A sequence is only changed by the scheduler.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
@@ -43,7 +44,7 @@ class Sequence:
     max_total_tokens: int
     request_id: str = field(init=False)
     arrival_s: float = field(init=False)
-    token_ids: list[int] = field(init=False)
+    token_ids: array[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     sampling: ResolvedSampling = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -60,7 +61,6 @@ class Sequence:
     num_total_tokens: int = field(init=False)
     num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
-    num_preemptions: int = 0
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
     # Crashes it took part in since it last got a few tokens without one, or a single token; those
     # of a suspect beside others apart.
@@ -82,7 +82,7 @@ class Sequence:
     def __post_init__(self, request: Request) -> None:
         self.request_id = request.request_id
         self.arrival_s = request.arrival_s
-        self.token_ids = list(request.token_ids)
+        self.token_ids = request.token_ids[:]
         self.num_prompt_tokens = request.num_prompt_tokens
         self.sampling = request.sampling
         self.stop_token_ids = request.sampling.stop_token_ids

@@ -28,6 +28,7 @@ class StepDraft:
     appended_block_ids: list[int] = field(default_factory=list)
     # Each with its number of cached tokens.
     admitted_sequences: list[tuple[Sequence, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0  # of admitted sequences
     num_preempted: int = 0
     num_recomputed_tokens: int = 0
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed

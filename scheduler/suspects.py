@@ -111,19 +111,20 @@ def _is_cleared(seq: Sequence) -> bool:
 
 
 def _asks_the_same(seq: Sequence, other: Sequence) -> bool:
-    """Whether both ask for the same, but for the seed. Of the outputs of a request, one alone asks
-    for the scores of the prompt.
+    """Whether both ask for the same, but for the seed, whatever they have got. Of the outputs of a
+    request, one alone asks for the scores of the prompt.
     """
     sampling = dataclasses.replace(
         seq.sampling,
         seed=other.sampling.seed,
         prompt_logprobs=other.sampling.prompt_logprobs,
     )
-    return (sampling, seq.token_ids, seq.structural_tag) == (
+    num_prompt_tokens = seq.num_prompt_tokens
+    return (sampling, num_prompt_tokens, seq.structural_tag) == (
         other.sampling,
-        other.token_ids,
+        other.num_prompt_tokens,
         other.structural_tag,
-    )
+    ) and seq.token_ids[:num_prompt_tokens] == other.token_ids[:num_prompt_tokens]
 
 
 def _clear(seq: Sequence) -> None:

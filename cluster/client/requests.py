@@ -92,17 +92,19 @@ class RequestBuilder:
             news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
         outputs: list[OutputFollower] = []
         resolved_params = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
+        first_request = Request(
+            request_id="",
+            token_ids=array("i", token_ids),
+            num_prompt_tokens=len(token_ids),
+            sampling=resolved_params[0],
+            cache_salt=rendered_prompt.cache_salt,
+            news_interval=news_interval,
+            structural_tag=structural_tag,
+        )
+        check_request(first_request, self.limits)
         for index, sampling in enumerate(resolved_params):
-            request = Request(
-                request_id=f"{self._id_prefix}-{next(self._request_numbers)}",
-                token_ids=array("i", token_ids),
-                num_prompt_tokens=len(token_ids),
-                sampling=sampling,
-                cache_salt=rendered_prompt.cache_salt,
-                news_interval=news_interval,
-                structural_tag=structural_tag,
-            )
-            check_request(request, self.limits)
+            request_id = f"{self._id_prefix}-{next(self._request_numbers)}"
+            request = dataclasses.replace(first_request, request_id=request_id, sampling=sampling)
             text_stream = self._text_stream(params, rendered_prompt)
             has_scores = params.prompt_logprobs is not None
             outputs.append(

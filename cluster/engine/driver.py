@@ -231,6 +231,13 @@ class Driver:
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                 self._started_step_loop().post(Finish(request_ids=request_ids, reason="abort"))
 
+    def _deliver(self, news: NewsByFrontend) -> None:
+        """Put news into the mailboxes. A fault there loses news, so it ends the engine."""
+        try:
+            self._frontends.deliver(news)
+        except Exception as error:
+            self._die(error)
+
     def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""
         self._death = self._death or death
@@ -241,7 +248,7 @@ class Driver:
 
     def _deliver_soon(self, news: NewsByFrontend) -> None:
         assert self._event_loop is not None
-        self._event_loop.call_soon_threadsafe(self._frontends.deliver, news)
+        self._event_loop.call_soon_threadsafe(self._deliver, news)
 
     def _die(self, error: Exception) -> None:
         """Stop for good: every request fails with the reason, and the ranks end. Any thread."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster.engine.loop import NewsByFrontend
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News
-from scheduler.errors import EaglerayError, RequestError
+from scheduler.errors import EaglerayError, id_in_use_error
 from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import Deltas, Request
 
@@ -53,13 +53,17 @@ class FrontendRecords:
         requests again if it got no answer. Raises `RequestError` for one that cannot run.
         """
         new_requests: dict[str, Request] = {}
+        checked_prompts: set[tuple[int, int]] = set()  # the outputs of a request share theirs
         for request in requests:
             request_id = request.request_id
             if self._was_sent_before(frontend_id, request_id):
                 continue
-            check_request(request, limits)
+            prompt_key = id(request.token_ids), request.num_prompt_tokens
+            if prompt_key not in checked_prompts:
+                check_request(request, limits)
+                checked_prompts.add(prompt_key)
             if request_id in new_requests or self._is_running(request_id):
-                raise RequestError(f"request id {request_id!r} is in use", "request_id")
+                raise id_in_use_error(request_id)
             new_requests[request_id] = request
         if frontend_id not in self._registration_numbers:
             self._registration_numbers[frontend_id] = next(self._new_numbers)

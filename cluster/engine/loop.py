@@ -78,6 +78,7 @@ class _OpenRequest:
     news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent_tokens`.
     """
 
+    sequence: Sequence
     registration_number: int
     news_interval: int
     num_sent_tokens: int
@@ -88,6 +89,18 @@ class _OpenRequest:
         return self.news_interval > 0 and (
             self.num_sent_tokens == 0 or num_unsent_tokens >= self.news_interval
         )
+
+    def take_unsent(self) -> News:
+        """News of all tokens that were held back. Hot: once per streamed token."""
+        seq, num_sent_tokens = self.sequence, self.num_sent_tokens
+        unsent_token_ids = seq.token_ids[seq.num_prompt_tokens + num_sent_tokens :].tolist()
+        self.num_sent_tokens += len(unsent_token_ids)
+        news = News(
+            num_sent_tokens, unsent_token_ids, seq.num_cached_tokens or 0, seq.finish_reason
+        )
+        if self.unsent_logprobs:
+            news.logprobs, self.unsent_logprobs = self.unsent_logprobs, []
+        return news
 
 
 class StepLoop:
@@ -236,7 +249,7 @@ class StepLoop:
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
         """Tell the frontend of a request why it has failed."""
         request = self._open_requests.pop(seq.request_id)
-        news = _news_of(seq, seq.num_output_tokens, [])
+        news = request.take_unsent()
         news.error = error
         self._deliver({request.registration_number: {seq.request_id: news}})
 
@@ -283,7 +296,7 @@ class StepLoop:
         if not self._open_requests:
             self._all_sent_at_s = time.monotonic()
         self._open_requests[request.request_id] = _OpenRequest(
-            registration_number, request.news_interval, seq.num_output_tokens
+            seq, registration_number, request.news_interval, seq.num_output_tokens
         )
 
     def _news(self, step_output: StepOutput) -> NewsByFrontend:
@@ -295,22 +308,20 @@ class StepLoop:
         if sends_all:
             self._all_sent_at_s = time.monotonic()
         for seq, token_logprobs in zip(step_output.sequences, logprobs, strict=True):
-            request_id = seq.request_id
-            request = self._open_requests[request_id]
+            request = self._open_requests[seq.request_id]
             if token_logprobs is not None:
                 request.unsent_logprobs.append(token_logprobs)
-            num_sent_tokens, num_prompt_tokens = request.num_sent_tokens, seq.num_prompt_tokens
-            num_tokens = len(seq.token_ids) - num_prompt_tokens
-            if sends_all or seq.finish_reason or request.is_due(num_tokens - num_sent_tokens):
-                unsent_token_ids = seq.token_ids[num_prompt_tokens + num_sent_tokens :]
-                request_news = _news_of(seq, num_sent_tokens, unsent_token_ids)
-                if request.unsent_logprobs:
-                    request_news.logprobs, request.unsent_logprobs = request.unsent_logprobs, []
-                request.num_sent_tokens = num_tokens
-                frontend_news = news.get(request.registration_number)
-                if frontend_news is None:
-                    frontend_news = news[request.registration_number] = {}
-                frontend_news[request_id] = request_news
+            num_unsent_tokens = len(seq.token_ids) - seq.num_prompt_tokens - request.num_sent_tokens
+            if seq.finish_reason or request.is_due(num_unsent_tokens):
+                frontend_news = news.setdefault(request.registration_number, {})
+                frontend_news[seq.request_id] = request.take_unsent()
+        if sends_all:
+            for request_id, request in self._open_requests.items():
+                seq = request.sequence
+                # One that has failed by itself is reported with its error.
+                if seq.num_output_tokens > request.num_sent_tokens and not seq.finish_reason:
+                    frontend_news = news.setdefault(request.registration_number, {})
+                    frontend_news[request_id] = request.take_unsent()
         self._add_scored_prompts(step_output.prompt_logprobs, news)
         for seq in step_output.finished_sequences:
             self._open_requests.pop(seq.request_id, None)
@@ -322,10 +333,5 @@ class StepLoop:
             request = self._open_requests[seq.request_id]
             frontend_news = news.setdefault(request.registration_number, {})
             if seq.request_id not in frontend_news:
-                frontend_news[seq.request_id] = _news_of(seq, request.num_sent_tokens, [])
+                frontend_news[seq.request_id] = request.take_unsent()
             frontend_news[seq.request_id].prompt_logprobs = prompt_logprobs
-
-
-def _news_of(seq: Sequence, first_index: int, token_ids: list[int]) -> News:
-    """News of output tokens, the first with index `first_index`. Hot: once per streamed token."""
-    return News(first_index, token_ids, seq.num_cached_tokens or 0, seq.finish_reason)

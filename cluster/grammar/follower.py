@@ -173,7 +173,7 @@ class Follower:
             seq = followed_seq.sequence
             start = seq.num_prompt_tokens + followed_seq.num_tokens_sent
             end = seq.num_prompt_tokens + followed_seq.num_tokens_asked
-            new_tokens.append((followed_seq.number, seq.token_ids[start:end]))
+            new_tokens.append((followed_seq.number, seq.token_ids[start:end].tolist()))
         with self._lock:
             ended_numbers, self._ended_numbers = self._ended_numbers, []
         self._child_sequences.update(batch)

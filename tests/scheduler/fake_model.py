@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -75,7 +76,7 @@ def mask_bytes(vocab_size: int) -> int:
     return 4 * -(-vocab_size // 32)
 
 
-def allowed(token_ids: list[int]) -> bytes | None:
+def allowed(token_ids: Iterable[int]) -> bytes | None:
     """The fake grammar: the mask after these tokens, which depends on each of them; None where
     everything is allowed.
     """

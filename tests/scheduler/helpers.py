@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from scheduler.block_manager import BlockManager
@@ -22,12 +23,16 @@ BLOCK = 4
 class User:
     """The minimum that a block manager needs from a sequence."""
 
-    token_ids: list[int]
+    tokens: InitVar[Iterable[int]]
     cache_salt: str = ""
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)
     reads_prefix_cache: bool = True
     num_published_blocks: int = 0
+    token_ids: array[int] = field(init=False)
+
+    def __post_init__(self, tokens: Iterable[int]) -> None:
+        self.token_ids = int32_array(tokens)
 
 
 # Each entry holds the tokens of one block.
@@ -43,9 +48,9 @@ def hold(manager: BlockManager, token_ids: list[int], salt: str = "") -> tuple[U
     tokens.
     """
     user = User(token_ids, salt)
-    assert manager.can_allocate(user)
     num_cached = manager.allocate(user)
-    manager.publish(user, len(token_ids))
+    assert num_cached is not None
+    manager.publish(user, len(token_ids), 0)
     return user, num_cached
 
 

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 from scheduler.block_manager import (
     NO_HASH,
-    NO_STEP,
     ROOT_SERIAL,
     Block,
     BlockManager,
@@ -60,7 +59,7 @@ class TableOneTooShort(BlockManager):
 class RevivedBlockStaysFree(BlockManager):
     """A hit on a free block leaves it in the free list, so it is handed out again."""
 
-    def allocate(self, seq: BlockUser) -> int:
+    def allocate(self, seq: BlockUser) -> int | None:
         revived = [block for block in self._find_cached_blocks(seq) if block.ref_count == 0]
         num_cached = super().allocate(seq)
         for block in revived:
@@ -71,7 +70,7 @@ class RevivedBlockStaysFree(BlockManager):
 class RevivedBlockLosesHash(BlockManager):
     """A hit on a free block removes it from the index, though a sequence counts it as published."""
 
-    def allocate(self, seq: BlockUser) -> int:
+    def allocate(self, seq: BlockUser) -> int | None:
         revived = [block for block in self._find_cached_blocks(seq) if block.ref_count == 0]
         num_cached = super().allocate(seq)
         for block in revived:
@@ -81,13 +80,18 @@ class RevivedBlockLosesHash(BlockManager):
 
 
 class RevivedBlocksNotCounted(BlockManager):
-    """`can_allocate` forgets that cached free blocks are taken from the free ones."""
+    """Whether there is room is asked without those cached blocks that are free."""
 
-    def can_allocate(self, seq: BlockUser) -> bool:
-        return (
-            self.num_blocks_for(len(seq.token_ids)) - len(self._find_cached_blocks(seq))
-            <= self.num_free_blocks
-        )
+    def allocate(self, seq: BlockUser) -> int | None:
+        self.num_revived = sum(block.ref_count == 0 for block in self._find_cached_blocks(seq))
+        try:
+            return super().allocate(seq)
+        finally:
+            self.num_revived = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return super().num_free_blocks + getattr(self, "num_revived", 0)
 
 
 # -- the prefix index ------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ class CollisionTakesSerial(BlockManager):
 class PartialBlockPublished(BlockManager):
     """The block that is being filled is published with those that are full."""
 
-    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int) -> None:
         super().publish(seq, min(num_tokens + self.block_size - 1, len(seq.token_ids)), step_id)
 
 

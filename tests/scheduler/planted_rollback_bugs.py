@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from scheduler.block_manager import NO_STEP, BlockManager, BlockUser
+from scheduler.block_manager import BlockManager, BlockUser
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 
@@ -53,7 +53,7 @@ class ConfirmedOneStepEarly(BlockManager):
 class PublishedAfterAnEarlierStep(BlockManager):
     """Blocks are noted with the step before the one that fills them."""
 
-    def publish(self, seq: BlockUser, num_tokens: int, step_id: int = NO_STEP) -> None:
+    def publish(self, seq: BlockUser, num_tokens: int, step_id: int) -> None:
         super().publish(seq, num_tokens, step_id - 1)
 
 

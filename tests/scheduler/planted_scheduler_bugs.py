@@ -21,9 +21,9 @@ from scheduler.suspects import Suspects
 class PromptPublishedTooEarly(Scheduler):
     """The whole prompt is published when it is admitted, before its later chunks are submitted."""
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        super()._admit(seq, step)
-        self.block_manager.publish(seq, len(seq.token_ids))
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        super()._begin(seq, num_cached_tokens, step)
+        self.block_manager.publish(seq, len(seq.token_ids), seq.admitted_step_id)
 
 
 class OutputPublishedTooEarly(Scheduler):
@@ -36,7 +36,8 @@ class OutputPublishedTooEarly(Scheduler):
         for seq in output.sequences:
             if seq.status is SequenceStatus.RUNNING:
                 held = len(seq.block_table) * self.limits.block_size
-                self.block_manager.publish(seq, min(held, len(seq.token_ids)))
+                num_tokens = min(held, len(seq.token_ids))
+                self.block_manager.publish(seq, num_tokens, self._last_step_id)
 
 
 class SaltIgnored(Scheduler):
@@ -51,8 +52,8 @@ class SaltIgnored(Scheduler):
 class FullHitWritesSharedBlock(Scheduler):
     """The last block of a prompt that is cached to its end is written again."""
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        super()._admit(seq, step)
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        super()._begin(seq, num_cached_tokens, step)
         _, num_cached = step.admitted_sequences[-1]
         if num_cached == len(seq.token_ids):
             step.admitted_sequences[-1] = (seq, num_cached - self.limits.block_size)
@@ -61,8 +62,8 @@ class FullHitWritesSharedBlock(Scheduler):
 class FullHitHasNoQuery(Scheduler):
     """A prompt that is cached to its last token runs no token at all."""
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        super()._admit(seq, step)
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        super()._begin(seq, num_cached_tokens, step)
         if step.admitted_sequences[-1][1] == len(seq.token_ids):
             step.num_new_tokens[-1] = 0
 
@@ -73,8 +74,8 @@ class FullHitHasNoQuery(Scheduler):
 class PartialChunkSamples(Scheduler):
     """A chunk that does not reach the end of the prompt samples."""
 
-    def _admit(self, seq: Sequence, step: StepDraft) -> None:
-        super()._admit(seq, step)
+    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+        super()._begin(seq, num_cached_tokens, step)
         if not step.sampling_flags[-1]:
             step.sampling_flags[-1] = 1
             step.sampling_sequences.append(seq)

@@ -8,6 +8,7 @@ Everything is determined by the `Random` that is passed in.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field, replace
 from random import Random
 
@@ -80,6 +81,12 @@ class Scenario:
         return self.poison.intersection(names[slot] for slot in plan.slots) - (
             self.decode_poison - decoding
         )
+
+
+def what_is_asked(request: Request) -> tuple[array[int], ResolvedSampling, bytes]:
+    """The prompt and what is wanted after it: the same for all outputs of one request."""
+    sampling = replace(request.sampling, seed=0, prompt_logprobs=-1)
+    return request.token_ids[: request.num_prompt_tokens], sampling, request.structural_tag
 
 
 def draw_scenario(rng: Random) -> Scenario:

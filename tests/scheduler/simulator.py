@@ -18,7 +18,8 @@ prompts, all of them before the first token; nothing is delivered after an end f
 whatever the prefix index names is in the cache; when ranks are lost and their cache is not, nothing
 is computed again that was computed in a step whose result was read; poison fails after at most four
 crashes, or six if it gets tokens between them, but fewer than `CLEARING_TOKENS`, or two more if it
-has a grammar, and no other request fails unless steps were lost twice while it ran alone.
+has a grammar, and no other request fails unless steps were lost twice while it ran alone, or it
+asks for the same as one that fails.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from tests.scheduler.fake_model import (
     prompt_scores,
 )
 from tests.scheduler.helpers import num_unfinished
-from tests.scheduler.scenario import draw_scenario
+from tests.scheduler.scenario import draw_scenario, what_is_asked
 
 INDEX_CHECK_INTERVAL = 8
 
@@ -87,7 +88,6 @@ class SimulationReport:
     refused: int = 0
     convicted: int = 0
     late_masks: int = 0
-    worst_preemptions: int = 0
     worst_percent_of_bound: int = 0
 
     def add(self, other: SimulationReport) -> None:
@@ -333,10 +333,16 @@ class Simulation:
         if survives and not self.scheduler.suspects.sequences:
             self._check_rollback(running)
         self.unread_plans.clear()
+        blamed_requests = []
         for sequence in convicted:
             client = self.clients[sequence.request_id]
-            is_poison = sequence.request_id in self.scenario.poison
-            assert is_poison or client.num_losses_alone >= 2, f"convicted without guilt: {sequence}"
+            if sequence.request_id in self.scenario.poison or client.num_losses_alone >= 2:
+                blamed_requests.append(what_is_asked(client.request))
+        for sequence in convicted:
+            client = self.clients[sequence.request_id]
+            assert what_is_asked(client.request) in blamed_requests, (
+                f"convicted without guilt: {sequence}"
+            )
             assert sequence.finish_reason == "error"
             client.ended = True
             self.report.convicted += 1
@@ -468,7 +474,9 @@ class Simulation:
 
     def _end(self, client: Client) -> None:
         sequence = client.sequence
-        assert sequence.token_ids == client.tokens == client.expected, f"ended early: {sequence}"
+        assert sequence.token_ids.tolist() == client.tokens == client.expected, (
+            f"ended early: {sequence}"
+        )
         assert sequence.finish_reason == client.expected_reason, (
             f"{sequence.finish_reason}: {client.expected_reason}"
         )
@@ -555,12 +563,6 @@ class Simulation:
         sequences ran one after the other, they would be done after the sum of their chunks, their
         tokens, and the results that they wait for after a preemption.
         """
-        self.report.worst_preemptions = max(
-            [
-                self.report.worst_preemptions,
-                *(seq.num_preemptions for seq in self.scheduler.waiting),
-            ]
-        )
         if self.last_turn is None and not self.arriving and not self._faulty:
             budget = self.scenario.limits.max_num_batched_tokens
             bound = 2 + self.scenario.num_steps_ahead  # steps in flight are read

@@ -56,10 +56,11 @@ def test_can_append_says_whether_the_free_blocks_suffice() -> None:
     assert not manager.can_append(user, 3 * BLOCK + 1)
 
 
-def test_can_allocate_says_whether_the_free_blocks_suffice() -> None:
-    manager = make_manager(2)
-    assert manager.can_allocate(User(list(range(2 * BLOCK))))
-    assert not manager.can_allocate(User(list(range(2 * BLOCK + 1))))
+def test_nothing_is_allocated_if_the_free_blocks_do_not_suffice() -> None:
+    manager, user = make_manager(2), User(list(range(2 * BLOCK + 1)))
+    assert manager.allocate(user) is None
+    assert (user.block_table, manager.num_free_blocks) == ([], 2)
+    assert manager.allocate(User(list(range(2 * BLOCK)))) == 0
 
 
 def test_deallocation_gives_everything_back() -> None:
@@ -94,9 +95,9 @@ def test_block_released_too_often_is_an_error() -> None:
 
 def test_taking_from_an_empty_pool_is_an_error() -> None:
     manager = make_manager(1)
-    hold(manager, A)
+    user, _ = hold(manager, A)
     with pytest.raises(AssertionError, match="no free block"):
-        manager.allocate(User(B))
+        manager.append(user, 2 * BLOCK)
 
 
 # -- order of reuse --------------------------------------------------------------------------------
@@ -187,4 +188,4 @@ def test_check_names_the_broken_law(
 def test_any_salt_can_be_hashed() -> None:
     user = User(list(range(BLOCK)))
     user.cache_salt = "\ud800"
-    assert make_manager(4).can_allocate(user)
+    assert make_manager(4).allocate(user) == 0

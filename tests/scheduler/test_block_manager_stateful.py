@@ -71,12 +71,13 @@ class BlockManagerMachine(RuleBasedStateMachine):
     def allocate(self, token_ids: list[int], salt: str, published: bool) -> User:
         user = User(token_ids, salt)
         num_blocks = self.manager.num_blocks_for(len(token_ids))
-        if not self.manager.can_allocate(user):
+        num_cached = self.manager.allocate(user)
+        if num_cached is None:
             assert num_blocks > len(self.free), (
                 "refused, though everything would fit without a single hit"
             )
             return user
-        num_hits = self.manager.allocate(user) // self.manager.block_size
+        num_hits = num_cached // self.manager.block_size
         hits = user.block_table[:num_hits]
         for index, block_id in enumerate(hits):
             assert self.content.get(block_id) == self.prefix(user, index), "a hit on other content"
@@ -107,7 +108,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         num_before, num_full = user.num_published_blocks, num_tokens // self.manager.block_size
         for index in range(num_before, num_full):
             self.content[user.block_table[index]] = self.prefix(user, index)
-        self.manager.publish(user, num_tokens)
+        self.manager.publish(user, num_tokens, 0)
         assert user.num_published_blocks == max(num_before, num_full)
 
     @rule(user=consumes(users))

@@ -12,6 +12,7 @@ import itertools
 import math
 import pickle
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from random import Random
@@ -102,6 +103,11 @@ def test_size_of_a_plan_does_not_follow_the_context(decoding: Scheduler) -> None
     assert min(sizes[1]) <= max(sizes[0])
 
 
+def test_a_token_takes_little_more_than_its_four_bytes(decoding: Scheduler) -> None:
+    for seq in decoding.running:
+        assert sys.getsizeof(seq.token_ids) < 5 * len(seq.token_ids)
+
+
 # -- one block of a large pool ---------------------------------------------------------------------
 
 
@@ -113,7 +119,7 @@ def shuffled_pool(num_blocks: int) -> BlockManager:
     users = [User([i]) for i in range(num_blocks)]
     for user in users:
         manager.allocate(user)
-        manager.publish(user, 1)
+        manager.publish(user, 1, 0)
     Random(0).shuffle(users)
     for user in users:
         manager.deallocate(user)
@@ -125,12 +131,11 @@ def take_and_release(manager: BlockManager) -> None:
     content.
     """
     user = User([next(NEW_CONTENT), 1, 2, 3])
-    assert manager.can_allocate(user)
-    manager.allocate(user)
-    user.token_ids += [4, 5, 6, 7]
+    assert manager.allocate(user) is not None
+    user.token_ids.extend([4, 5, 6, 7])
     assert manager.can_append(user, 8)
     manager.append(user, 8)
-    manager.publish(user, 8)
+    manager.publish(user, 8, 0)
     manager.deallocate(user)
 
 

@@ -50,7 +50,7 @@ def test_every_length_gives_the_tokens_of_an_undisturbed_run(
     engine, _ = make_engine(num_steps_ahead=num_steps_ahead)
     seq = engine.add(make_request("a", PROMPT[:length], max_tokens=max_tokens))
     run_to_end(engine)
-    assert seq.token_ids == alone(PROMPT[:length], max_tokens)
+    assert seq.token_ids.tolist() == alone(PROMPT[:length], max_tokens)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -59,7 +59,7 @@ def test_cached_prompt_gives_the_tokens_of_the_uncached_run(length: int) -> None
     for name in "ab":
         seq = engine.add(make_request(name, PROMPT[:length], max_tokens=BLOCK + 1))
         run_to_end(engine)
-        assert seq.token_ids == alone(PROMPT[:length], BLOCK + 1)
+        assert seq.token_ids.tolist() == alone(PROMPT[:length], BLOCK + 1)
     assert executor.rank.num_stored_tokens == length // BLOCK * BLOCK
 
 
@@ -70,7 +70,7 @@ def test_conversation_finds_the_blocks_of_the_earlier_answer() -> None:
     prompt = [*first.token_ids, 5]
     second = engine.add(make_request("b", prompt, max_tokens=3))
     run_to_end(engine)
-    assert second.token_ids == alone(prompt, 3)
+    assert second.token_ids.tolist() == alone(prompt, 3)
     assert executor.rank.num_stored_tokens == (len(first.token_ids) - 1) // BLOCK * BLOCK
 
 
@@ -80,7 +80,7 @@ def test_chunks_of_any_size_give_the_same_tokens(budget: int) -> None:
     prompt = list(range(20))
     seq = engine.add(make_request("a", prompt, max_tokens=3))
     run_to_end(engine)
-    assert seq.token_ids == alone(prompt, 3)
+    assert seq.token_ids.tolist() == alone(prompt, 3)
 
 
 @pytest.mark.parametrize("num_steps_ahead", [0, 1, 2])
@@ -89,7 +89,7 @@ def test_preempted_sequences_give_the_same_tokens(num_steps_ahead: int) -> None:
     sequences = [engine.add(make_request(f"r{i}", [i, i], max_tokens=20)) for i in range(6)]
     run_to_end(engine)
     assert engine.scheduler.stats.num_preemptions > 0
-    assert [seq.token_ids for seq in sequences] == [alone([i, i], 20) for i in range(6)]
+    assert [seq.token_ids.tolist() for seq in sequences] == [alone([i, i], 20) for i in range(6)]
 
 
 def test_tokens_are_the_same_after_a_lost_epoch() -> None:
@@ -100,7 +100,7 @@ def test_tokens_are_the_same_after_a_lost_epoch() -> None:
     engine.scheduler.start_epoch()
     executor.rank.restart(Random(0))
     run_to_end(engine)
-    assert seq.token_ids == alone(PROMPT, 12)
+    assert seq.token_ids.tolist() == alone(PROMPT, 12)
 
 
 # -- the loop --------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def test_launch_that_fails_is_over_with_its_epoch() -> None:
     engine.executor = FakeExecutor(limits)
     engine.executor.rank.restart(Random(0))
     run_to_end(engine)
-    assert seq.token_ids == alone(PROMPT, 2)
+    assert seq.token_ids.tolist() == alone(PROMPT, 2)
 
 
 # -- requests by id --------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_launch_that_fails_is_over_with_its_epoch() -> None:
 def test_id_in_use_is_refused_by_name() -> None:
     engine, _ = make_engine()
     engine.add(make_request("a", PROMPT))
-    with pytest.raises(RequestError, match="'a' is in use") as caught:
+    with pytest.raises(RequestError, match="'a' is in use; choose another") as caught:
         engine.add(make_request("a", PROMPT))
     assert caught.value.parameter == "request_id" and num_unfinished(engine) == 1
 
@@ -217,7 +217,7 @@ def test_id_is_free_again_after_an_abort_with_its_step_in_flight() -> None:
     engine.finish("a", "abort")
     seq = engine.add(make_request("a", PROMPT, max_tokens=5))
     run_to_end(engine)
-    assert seq.token_ids == alone(PROMPT, 5)
+    assert seq.token_ids.tolist() == alone(PROMPT, 5)
 
 
 def test_refused_request_is_not_known() -> None:

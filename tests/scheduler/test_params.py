@@ -104,6 +104,18 @@ def test_logit_bias_maps_token_ids_to_numbers(value: object) -> None:
     assert refusal(logit_bias=value).parameter == "logit_bias"
 
 
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"x": 0.0}, "has 'x' as a token id; token ids are whole numbers from 0 to 2147483647"),
+        ({3: 0.0, 7: 101.0}, "of token 7 must be a number between -100.0 and 100.0, got 101.0"),
+        ({7: "a"}, "of token 7 must be a number, got 'a'"),
+    ],
+)
+def test_a_refused_logit_bias_is_named_with_its_token(value: object, message: str) -> None:
+    assert str(refusal(logit_bias=value)) == f"logit_bias {message}"
+
+
 def test_stop_strings_are_a_tuple_however_they_were_given() -> None:
     given_as = [
         SamplingParams(stop=stop).stop_strings() for stop in ("a", ["a", "b"], ("a",), [], None)

@@ -90,9 +90,9 @@ def test_blocks_are_published_up_to_the_computed_tokens_only() -> None:
     manager = make_manager()
     user = User(A + B + C)
     manager.allocate(user)
-    manager.publish(user, 2 * BLOCK - 1)
+    manager.publish(user, 2 * BLOCK - 1, 0)
     assert num_findable(manager, A + B + C) == BLOCK
-    manager.publish(user, 2 * BLOCK)
+    manager.publish(user, 2 * BLOCK, 0)
     assert num_findable(manager, A + B + C) == 2 * BLOCK
 
 
@@ -111,19 +111,19 @@ def test_hit_on_a_free_block_revives_it_with_its_hash() -> None:
     assert num_findable(manager, A) == BLOCK
 
 
-def test_can_allocate_counts_revived_blocks_as_taken() -> None:
+def test_revived_blocks_count_as_taken() -> None:
     manager = make_manager(2)
     user, _ = hold(manager, A)
     manager.deallocate(user)
-    assert manager.can_allocate(User([*A, 1]))  # one block revived, one new
     # one revived and two new, with only two free
-    assert not manager.can_allocate(User(A + B + [1]))
+    assert manager.allocate(User(A + B + [1])) is None
+    assert manager.allocate(User([*A, 1])) == BLOCK  # one revived, one new
 
 
-def test_can_allocate_does_not_count_blocks_in_use_as_taken() -> None:
+def test_shared_blocks_in_use_do_not_count_as_taken() -> None:
     manager = make_manager(2)
     hold(manager, A)
-    assert manager.can_allocate(User([*A, 1]))
+    assert manager.allocate(User([*A, 1])) == BLOCK
 
 
 def test_block_given_to_new_content_leaves_the_index_at_once() -> None:
@@ -148,9 +148,8 @@ def test_each_full_block_of_a_sequence_is_hashed_once() -> None:
     manager = make_manager(hash_function=counting)
     user = User(A + B + C[:1])
     for _ in range(3):
-        assert manager.can_allocate(user)
         manager.allocate(user)
-        manager.publish(user, len(user.token_ids))
+        manager.publish(user, len(user.token_ids), 0)
         manager.deallocate(user)
     assert len(calls) == 2
 
@@ -232,8 +231,8 @@ def publish_twice(manager: BlockManager, token_ids: list[int]) -> tuple[User, Us
     first, second = User(list(token_ids)), User(list(token_ids))
     manager.allocate(first)
     manager.allocate(second)
-    manager.publish(first, len(token_ids))
-    manager.publish(second, len(token_ids))
+    manager.publish(first, len(token_ids), 0)
+    manager.publish(second, len(token_ids), 0)
     return first, second
 
 
@@ -250,7 +249,7 @@ def test_child_of_a_second_copy_is_found_through_the_first() -> None:
     first, second = publish_twice(manager, A)
     second.token_ids.extend(B)
     manager.append(second, 2 * BLOCK)
-    manager.publish(second, 2 * BLOCK)
+    manager.publish(second, 2 * BLOCK, 0)
     probe, found = hold(manager, A + B)
     assert found == 2 * BLOCK
     assert probe.block_table == [first.block_table[0], second.block_table[1]]
@@ -268,9 +267,9 @@ def test_second_copy_replaces_the_first_that_is_free() -> None:
     first, second = User(list(A)), User(list(A))
     manager.allocate(first)
     manager.allocate(second)
-    manager.publish(first, BLOCK)
+    manager.publish(first, BLOCK, 0)
     manager.deallocate(first)
-    manager.publish(second, BLOCK)
+    manager.publish(second, BLOCK, 0)
     probe, _ = hold(manager, A)
     assert probe.block_table == second.block_table
     manager.check([second, probe])
@@ -282,7 +281,7 @@ def test_only_a_block_of_ones_own_can_be_published() -> None:
     second, _ = hold(manager, A)
     second.num_published_blocks = 0
     with pytest.raises(AssertionError, match="published once, by its only owner"):
-        manager.publish(second, BLOCK)
+        manager.publish(second, BLOCK, 0)
 
 
 def test_new_epoch_finds_nothing() -> None:

@@ -44,7 +44,7 @@ def test_next_step_is_planned_before_the_result_is_read() -> None:
     assert (seq.num_pending_tokens, len(seq.token_ids)) == (2, 3)
     give(scheduler, 8)
     give(scheduler, 9)
-    assert seq.token_ids == [1, 2, 3, 8, 9]
+    assert seq.token_ids.tolist() == [1, 2, 3, 8, 9]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
@@ -63,7 +63,7 @@ def test_token_in_flight_of_a_stopped_sequence_is_dropped() -> None:
     must_schedule(scheduler)
     assert give(scheduler, 7).finished_sequences == [seq]
     output = give(scheduler, 8)
-    assert (output.sequences, output.token_ids, seq.token_ids) == ([], [], [1, 7])
+    assert (output.sequences, output.token_ids, seq.token_ids.tolist()) == ([], [], [1, 7])
 
 
 def test_token_in_flight_of_an_aborted_sequence_is_dropped() -> None:
@@ -73,7 +73,7 @@ def test_token_in_flight_of_an_aborted_sequence_is_dropped() -> None:
     scheduler.finish(aborted, "abort")
     output = give(scheduler, 8, 9)
     assert (output.sequences, output.token_ids) == ([other], [9])
-    assert aborted.token_ids == [1]
+    assert aborted.token_ids.tolist() == [1]
 
 
 def test_blocks_and_slot_of_an_aborted_sequence_are_free_before_its_step_is_read() -> None:
@@ -96,7 +96,7 @@ def test_result_belongs_to_the_sequence_and_not_to_its_id() -> None:
     scheduler.finish(first, "abort")
     second = scheduler.add(make_request("same", [1]))
     assert give(scheduler, 8).token_ids == []
-    assert second.token_ids == [1]
+    assert second.token_ids.tolist() == [1]
 
 
 # -- preemption ------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_latest_arrival_yields_when_blocks_run_out() -> None:
     two_that_outgrow_four_blocks(scheduler)
     must_schedule(scheduler)
     assert [seq.request_id for seq in scheduler.running] == ["old"]
-    assert [(seq.request_id, seq.num_preemptions) for seq in scheduler.waiting] == [("new", 1)]
+    assert [seq.request_id for seq in scheduler.waiting] == ["new"]
     assert scheduler.stats.num_preemptions == 1
 
 
@@ -203,7 +203,7 @@ def test_sequence_alone_is_never_preempted() -> None:
     seq = scheduler.add(make_request("a", [1], max_tokens=100))
     while scheduler.has_unfinished_sequences:
         run_step(scheduler)
-    assert (seq.num_preemptions, len(seq.token_ids)) == (0, 3 * BLOCK)
+    assert (scheduler.stats.num_preemptions, len(seq.token_ids)) == (0, 3 * BLOCK)
 
 
 # -- lost epochs -----------------------------------------------------------------------------------
@@ -259,7 +259,6 @@ def test_result_of_a_lost_epoch_is_refused() -> None:
 def test_new_epoch_is_no_preemption() -> None:
     scheduler = busy_scheduler()
     scheduler.start_epoch()
-    assert [seq.num_preemptions for seq in scheduler.waiting] == [0, 0, 0]
     assert scheduler.stats.num_preemptions == 0
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler import records
 from scheduler.errors import EngineError, RequestError
-from scheduler.limits import SchedulerLimits
+from scheduler.limits import SchedulerLimits, check_request
 from scheduler.messages import StepResult, TokenLogprobs, int32_array
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import NO_SLOT, SequenceStatus
@@ -19,6 +20,7 @@ from tests.scheduler.helpers import (
     must_schedule,
     rows,
     run_step,
+    stored_of,
 )
 
 
@@ -75,7 +77,7 @@ def test_stop_token_ends_with_stop_and_is_kept() -> None:
     seq = scheduler.add(make_request("a", [1, 2], stop=[7]))
     run_step(scheduler, 5)
     run_step(scheduler, 7)
-    assert (seq.token_ids, seq.finish_reason) == ([1, 2, 5, 7], "stop")
+    assert (seq.token_ids.tolist(), seq.finish_reason) == ([1, 2, 5, 7], "stop")
 
 
 def test_stop_token_in_the_prompt_ends_nothing() -> None:
@@ -114,6 +116,28 @@ def test_finishing_twice_keeps_the_first_reason() -> None:
     scheduler.finish(seq, "stop")
     scheduler.finish(seq, "abort")
     assert seq.finish_reason == "stop"
+
+
+def test_a_step_admits_no_more_once_it_has_found_many_tokens_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its time on the host would grow with every output of a long prompt."""
+    monkeypatch.setattr("scheduler.scheduler.MAX_CACHED_TOKENS", 3 * BLOCK)
+    scheduler = make_scheduler()
+    scheduler.add(make_request("first", range(2 * BLOCK + 1)))
+    run_step(scheduler)
+    for number in range(5):
+        scheduler.add(make_request(f"{number}", range(2 * BLOCK + 1)))
+    assert [stored_of(run_step(scheduler)) for _ in range(3)] == [
+        [2 * BLOCK] * 2,
+        [2 * BLOCK] * 2,
+        [2 * BLOCK],
+    ]
+    assert [record.head_wait_reason for record in scheduler.records.since(0.0)[1:]] == [
+        records.WAITS_FOR_CACHED_TOKENS,
+        records.WAITS_FOR_CACHED_TOKENS,
+        "",
+    ]
 
 
 # -- what is refused -------------------------------------------------------------------------------
@@ -162,7 +186,9 @@ def test_request_whose_prompt_is_not_among_its_tokens_is_refused(num_prompt_toke
 
 @pytest.mark.parametrize("token", [-1, 1000, 5000])
 def test_token_outside_the_vocabulary_is_refused_by_its_id(token: int) -> None:
-    assert f"token id {token} is outside" in str(refusal(make_limits(), [1, token, 2]))
+    with pytest.raises(RequestError, match=f"token id {token} is outside") as caught:
+        check_request(make_request("a", [1, token, 2]), make_limits())
+    assert caught.value.parameter == "prompt"
 
 
 # -- tokens sent again -----------------------------------------------------------------------------
@@ -173,7 +199,7 @@ def test_request_sent_again_goes_on_after_its_tokens() -> None:
     seq = scheduler.add(make_request("a", [1, 2, 8, 9], num_prompt_tokens=2, max_tokens=3))
     plan = run_step(scheduler, 7)
     assert plan.admitted_rows is not None and list(plan.admitted_rows.num_prompt_tokens) == [2]
-    assert (seq.token_ids, seq.finish_reason) == ([1, 2, 8, 9, 7], "length")
+    assert (seq.token_ids.tolist(), seq.finish_reason) == ([1, 2, 8, 9, 7], "length")
 
 
 @pytest.mark.parametrize(
@@ -316,7 +342,7 @@ def test_result_with_another_number_of_logprobs_is_refused_before_a_token_is_tak
     must_schedule(scheduler)
     with pytest.raises(EngineError, match="0 logprobs for 1 tokens"):
         scheduler.apply(StepResult(step_id=0, epoch=0, token_ids=int32_array([9]), logprobs=()))
-    assert seq.token_ids == [1]
+    assert seq.token_ids.tolist() == [1]
 
 
 def test_logprobs_follow_the_tokens_that_are_kept() -> None:

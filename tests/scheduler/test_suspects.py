@@ -94,6 +94,22 @@ def test_whoever_asks_for_the_same_is_convicted_too() -> None:
     assert running(scheduler) == ["hotter", "other"]
 
 
+def test_all_outputs_of_a_request_that_kills_when_it_decodes_are_convicted_together() -> None:
+    """Each gets a token from its prompt, and the one that runs alone a token more each time."""
+    scheduler = Scheduler(make_limits())
+    outputs = [scheduler.add(make_request(f"a{i}", range(5), seed=i)) for i in (1, 2, 3)]
+    other = scheduler.add(make_request("other", range(1, 6)))
+    convicted: list[list[str]] = []
+    for _ in range(FAIL_STRIKES):
+        plan = must_schedule(scheduler)
+        give(scheduler, *range(7, 7 + sum(plan.sampling_flags)))
+        convicted.append(crash(scheduler))
+    assert convicted == [[]] * (FAIL_STRIKES - 1) + [["a1", "a2", "a3"]]
+    assert [seq.finish_reason for seq in outputs] == ["error"] * 3
+    run_alone(scheduler, "other")
+    assert other.finish_reason is None
+
+
 def test_a_crash_after_a_few_tokens_starts_the_count_again() -> None:
     scheduler, sequences = three()
     for _ in range(3):

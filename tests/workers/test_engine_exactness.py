@@ -135,7 +135,7 @@ def run(
             engine.step()
             engine.check()
         executor.check()
-    return [seq.token_ids[seq.num_prompt_tokens :] for seq in sequences], scheduler
+    return [seq.token_ids[seq.num_prompt_tokens :].tolist() for seq in sequences], scheduler
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

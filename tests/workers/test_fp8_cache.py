@@ -95,7 +95,7 @@ def test_the_default_model_answers_held_out_sums() -> None:
     while engine.has_work:
         output = engine.step()
         for seq in output.finished_sequences if output is not None else ():
-            answer = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens : -1])
+            answer = tokenizer.decode(seq.token_ids[seq.num_prompt_tokens : -1].tolist())
             right += is_right(answer, *sums[int(seq.request_id)])
     executor.close()
     assert right >= 0.99 * len(sums), f"{right} of {len(sums)}"

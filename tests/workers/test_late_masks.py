@@ -101,7 +101,7 @@ def outputs(
     executor.thread.shutdown()
     executor.worker.check()
     executor.close()
-    return [seq.token_ids for seq in sequences], grammars.num_late
+    return [seq.token_ids.tolist() for seq in sequences], grammars.num_late
 
 
 @pytest.mark.parametrize("num_steps_ahead", [0, 1, 2])

@@ -244,7 +244,7 @@ def test_other_rows_of_the_same_steps_get_the_same_tokens_and_no_scores(
             engine.add(str(i), prompt, prompt_logprobs=num_top_logprobs if i % 2 else -1)
             sequences[str(i)] = engine.engine._sequences[str(i)]
         engine.finish()
-        outputs.append({name: seq.token_ids for name, seq in sequences.items()})
+        outputs.append({name: seq.token_ids.tolist() for name, seq in sequences.items()})
         scored = {name for name, parts in engine.parts.items() if parts}
         assert scored <= {str(i) for i in range(1, len(prompts()), 2)}
         assert bool(scored) == (num_top_logprobs >= 0)

@@ -411,6 +411,15 @@ def test_a_request_carries_complete_sampling_and_the_prompt(ask: Ask, driver: Fa
     assert [request.request_id] == generation.request_ids
 
 
+def test_the_outputs_of_a_request_share_their_prompt_also_once_they_are_sent(
+    ask: Ask, driver: FakeDriver
+) -> None:
+    ask(SamplingParams(n=3))
+    for requests in (driver.requests, pickle.loads(pickle.dumps(driver.requests))):
+        assert len({request.request_id for request in requests}) == 3
+        assert len({id(request.token_ids) for request in requests}) == 1
+
+
 @pytest.mark.parametrize(
     ("params", "whole", "streamed"),
     [

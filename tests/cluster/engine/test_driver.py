@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from cluster.engine import driver as driver_module
+from cluster.engine import frontends as frontends_module
 from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
 from cluster.engine.loop import Finish
@@ -168,6 +169,33 @@ def test_a_request_that_comes_while_the_failing_step_runs_fails_with_the_others(
     )
 
 
+def test_news_that_cannot_be_put_into_a_mailbox_ends_the_engine_with_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver._supervisor.group = CountingGroup()  # type: ignore[union-attr]
+    put = Mailbox.put
+
+    def put_or_fail(mailbox: Mailbox, request_id: str, news: News) -> None:
+        if request_id == "a" and news.token_ids:
+            raise KeyError("a bug in the mailbox")
+        put(mailbox, request_id, news)
+
+    monkeypatch.setattr(Mailbox, "put", put_or_fail)
+
+    async def main() -> dict[str, EaglerayError]:
+        await driver.start()
+        whole = [replace(request(name), news_interval=0) for name in "ab"]
+        await driver.submit("frontend", whole)  # the news of both comes with one step
+        errors = await errors_of(driver, 2)
+        with pytest.raises(EngineDeadError, match="a bug in the mailbox"):
+            await driver.wait_for_end()
+        await driver.shutdown()
+        return errors
+
+    errors = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
+    assert set(errors) == {"a", "b"}
+
+
 def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhere(
     driver: Driver,
 ) -> None:
@@ -299,7 +327,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
     async def main() -> Deltas:
         await driver.start()
         await driver.submit("frontend", [replace(request("a"), news_interval=0)])
-        with pytest.raises(RequestError, match=f"request id '{names[0]}' is in use"):
+        with pytest.raises(RequestError, match=f"request_id '{names[0]}' is in use"):
             await driver.submit("other", [request("new"), *map(request, names)])
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
         await driver.submit("other", [request("a")])  # it has ended
@@ -309,6 +337,21 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
     deltas = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
     assert (deltas.finish_reasons, deltas.errors) == ({"a": "length"}, {})
     assert group.plans[0].admitted_rows is not None and len(group.plans[0].admitted_rows.slots) == 1
+
+
+def test_a_prompt_that_requests_of_a_call_share_is_checked_once(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    monkeypatch.setattr(
+        frontends_module, "check_request", lambda request, _: checked.append(request.request_id)
+    )
+    first = request("a")
+    requests = [first, replace(first, request_id="b"), request("c")]
+    _, accepted = driver._frontends.register_requests(
+        "frontend", requests, limits_of(driver._config, 64)
+    )
+    assert (checked, accepted) == (["a", "c"], requests)
 
 
 def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:

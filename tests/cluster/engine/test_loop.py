@@ -22,7 +22,7 @@ from cluster.engine.loop import (
     StepLoop,
     Submit,
 )
-from scheduler.engine import Engine, MaskAnswer
+from scheduler.engine import MASK_LATE, Engine, MaskAnswer
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError, WorkerError
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import StepPlan, StepResult, TokenLogprobs
@@ -171,6 +171,33 @@ def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it
     assert max(gaps_s) <= 2.0 + 2 * 0.125, gaps_s
 
 
+class LateAfterTwo(OneIsBad):
+    """No mask comes once an output has two tokens."""
+
+    def masks(self, sequences: list[Sequence], limit_s: float) -> list[MaskAnswer]:
+        return [MASK_LATE if seq.num_output_tokens >= 2 else None for seq in sequences]
+
+    def is_quick(self, seq: Sequence) -> bool:
+        return False
+
+
+def test_tokens_of_a_request_that_does_not_run_are_not_held_back_longer_than_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits, told, now_s = make_limits(), list[NewsByFrontend](), 100.0
+    monkeypatch.setattr("cluster.engine.loop.time", SimpleNamespace(monotonic=lambda: now_s))
+    engine = Engine(Scheduler(limits), Executor(limits, loses=False), grammars=LateAfterTwo())
+    loop = StepLoop(engine, told.append, lambda error: None)
+    requests = [make_request(name, [1, 2, 3], max_tokens=40) for name in ("runs", "held")]
+    requests[1] = dataclasses.replace(requests[1], news_interval=100, structural_tag=b"g")
+    loop.post(Submit(registration_number=1, requests=requests))
+    for _ in range(20):
+        now_s += 0.125
+        loop.run_once()
+    of_held = [each[1]["held"] for each in told if "held" in each[1]]
+    assert [(news.first_index, len(news.token_ids)) for news in of_held] == [(0, 1), (1, 1)]
+
+
 STEP_S = 0.5
 
 
@@ -278,7 +305,7 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
 
     loop = StepLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad")
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad", news_interval=0)
     loop.post(Submit(registration_number=1, requests=requests))
     loop.run_once()
     loop.run_once()
@@ -292,6 +319,12 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
 def errors_in(told: list[NewsByFrontend], request_id: str) -> list[EaglerayError]:
     news = [by_request.get(request_id) for each in told for by_request in each.values()]
     return [item.error for item in news if item is not None and item.error is not None]
+
+
+def test_a_request_that_fails_gets_the_tokens_that_were_held_back() -> None:
+    _, told = loop_whose_grammar_fails()
+    [news] = [each[1]["bad"] for each in told if "bad" in each[1]]
+    assert (len(news.token_ids), news.finish_reason) == (2, "error") and news.error
 
 
 def test_a_request_that_fails_may_be_ended_by_its_frontend_in_the_same_step() -> None:

@@ -113,16 +113,20 @@ def walk(
     more likely, so that texts end.
     """
     seq = sequence(structural_tag)
+
+    def text() -> str:
+        return tokenizer.decode(seq.token_ids[2:].tolist())
+
     try:
         for _ in range(most):
             allowed = allowed_by(matching.masks([seq], WAIT_S)[0])
-            assert allowed, f"nothing is allowed after {tokenizer.decode(seq.token_ids[2:])!r}"
+            assert allowed, f"nothing is allowed after {text()!r}"
             weights = [50 if tokenizer.decode([t]) in ('"', "}", "]", ",") else 1 for t in allowed]
             [token] = rng.choices(allowed, weights)
             if token in EOS or (EOS & {*allowed} and rng.random() < 0.3):
-                return tokenizer.decode(seq.token_ids[2:]), True
+                return text(), True
             seq.token_ids.append(token)
-        return tokenizer.decode(seq.token_ids[2:]), False
+        return text(), False
     finally:
         matching.forget(seq.request_id)
 
@@ -235,7 +239,7 @@ def test_optional_groups_of_patterns(
     for text in (*lets_through, *keeps_out):
         assert (text in lets_through) == (re.search(pattern, text) is not None), text
         seq = sequence(structural_tag)
-        seq.token_ids += tokenizer.encode(f'"{text}"')
+        seq.token_ids.extend(tokenizer.encode(f'"{text}"'))
         [answer] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         assert isinstance(answer, RequestFailedError) == (text in keeps_out), text
@@ -304,12 +308,12 @@ def test_possible_calls(
     structural_tag = compiler.check(structural_tag_of(possible_calls_format(TOOLS)))
     start = tokenizer.encode('Well. <tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n')
     seq = sequence(structural_tag)
-    seq.token_ids += start
+    seq.token_ids.extend(start)
     text = {tokenizer.decode([token]) for token in allowed_by(matching.masks([seq], WAIT_S)[0])}
     matching.forget(seq.request_id)
     assert text and all("</tool_call>".startswith(each) for each in text)
     seq = sequence(structural_tag)
-    seq.token_ids += tokenizer.encode('<tool_call>\n{"name": "other')
+    seq.token_ids.extend(tokenizer.encode('<tool_call>\n{"name": "other'))
     [answer] = matching.masks([seq], WAIT_S)
     matching.forget(seq.request_id)
     assert isinstance(answer, RequestFailedError) and "does not allow token" in str(answer)
@@ -330,7 +334,7 @@ def test_the_answer_comes_after_the_reasoning(
     }[state]
     for before in {thoughts, "" if state is AnswerState.UNDECIDED else thoughts}:
         seq = sequence(structural_tag)
-        seq.token_ids += tokenizer.encode(before)
+        seq.token_ids.extend(tokenizer.encode(before))
         [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         texts = {tokenizer.decode([token]) for token in allowed_by(mask)}
@@ -338,7 +342,7 @@ def test_the_answer_comes_after_the_reasoning(
         assert "n" not in texts and not EOS & {*allowed_by(mask)}
     if state is AnswerState.REASONING:
         seq = sequence(structural_tag)
-        seq.token_ids += tokenizer.encode("hm")
+        seq.token_ids.extend(tokenizer.encode("hm"))
         [mask] = matching.masks([seq], WAIT_S)
         matching.forget(seq.request_id)
         assert mask is None or not EOS & {*allowed_by(mask)}, "an end without an answer"
@@ -357,7 +361,7 @@ def test_masks_are_a_function_of_known_tokens(
         matching.masks([step_by_step], WAIT_S)
         step_by_step.token_ids.append(token)
     at_once = sequence(structural_tag, "at once")
-    at_once.token_ids += tokens
+    at_once.token_ids.extend(tokens)
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert first == second and first is second, "rows with equal masks share one"
     process = matching._helper._process
@@ -366,8 +370,8 @@ def test_masks_are_a_function_of_known_tokens(
     process.wait()
     again = sequence(structural_tag, "again")
     for seq in (step_by_step, at_once):
-        seq.token_ids += tokenizer.encode("3")
-    again.token_ids += at_once.token_ids[2:]
+        seq.token_ids.extend(tokenizer.encode("3"))
+    again.token_ids.extend(at_once.token_ids[2:])
     first, second = matching.masks([step_by_step, at_once], WAIT_S)
     assert isinstance(first, bytes) and first == second == matching.masks([again], WAIT_S)[0]
     assert matching._helper._process not in (process, None)
@@ -383,7 +387,7 @@ def test_a_grammar_that_no_token_fits_is_the_callers_fault(
     before = matching.masks([first, second], WAIT_S)
     assert all(isinstance(mask, bytes) for mask in before)
     for seq in (first, second):
-        seq.token_ids += tokenizer.encode("a")
+        seq.token_ids.extend(tokenizer.encode("a"))
     for answer in matching.masks([first, second], WAIT_S):
         assert isinstance(answer, RequestError) and answer.parameter == "structured_outputs"
         assert "no token fits the grammar here; output tokens so far: 1" in str(answer)

@@ -80,5 +80,5 @@ def check_every_token(
         while engine.has_work:
             engine.step()
     for seq, prompt in zip(sequences, prompts(), strict=True):
-        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :])
+        gap = first_difference(small_model.model, prompt, seq.token_ids[len(prompt) :].tolist())
         assert gap is None or gap <= NEAR_TIE

@@ -8,9 +8,9 @@ out, news and aborts that are late, drivers that die or stop, requests that kill
 decodes them.
 
 Laws: every request ends, exactly once; its tokens are those of an undisturbed run, and its stream
-has each of them once; only poison fails, unless ranks were lost while a request ran alone; no group
-begins while a process of an older one lives; when the faults stop, everything ends within a bounded
-number of turns.
+has each of them once; only poison fails, and what asks for the same, unless ranks were lost while a
+request ran alone; no group begins while a process of an older one lives; when the faults stop,
+everything ends within a bounded number of turns.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from scheduler.messages import Request, StepMask, StepPlan, StepResult
 from scheduler.scheduler import Scheduler
 from scheduler.suspects import FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN
 from tests.scheduler.fake_model import FakeGrammars, FakeRank, Lane, generate
-from tests.scheduler.scenario import draw_scenario
+from tests.scheduler.scenario import draw_scenario, what_is_asked
 
 FAULTY_TURNS = 400
 CALM_TURNS = 3000  # without faults, something must have changed after this many turns
@@ -482,6 +482,11 @@ class World:
 
     def _check(self) -> None:
         limits = self.scenario.limits
+        asked_by_poison = [
+            what_is_asked(client.request)
+            for client in self.clients
+            if client.request.request_id in self.poison
+        ]
         for client in self.clients:
             request, done = client.request, client.generation.completions[0]
             said = [token for chunk in client.chunks for token in chunk.token_ids]
@@ -496,7 +501,7 @@ class World:
             assert done.token_ids == expected[: len(done.token_ids)], f"wrong: {request}"
             error = client.generation.done_future.exception()
             if error is not None:
-                guilty = request.request_id in self.poison
+                guilty = what_is_asked(request) in asked_by_poison
                 innocent_may = self.num_losses >= 2 and isinstance(error, RequestFailedError)
                 assert guilty or innocent_may, f"{request.request_id} failed: {error}"
                 assert isinstance(error, RequestFailedError), f"{type(error)}: {error}"
