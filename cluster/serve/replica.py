@@ -167,7 +167,7 @@ class ApiReplica:
             yield chunk
 
     async def drain(self, limit_s: float) -> int:
-        """Refuse new requests and wait for the running ones; returns how many outputs still run."""
+        """As `Api.drain`."""
         return await self._api.drain(limit_s)
 
     async def counters(self) -> ProcessCounters:

@@ -246,7 +246,11 @@ def _drain(handle: Any, limit_s: float) -> None:
             logger.warning("not every replica could be drained: %s", answer)
     num_unfinished = sum(answer for answer in answers if isinstance(answer, int))
     if num_unfinished:
-        logger.warning("%d outputs did not end within %g s", num_unfinished, limit_s)
+        logger.warning(
+            "%d outputs did not end, or were not taken by their clients, within %g s",
+            num_unfinished,
+            limit_s,
+        )
 
 
 def _failure_reason(name: str) -> str:
