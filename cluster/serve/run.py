@@ -134,6 +134,7 @@ def _serve(
         application.watch(signal_handler.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain_watched(handle, job.config.drain_timeout_s, check_ray)
+        has_ended = application.end()
     except BaseException:
         if not owns_ray:  # a Ray that ends ends everything
             application.kill()  # Serve would wait for the running requests
@@ -141,7 +142,7 @@ def _serve(
     finally:
         if port_owner is not None:
             port_owner.close()
-    if not application.end() and not owns_ray:
+    if not has_ended and not owns_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
     must_end_serve = not owns_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
