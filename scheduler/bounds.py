@@ -144,7 +144,10 @@ FIELD_BOUNDS: Mapping[str, Bound] = {
         2_048, "messages", "`messages` (`max_messages`)", "the template runs over all of them"
     ),
     "input": Bound(
-        8_192, "items", "`input` of a response", "a message may come as up to four items"
+        8_192,
+        "items",
+        "`input` of a response; four times `max_messages`, if that is more",
+        "a message may come as up to four items",
     ),
     "parts": Bound(
         1_024, "parts", "the content of a message", "each is an object; clients send a few"

@@ -73,6 +73,8 @@ class Api:
         self.metrics.open_outputs.set_function(lambda: self.admission.num_open_outputs)
         # Of all processes that serve, including this one.
         self.gather_metrics: Callable[[], Awaitable[list[list[MetricFamily]]]] | None = None
+        # How many connections have a part of an answer that the system has not taken yet.
+        self.count_unsent: Callable[[], int] = lambda: 0
         self._client, self._served_model = client, served_model
         self._echo_request_id = echo_request_id
         self._access = access or Access()
@@ -210,11 +212,13 @@ class Api:
             ) from None
 
     async def drain(self, limit_s: float) -> int:
-        """Refuse new requests and wait until the running ones have ended, for at most `limit_s`;
-        returns how many outputs are left.
+        """Refuse new requests and wait until the running ones have ended and their answers are
+        sent, for at most `limit_s`; returns how many outputs, or else answers, are left.
         """
         self.admission.is_draining = True
         deadline_s = time.monotonic() + limit_s
-        while self.admission.num_open_outputs and time.monotonic() < deadline_s:
+        while (num_left := self.admission.num_open_outputs or self.count_unsent()) and (
+            time.monotonic() < deadline_s
+        ):
             await asyncio.sleep(0.05)
-        return self.admission.num_open_outputs
+        return num_left

@@ -234,6 +234,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._count_head(len(self.url))
         self._check_transfer_codings()
         self._stop_timer()
+        self._unset_keepalive_if_required()  # this head may have come with the rest of a body
         self._is_reading_head, self._is_reading_body = False, True
         super().on_headers_complete()
         # The base makes the cycle, whose task has not begun.
@@ -273,8 +274,11 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_reading_body = False
         if self._is_answering:
             self.connections_without_request.pop(self, None)
-        else:
+        else:  # it was answered before, which has begun a timer that the body has ended
             self._stop_timer()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         super().on_message_complete()
 
     def on_response_complete(self) -> None:

@@ -19,6 +19,7 @@ from cluster.resources.session import SESSION, find_address
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineStatus
 from cluster.serve.lifetime import (
     RunningApplication,
+    has_no_replica,
     reported_reason,
     shortage_of_application,
 )
@@ -35,7 +36,8 @@ def run_status(address: str | None) -> None:
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
         remarks = []
         for name, application in sorted(_applications().items()):
-            engines = _engine_statuses(name)
+            is_starting = any(map(has_no_replica, application.deployments.values()))
+            engines = [] if is_starting else _engine_statuses(name)
             for engine in engines:
                 hosts = ", ".join(sorted(set(engine.hosts)))
                 num_ranks, counts = len(engine.hosts), (engine.num_running, engine.num_waiting)
@@ -95,7 +97,7 @@ def _engine_statuses(name: str) -> list[EngineStatus]:
         handle = serve.get_app_handle(name)
         call = handle.engine_statuses.remote()
         statuses: list[EngineStatus] = call.result(timeout_s=ANSWER_TIMEOUT_S)
-    except Exception as error:  # a replica that starts or has died
+    except Exception as error:  # a replica that hangs or has died
         logging.getLogger("eagleray").warning("%s does not answer: %s", name, error)
         return []
     return statuses

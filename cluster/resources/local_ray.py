@@ -105,13 +105,17 @@ def check_local_ray_alive() -> None:
     others. Without its head, they would end only after a minute, and this program with them.
     """
     dead_names = dead_local_processes()
-    if not dead_names:
-        return
+    if dead_names:
+        kill_local_ray()
+        raise EngineError(f"a process of Ray has died: {', '.join(dead_names)}")
+
+
+def kill_local_ray() -> None:
+    """Kill the processes of a local Ray of our own, but its head, which ends with this program."""
     node: Any = ray._private.worker._global_node
     for name, process in node.live_processes():
         if name == "raylet":
             _kill_with_descendants(process.pid)
-    raise EngineError(f"a process of Ray has died: {', '.join(dead_names)}")
 
 
 def end_local_ray() -> None:

@@ -109,7 +109,7 @@ class RunningApplication:
         unhealthy = {n: d for n, d in deployments.items() if d.status == DeploymentStatus.UNHEALTHY}
         reasons = {name: _telling_line(lacking.message) for name, lacking in unhealthy.items()}
         news = [name for name in reasons if reasons[name] != self._reported_reasons.get(name)]
-        if news and any(map(_has_no_replica, unhealthy.values())):
+        if news and any(map(has_no_replica, unhealthy.values())):
             self._check_that_another_can_start()
         for name in news:
             event = "has failed to start" if _failed_to_start(unhealthy[name]) else "is lost"
@@ -205,12 +205,13 @@ def _has_given_up(overview: ApplicationStatusOverview) -> bool:
     """
     return any(
         deployment.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
-        and _has_no_replica(deployment)
+        and has_no_replica(deployment)
         for deployment in overview.deployments.values()
     )
 
 
-def _has_no_replica(deployment: DeploymentStatusOverview) -> bool:
+def has_no_replica(deployment: DeploymentStatusOverview) -> bool:
+    """Whether no replica of it runs now."""
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 
 

@@ -33,6 +33,7 @@ class HttpListener:
         self._server = uvicorn.Server(server_config(api, log_level="warning"))
         # Ray Serve has signal handlers of its own.
         setattr(self._server, "capture_signals", contextlib.nullcontext)  # noqa: B010
+        api.count_unsent = self._count_unsent
         self._serve_task = asyncio.create_task(self._server.serve(sockets=sockets))
         self._acceptor: Acceptor | None = None
         if port_member is not None:
@@ -49,6 +50,10 @@ class HttpListener:
         """Leave new connections to the other processes, if there are any."""
         if self._acceptor is not None:
             self._acceptor.close()
+
+    def _count_unsent(self) -> int:
+        connections = self._server.server_state.connections
+        return sum(each.transport.get_write_buffer_size() > 0 for each in connections)
 
     def _make_protocol(self) -> asyncio.Protocol:
         """As uvicorn does for sockets of its own."""

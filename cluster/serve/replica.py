@@ -48,7 +48,7 @@ from cluster.serve.ray_metrics import report_periodically
 from cluster.serve.shared_engine import SharedEngine
 from cluster.timeouts import GATHER_TIMEOUT_S, POOL_STATS_TIMEOUT_S, Timeouts
 from configs.serve import ServeConfig
-from scheduler.errors import EaglerayError
+from scheduler.errors import EaglerayError, EngineDeadError
 from scheduler.limits import SchedulerLimits
 from scheduler.params import SamplingParams
 
@@ -105,9 +105,19 @@ class ApiReplica:
     async def _connect_to_engines(
         self, config: ServeConfig, setup: EngineSetup, engines: DeploymentHandle[Any]
     ) -> Client:
-        """Wait for the first engine of a deployment; returns a client of all its engines."""
+        """Wait for the first engine of a deployment; returns a client of all its engines. Raises
+        `EngineDeadError` if none comes in time.
+        """
         timeouts = Timeouts.from_options(config.engine)
-        limits: Any = await asyncio.wait_for(engines.limits.remote(), timeouts.first_engine_wait_s)
+        limit_s = timeouts.first_engine_wait_s
+        try:
+            limits: Any = await asyncio.wait_for(engines.limits.remote(), limit_s)
+        except TimeoutError:
+            raise EngineDeadError(
+                f"no engine came within {limit_s:g} s. If the log or 'launch.py status' says that"
+                " there is no room for one, make room, or give a longer wait_for_nodes_s; if one"
+                " takes that long to start, give a longer start_timeout_s"
+            ) from None
         assert isinstance(limits, SchedulerLimits)
         if config.has_single_engine:
             shared_engine = await asyncio.to_thread(SharedEngine, engines, timeouts)
@@ -167,7 +177,7 @@ class ApiReplica:
             yield chunk
 
     async def drain(self, limit_s: float) -> int:
-        """Refuse new requests and wait for the running ones; returns how many outputs still run."""
+        """As `Api.drain`."""
         return await self._api.drain(limit_s)
 
     async def counters(self) -> ProcessCounters:

@@ -28,7 +28,7 @@ from typing import Any
 
 from cluster.client.setup import EngineSetup, make_engine_setup
 from cluster.resources.addresses import MAX_PORT, check_port, host_and_port
-from cluster.resources.local_ray import check_local_ray_alive
+from cluster.resources.local_ray import check_local_ray_alive, kill_local_ray
 from cluster.resources.room import check_room, pick_device
 from cluster.resources.session import SESSION, find_address
 from cluster.serve.port import SharedPortOwner
@@ -40,6 +40,7 @@ from workers.models.local import recheck_checkpoint
 DRAIN_GRACE_S = 5.0
 DRAIN_CHECK_PERIOD_S = 0.2
 LISTEN_TIMEOUT_S = 10.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 logger = logging.getLogger("eagleray")
 
@@ -86,11 +87,14 @@ class _SignalHandler:
     """The effect of a signal: see the table at the top."""
 
     def __init__(self) -> None:
-        self.is_serving = False
+        self.is_serving = self.has_interrupted = False
         self.stop_event = threading.Event()
 
     def handle(self, signal_number: int, _: FrameType | None) -> None:
         if self.stop_event.is_set() or not self.is_serving:
+            self.has_interrupted = True
+            for number in _SIGNALS:  # an end that is interrupted would leave processes of Ray
+                signal.signal(number, signal.SIG_IGN)
             raise KeyboardInterrupt
         self.stop_event.set()
 
@@ -134,14 +138,19 @@ def _serve(
         application.watch(signal_handler.stop_event)
         logger.info("finishing the requests that run; a second signal ends at once")
         _drain_watched(handle, job.config.drain_timeout_s, check_ray)
-    except BaseException:
-        if not owns_ray:  # a Ray that ends ends everything
+        has_ended = application.end()
+    except BaseException as error:
+        if not owns_ray:
             application.kill()  # Serve would wait for the running requests
+        # Below process 1, Ray would end this program with a code of its own.
+        elif isinstance(error, KeyboardInterrupt) and os.getppid() != 1:
+            # Before `ray.shutdown`, in which another SIGTERM ends this program, but not them.
+            kill_local_ray()
         raise
     finally:
         if port_owner is not None:
             port_owner.close()
-    if not application.end() and not owns_ray:
+    if not has_ended and not owns_ray:
         raise EngineError(f"Ray Serve has not ended the application {job.name!r} in time")
     # HAProxy runs as a process of its own, which only `serve.shutdown` ends.
     must_end_serve = not owns_ray or os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
@@ -246,7 +255,11 @@ def _drain(handle: Any, limit_s: float) -> None:
             logger.warning("not every replica could be drained: %s", answer)
     num_unfinished = sum(answer for answer in answers if isinstance(answer, int))
     if num_unfinished:
-        logger.warning("%d outputs did not end within %g s", num_unfinished, limit_s)
+        logger.warning(
+            "%d outputs did not end, or were not taken by their clients, within %g s",
+            num_unfinished,
+            limit_s,
+        )
 
 
 def _failure_reason(name: str) -> str:
@@ -275,13 +288,14 @@ def _check_job(job: ServeJob) -> None:
 def _handled_signals() -> Iterator[_SignalHandler]:
     """Handlers of SIGTERM, SIGINT and, unless it is ignored, SIGHUP for the block."""
     signal_handler = _SignalHandler()
-    signal_numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        signal_numbers.append(signal.SIGHUP)
-    handle = signal_handler.handle
-    previous_handlers = {number: signal.signal(number, handle) for number in signal_numbers}
+    previous_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    if previous_handlers[signal.SIGHUP] is signal.SIG_IGN:
+        del previous_handlers[signal.SIGHUP]
+    for number in previous_handlers:
+        signal.signal(number, signal_handler.handle)
     try:
         yield signal_handler
     finally:
-        for number, handler in previous_handlers.items():
-            signal.signal(number, handler)
+        if not signal_handler.has_interrupted:  # otherwise Ray ends at the exit of this program
+            for number, handler in previous_handlers.items():
+                signal.signal(number, handler)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.api import connections
 from cluster.api.admission import ApiLimits
 from cluster.api.connections import BoundedProtocol
 from tests.cluster.api.scripted import Server, serve, wait_until
@@ -266,6 +267,23 @@ def test_the_rest_of_a_refused_body_is_not_awaited_forever(server: Server) -> No
                 connection.sendall(b"{" * 100)
                 time.sleep(0.02)
         assert time.monotonic() - began_s < 3
+
+
+def test_a_connection_whose_refused_body_has_come_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_S", SHORT_S)
+    slow = b'{"prompt": "Hi", "max_tokens": 50}'
+    next_head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(slow)
+    with serve(lambda _: "word " * 300, step_s=0.02) as running:
+        for rest, answer_begins in ((b"{}", b""), (b"{}" + next_head + slow, b"HTTP/1.1 200")):
+            with connect(running) as connection:
+                connection.sendall(b"POST /none HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n")
+                refusal = b""
+                while not refusal.endswith(b"}"):
+                    refusal += connection.recv(65_536)
+                assert refusal.startswith(b"HTTP/1.1 404")
+                connection.sendall(rest)
+                answer = answer_of(connection)
+            assert answer[:12] == answer_begins and answer.endswith(b"}" * bool(answer))
 
 
 def test_many_requests_ahead_end_the_connection(server: Server) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 import cluster.serve.engine as engine_module
+from cluster import timeouts
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
 from cluster.ray_errors import NoAnswerError
 from cluster.serve.engine import EngineReplica
 from cluster.serve.health import DriverHealth
 from cluster.serve.replica import ApiReplica
+from configs.engine import EngineConfig
 from configs.serve import ServeConfig
 from scheduler.errors import EngineDeadError, EngineError, OverloadedError
 from scheduler.messages import EngineStats
@@ -234,3 +236,17 @@ def test_an_engine_waits_for_its_requests_also_while_its_driver_does_not_answer(
     replica._engine = SimpleNamespace(frontend=SimpleNamespace(stats=stats))
     asyncio.run(asyncio.wait_for(end(replica), 10))
     assert not list(unread)
+
+
+def test_an_api_to_which_no_engine_comes_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never() -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(timeouts, "CALL_TIMEOUT_S", 0.0)
+    config = ServeConfig(engine=EngineConfig(start_timeout_s=0.1))
+    replica: Any = SimpleNamespace()
+    setup: Any = SimpleNamespace()
+    engines: Any = SimpleNamespace(limits=SimpleNamespace(remote=never))
+    message = r"no engine came within 0\.1 s.* longer wait_for_nodes_s.* longer start_timeout_s"
+    with pytest.raises(EngineDeadError, match=message):
+        asyncio.run(ApiReplica._connect_to_engines(replica, config, setup, engines))

@@ -266,3 +266,23 @@ def test_who_ends_an_application_waits_as_long_as_its_requests_may_take(
         with pytest.raises(EngineError, match="has not ended within 305 s"):
             RunningApplication("eagleray").finish()
     assert deleted == [["eagleray"]] and limits == [300 + REPLICA_END_TIMEOUT_S]
+
+
+def test_a_signal_while_an_application_ends_ends_its_replicas_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: RunningApplication) -> bool:
+        raise KeyboardInterrupt
+
+    job, killed = run.ServeJob(config=ServeConfig(), host="::1", port=80), list[str]()
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr(run, "_adapt_to_running_serve", lambda job, owns_ray: job)
+    for name in ("_start", "_wait_until_listening", "_drain_watched"):
+        monkeypatch.setattr(run, name, lambda *_, **__: None)
+    monkeypatch.setattr(RunningApplication, "watch", lambda *_: None)
+    monkeypatch.setattr(RunningApplication, "end", interrupt)
+    monkeypatch.setattr(RunningApplication, "kill", lambda self: killed.append(self._name))
+    setup: Any = SimpleNamespace(expected_config=None)
+    with pytest.raises(KeyboardInterrupt):
+        run._serve(job, setup, run._SignalHandler(), 0.0, owns_ray=False)
+    assert killed == ["eagleray"]
