@@ -28,7 +28,7 @@ class Request:
     """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
     again.
 
-    The first token is sent at once, then `news_interval` tokens at a time; with 0 nothing is sent
+    The first token is sent at once, then `num_tokens_per_news` at a time; with 0 nothing is sent
     until the request ends, then all tokens at once. Meanwhile the engine loop sends everything held
     back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the driver
     got it, by its scheduler's clock; until then it says nothing. Only requests with the same
@@ -42,7 +42,7 @@ class Request:
     num_prompt_tokens: int
     sampling: ResolvedSampling
     cache_salt: str = ""
-    news_interval: int = 1
+    num_tokens_per_news: int = 1
     arrival_s: float = 0.0
     structural_tag: bytes = b""
 

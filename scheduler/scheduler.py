@@ -5,7 +5,7 @@ decodes.
     many tokens as it has not computed yet, until `max_num_batched_tokens` are planned. When a
     running sequence needs a block and none is free, the latest arrival is preempted: it gives back
     its blocks and slot and goes to the head of the waiting queue. Beside sequences that decode,
-    prompts get what `pace.py` allows. After two crashes in a row, suspects run alone
+    prompts get what `pace.py` allows. After two losses in a row, suspects run alone
     (`suspects.py`).
 
 A step is accounted for when it is submitted, not when its result is read, so the next one can be
@@ -364,7 +364,7 @@ class Scheduler:
         Tokens whose result was not read are forgotten; they will be sampled again. If the caches of
         the ranks are lost too, every sequence starts again, in order. Otherwise (`cache_survives`)
         those that ran keep their blocks and go on after the last step whose result was read
-        (`rollback.py`). After two crashes in a row, nothing is kept: suspects run alone, and what
+        (`rollback.py`). After two losses in a row, nothing is kept: suspects run alone, and what
         is in the cache might be to blame.
         """
         failed_sequences: list[Sequence] = []

@@ -62,7 +62,7 @@ class Sequence:
     num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
-    # Crashes it took part in since it last got a few tokens without one, or a single token; those
+    # Losses it took part in since it last got a few tokens without one, or a single token; those
     # of a suspect beside others apart.
     strikes: int = 0
     strikes_without_token: int = 0

@@ -119,8 +119,8 @@ def _admitted_rows(admitted_sequences: list[tuple[Sequence, int]]) -> AdmittedRo
 
 @dataclass(slots=True)
 class SubmittedStep:
-    """A step whose result is unread. `scored_sequences` are in the order of their rows. `has_mask`:
-    its `StepMask` was sent, or none is needed.
+    """A step whose result is unread. scored_sequences: those whose prompts get log probabilities in
+    it, in the order of their rows. has_mask: its `StepMask` was sent, or none is needed.
     """
 
     plan: StepPlan

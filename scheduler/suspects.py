@@ -1,15 +1,15 @@
-"""Which sequences may have crashed the ranks, and which must fail for it.
+"""Which sequences may have killed the ranks, and which must fail for it.
 
-A crash, as every loss of the ranks is called here, is a strike for the sequences that ran.
-`CLEARING_TOKENS` tokens without a crash clear a sequence. With two strikes it is a suspect: it runs
-alone until it is cleared, and begins when all steps of the one before it are read. Two more crashes
+A loss of the ranks, by a crash or otherwise, is a strike for the sequences that ran.
+`CLEARING_TOKENS` tokens without a loss clear a sequence. With two strikes it is a suspect: it runs
+alone until it is cleared, and begins when all steps of the one before it are read. Two more losses
 alone without a token convict it, so a request that kills a rank whenever it runs fails alone, after
-four crashes. If it gets tokens between its crashes (its prompt runs, its decodes kill), four more
+four losses. If it gets tokens between its losses (its prompt runs, its decodes kill), four more
 convict it: a rank that dies by chance hits a sequence again before its next few tokens far more
 often than before its next one. Whoever asks for the same, such as another output of the same
 request, is convicted with it.
 
-A suspect whose mask is late gives up its turn and then runs beside others. Crashes there may be
+A suspect whose mask is late gives up its turn and then runs beside others. Losses there may be
 theirs, so only those alone convict. After two beside others it keeps its turn: the others wait for
 its mask, unless that takes too long.
 """
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from scheduler.sequence import Sequence, SequenceStatus
 
 CLEARING_TOKENS = 4
-# Crashes in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
+# Losses in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
 MAX_STRIKES_BESIDE_OTHERS = 2  # of a suspect, until it keeps its turn
 # How often it is asked for, twice every 0.03 s, until it gives up that turn too: about a minute.
@@ -83,7 +83,7 @@ class Suspects:
 
     def pop_idle(self) -> Sequence | None:
         """Take away the first suspect if it waits for a mask: nobody waits for it, unless it has
-        been in two crashes beside others, and then not for ever. None if not.
+        been in two losses beside others, and then not for ever. None if not.
         """
         seq = self.first
         if seq is None or not seq.waits_for_mask:

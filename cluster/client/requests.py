@@ -87,9 +87,9 @@ class RequestBuilder:
         )
         seed = params.seed if params.seed is not None else self._random.randrange(SEED_LIMIT)
         if sink is not None:
-            news_interval = params.stream_interval or 1
+            num_tokens_per_news = params.stream_interval or 1
         else:
-            news_interval = int(bool(params.stop_strings()) or params.logprobs is not None)
+            num_tokens_per_news = int(bool(params.stop_strings()) or params.logprobs is not None)
         outputs: list[OutputFollower] = []
         resolved_params = params.resolve_all(seed=seed, eos_token_ids=self._model.eos_token_ids)
         first_request = Request(
@@ -98,7 +98,7 @@ class RequestBuilder:
             num_prompt_tokens=len(token_ids),
             sampling=resolved_params[0],
             cache_salt=rendered_prompt.cache_salt,
-            news_interval=news_interval,
+            num_tokens_per_news=num_tokens_per_news,
             structural_tag=structural_tag,
         )
         check_request(first_request, self.limits)

@@ -75,19 +75,20 @@ Command = Submit | Finish | RanksLost | RanksReplaced
 class _OpenRequest:
     """A request that runs or waits: whose it is, and which of its tokens the frontend has.
 
-    news_interval: see `Request`. unsent_logprobs: of the tokens after the first `num_sent_tokens`.
+    num_tokens_per_news: see `Request`. unsent_logprobs: of the tokens after the first
+    `num_sent_tokens`.
     """
 
     sequence: Sequence
     registration_number: int
-    news_interval: int
+    num_tokens_per_news: int
     num_sent_tokens: int
     unsent_logprobs: Logprobs = field(default_factory=list)
 
     def is_due(self, num_unsent_tokens: int) -> bool:
         """Whether so many tokens are enough to be sent before the last one is there."""
-        return self.news_interval > 0 and (
-            self.num_sent_tokens == 0 or num_unsent_tokens >= self.news_interval
+        return self.num_tokens_per_news > 0 and (
+            self.num_sent_tokens == 0 or num_unsent_tokens >= self.num_tokens_per_news
         )
 
     def take_unsent(self) -> News:
@@ -296,7 +297,7 @@ class StepLoop:
         if not self._open_requests:
             self._all_sent_at_s = time.monotonic()
         self._open_requests[request.request_id] = _OpenRequest(
-            seq, registration_number, request.news_interval, seq.num_output_tokens
+            seq, registration_number, request.num_tokens_per_news, seq.num_output_tokens
         )
 
     def _news(self, step_output: StepOutput) -> NewsByFrontend:

@@ -435,7 +435,7 @@ def test_without_a_sink_the_driver_may_wait_for_the_end(
 ) -> None:
     ask(params, sink=None)
     ask(params)
-    assert [request.news_interval for request in driver.requests] == [whole, streamed]
+    assert [request.num_tokens_per_news for request in driver.requests] == [whole, streamed]
 
 
 def test_an_output_without_a_sink_is_whole(ask: Ask, driver: FakeDriver) -> None:

@@ -184,7 +184,7 @@ def test_news_that_cannot_be_put_into_a_mailbox_ends_the_engine_with_an_error(
 
     async def main() -> dict[str, EaglerayError]:
         await driver.start()
-        whole = [replace(request(name), news_interval=0) for name in "ab"]
+        whole = [replace(request(name), num_tokens_per_news=0) for name in "ab"]
         await driver.submit("frontend", whole)  # the news of both comes with one step
         errors = await errors_of(driver, 2)
         with pytest.raises(EngineDeadError, match="a bug in the mailbox"):
@@ -238,7 +238,9 @@ def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_al
 
     async def main() -> tuple[list[int], dict[str, str]]:
         await driver.start()
-        numbers = [await driver.submit("frontend", [replace(request("old"), news_interval=0)])]
+        numbers = [
+            await driver.submit("frontend", [replace(request("old"), num_tokens_per_news=0)])
+        ]
         numbers.append(await driver.submit("frontend", []))
         forget(driver, numbers[0])
         numbers.append(await driver.submit("frontend", [request("new")]))
@@ -265,7 +267,7 @@ def test_a_jump_of_the_wall_clock_changes_neither_the_time_in_the_queue_nor_the_
         await driver.start()
         started_s, arrived_s = time.time(), time.time() + 7200
         monkeypatch.setattr(time, "time", lambda: arrived_s)
-        await driver.submit("frontend", [replace(request("a"), news_interval=0)])
+        await driver.submit("frontend", [replace(request("a"), num_tokens_per_news=0)])
         monkeypatch.setattr(time, "time", lambda: started_s)
         while not pickle.loads(await driver.poll("frontend", 0, LIMIT_S)).finish_reasons:
             pass
@@ -326,7 +328,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
 
     async def main() -> Deltas:
         await driver.start()
-        await driver.submit("frontend", [replace(request("a"), news_interval=0)])
+        await driver.submit("frontend", [replace(request("a"), num_tokens_per_news=0)])
         with pytest.raises(RequestError, match=f"request_id '{names[0]}' is in use"):
             await driver.submit("other", [request("new"), *map(request, names)])
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
@@ -360,7 +362,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
 
     async def main() -> Deltas:
         await driver.start()
-        both = [request("a"), replace(request("b"), news_interval=0)]
+        both = [request("a"), replace(request("b"), num_tokens_per_news=0)]
         await driver.submit("frontend", both)
         await driver.submit("frontend", both)  # while they run
         while sum(map(len, mailbox_of(driver, "frontend")._unsent_news)) < 2:
@@ -479,7 +481,9 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
     async def main() -> Deltas:
         await driver.start()
         streamed = request("streamed")
-        await driver.submit("frontend", [streamed, replace(request("whole"), news_interval=0)])
+        await driver.submit(
+            "frontend", [streamed, replace(request("whole"), num_tokens_per_news=0)]
+        )
         while not any("whole" in news for news in heard):
             await asyncio.sleep(0.01)
         deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))

@@ -134,7 +134,8 @@ def test_tokens_are_told_one_by_one_or_several_at_a_time(interval: int, counts: 
     expected, _ = generate([1, 2, 3], 3, request.sampling, limits.max_total_tokens)
     loop.post(
         Submit(
-            registration_number=1, requests=[dataclasses.replace(request, news_interval=interval)]
+            registration_number=1,
+            requests=[dataclasses.replace(request, num_tokens_per_news=interval)],
         )
     )
     for _ in range(20):
@@ -159,7 +160,7 @@ def test_whoever_waits_for_a_whole_output_has_all_but_the_last_two_seconds_of_it
     engine = Engine(Scheduler(limits), WithLogprobs(limits, loses=False))
     loop = StepLoop(engine, lambda news: told.append((now_s, news)), lambda error: None)
     request = make_request("a", [1, 2, 3], max_tokens=40)
-    whole = dataclasses.replace(request, news_interval=0)
+    whole = dataclasses.replace(request, num_tokens_per_news=0)
     loop.post(Submit(registration_number=1, requests=[whole]))
     for _ in range(60):
         now_s += 0.125
@@ -189,7 +190,7 @@ def test_tokens_of_a_request_that_does_not_run_are_not_held_back_longer_than_oth
     engine = Engine(Scheduler(limits), Executor(limits, loses=False), grammars=LateAfterTwo())
     loop = StepLoop(engine, told.append, lambda error: None)
     requests = [make_request(name, [1, 2, 3], max_tokens=40) for name in ("runs", "held")]
-    requests[1] = dataclasses.replace(requests[1], news_interval=100, structural_tag=b"g")
+    requests[1] = dataclasses.replace(requests[1], num_tokens_per_news=100, structural_tag=b"g")
     loop.post(Submit(registration_number=1, requests=requests))
     for _ in range(20):
         now_s += 0.125
@@ -305,7 +306,7 @@ def loop_whose_grammar_fails(*meanwhile: Command) -> tuple[StepLoop, list[NewsBy
 
     loop = StepLoop(Engine(Scheduler(limits), executor, grammars=FailsLater()), told.append, die)
     requests = [make_request(name, [1, 2, 3], max_tokens=9) for name in ("good", "bad")]
-    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad", news_interval=0)
+    requests[1] = dataclasses.replace(requests[1], structural_tag=b"bad", num_tokens_per_news=0)
     loop.post(Submit(registration_number=1, requests=requests))
     loop.run_once()
     loop.run_once()

@@ -105,7 +105,7 @@ class CheckpointsAreNotCounted(StepLoop):
         for frontend_news in news.values():
             for request_id, request_news in frontend_news.items():
                 request = self._open_requests.get(request_id)
-                if request is not None and request.news_interval != 1:
+                if request is not None and request.num_tokens_per_news != 1:
                     request_news.first_index = 0
         return news
 

@@ -465,7 +465,7 @@ class World:
             num_prompt_tokens=len(prompt),
             sampling=drawn.sampling,
             cache_salt=drawn.cache_salt,
-            news_interval=self.rng.choice((0, 1, 1, 3)),
+            num_tokens_per_news=self.rng.choice((0, 1, 1, 3)),
             structural_tag=drawn.structural_tag,
         )
         chunks: list[Chunk] = []
