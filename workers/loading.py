@@ -141,7 +141,10 @@ def adopt_model(
 
 def _pack(config: ResolvedConfig, model: Qwen3, progress: Progress) -> SharedMemfd | None:
     """Pack the weights of the model. Returns where they lie then, if spares can share them."""
-    if config.device != "cpu" or config.engine.spares == "off" or not has_memfds():
+    is_shared = config.device == "cpu" and config.engine.spares != "off"
+    if is_shared and not has_memfds():
+        logger.warning("spares cannot share the weights: this system has no memory files (memfd)")
+    if not is_shared or not has_memfds():
         model.pack(progress.count_packed)
         return None
     weights_file = WeightsFile("eagleray-weights", model.group, model.kernels)

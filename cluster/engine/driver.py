@@ -14,6 +14,7 @@ import gc
 import logging
 import pickle
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Sequence as Seq
@@ -236,7 +237,8 @@ class Driver:
         try:
             self._frontends.deliver(news)
         except Exception as error:
-            self._die(error)
+            if self._death is None:  # on another thread: this one must answer while ranks end
+                threading.Thread(target=self._die, args=(error,), daemon=True).start()
 
     def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""

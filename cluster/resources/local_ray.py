@@ -113,7 +113,7 @@ def check_local_ray_alive() -> None:
 def kill_local_ray() -> None:
     """Kill the processes of a local Ray of our own, but its head, which ends with this program."""
     node: Any = ray._private.worker._global_node
-    for name, process in node.live_processes():
+    for name, process in node.live_processes() if node is not None else ():
         if name == "raylet":
             _kill_with_descendants(process.pid)
 

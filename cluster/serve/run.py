@@ -7,6 +7,9 @@ SIGTERM, Ctrl-C or the end of the terminal does:
 while it starts               everything ends, once Ray has started
 the first time it serves      new requests get 503, running ones finish, then it ends
 a second time                 everything ends at once
+
+Once everything ends, more signals change nothing for `END_LIMIT_S`: they would interrupt Ray's end,
+and leave its processes. After that the next one does interrupt it.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ from scheduler.params import SamplingParams
 from workers.models.local import recheck_checkpoint
 
 DRAIN_GRACE_S = 5.0
+END_LIMIT_S = 10.0
 DRAIN_CHECK_PERIOD_S = 0.2
 LISTEN_TIMEOUT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -87,16 +91,18 @@ class _SignalHandler:
     """The effect of a signal: see the table at the top."""
 
     def __init__(self) -> None:
-        self.is_serving = self.has_interrupted = False
+        self.is_serving = False
         self.stop_event = threading.Event()
+        self.interrupted_at_s: float | None = None
 
     def handle(self, signal_number: int, _: FrameType | None) -> None:
-        if self.stop_event.is_set() or not self.is_serving:
-            self.has_interrupted = True
-            for number in _SIGNALS:  # an end that is interrupted would leave processes of Ray
-                signal.signal(number, signal.SIG_IGN)
+        if self.is_serving and not self.stop_event.is_set():
+            self.stop_event.set()
+            return
+        now_s = time.monotonic()
+        if self.interrupted_at_s is None or now_s - self.interrupted_at_s > END_LIMIT_S:
+            self.interrupted_at_s = now_s
             raise KeyboardInterrupt
-        self.stop_event.set()
 
 
 def _serve(
@@ -296,6 +302,6 @@ def _handled_signals() -> Iterator[_SignalHandler]:
     try:
         yield signal_handler
     finally:
-        if not signal_handler.has_interrupted:  # otherwise Ray ends at the exit of this program
+        if signal_handler.interrupted_at_s is None:  # otherwise Ray ends as this program exits
             for number, handler in previous_handlers.items():
                 signal.signal(number, handler)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -27,7 +30,8 @@ def token_cost() -> Iterator[subprocess.Popen[bytes]]:
         start_new_session=True,  # its processes are found by their session
     ) as program:
         yield program
-        program.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("token_cost")
