@@ -302,6 +302,7 @@ def _handled_signals() -> Iterator[_SignalHandler]:
     try:
         yield signal_handler
     finally:
-        if signal_handler.interrupted_at_s is None:  # otherwise Ray ends as this program exits
-            for number, handler in previous_handlers.items():
-                signal.signal(number, handler)
+        for number, handler in previous_handlers.items():
+            # Interrupted, this program exits now; in its last moments Python handles no signals.
+            is_interrupted = signal_handler.interrupted_at_s is not None
+            signal.signal(number, signal.SIG_IGN if is_interrupted else handler)
