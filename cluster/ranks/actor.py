@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
@@ -263,7 +264,8 @@ class RankActor:
         """
         try:
             if hasattr(os, "SCHED_IDLE"):
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                with suppress(OSError):  # a sandbox may not allow it
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
             self._import()
             assert self._worker is not None
             self._worker.warm_up_spare()

@@ -15,16 +15,15 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from cluster.error_kinds import kind_of, reason_of
+from cluster.error_kinds import reason_of
 from cluster.ranks.group import RankHandle, RankMaker, end_ranks
 from cluster.ray_errors import cause_of
-from scheduler.errors import EngineError
+from scheduler.errors import EngineError, WorkerError
 from workers.memory.inheritance import RankMemoryHandles
 
 # Spares are made when the engine has served for a moment: a program that generates once and ends
 # needs none. They warm up with the lowest priority, so they are made beside the work.
 SPARES_DELAY_S = 2.0
-RETRY_AFTER_S = 5.0  # if they could not be made
 SPARE_ANSWER_TIMEOUT_S = 1.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -42,28 +41,21 @@ class Spares:
         self._due_s = time.monotonic() + SPARES_DELAY_S
 
     def prepare(self, memories: Seq[RankMemoryHandles | None]) -> None:
-        """Make spares if they are due, and note those that are ready. `memories`: of the ranks."""
+        """Make spares if they are due, and note those that are ready. `memories`: of the ranks.
+        Raises what keeps spares from being made, such as a node that is missing, and `WorkerError`
+        if one cannot warm up.
+        """
         if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
-            try:
-                self._create(memories)
-            except Exception as error:  # such as a node that is missing
-                if not kind_of(error).is_transient:
-                    raise
-                reason = reason_of(error).split("\n")[0]
-                logger.warning("spares are made later: %s", reason)
-                self.delay(RETRY_AFTER_S)
+            self._create(memories)
         if warming_refs := list(self._warming_spares):
             ready_refs, _ = ray.wait(warming_refs, num_returns=len(warming_refs), timeout=0)
             for ref in ready_refs:
                 try:
                     self._warming_spares[ref].process = ray.get(ref)
-                    del self._warming_spares[ref]
                 except RayError as error:
                     reason = reason_of(cause_of(error)).split("\n")[0]
-                    logger.warning("a spare cannot be used: %s", reason)
-                    self.close()
-                    self.delay(RETRY_AFTER_S)
-                    return
+                    raise WorkerError(f"a spare cannot be used: {reason}") from error
+                del self._warming_spares[ref]
 
     def delay(self, seconds: float) -> None:
         """Make the next spares a while from now."""

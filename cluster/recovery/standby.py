@@ -22,7 +22,8 @@ from cluster.recovery.spares import SPARES_DELAY_S, Spares
 # its ranks may take to answer.
 START_LIMIT_S = 10.0
 ANSWER_LIMIT_S = 1.0
-# How long after a group was lost, or could not stand by, the next one is made: longer each time.
+# How long after a group was lost or could not stand by, or spares could not be made, the next ones
+# are made: longer each time.
 FIRST_DELAY_S, MAX_DELAY_S = 10.0, 320.0
 
 NO_SHARED_WEIGHTS_WARNING = (
@@ -64,8 +65,11 @@ class Standby:
                     self._forms_groups = False
                     logger.warning(NO_SHARED_WEIGHTS_WARNING)
                 self._spares.prepare(memories)
-                if self._forms_groups and self._spares.are_warm:
-                    self._stand_by(first_report)
+                if self._spares.are_warm:
+                    if self._forms_groups:
+                        self._stand_by(first_report)
+                    else:
+                        self._delay_s = FIRST_DELAY_S
             elif not self._is_starting and not self._await_start(0.0):
                 self._drop_group()
         except Exception as error:

@@ -5,6 +5,7 @@ becomes of a spare that cannot warm up.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -105,3 +106,31 @@ def test_whoever_waits_for_a_spare_that_cannot_be_imported_gets_an_error() -> No
             wait.result(60)
     finally:
         spare._ready_event.set()
+
+
+class WarmingSpare(RankActor):
+    """A spare without Ray, whose worker is imported at once."""
+
+    def __init__(self) -> None:
+        process: Any = object()
+        worker: Any = SimpleNamespace(warm_up_spare=lambda: None)
+        self._process, self._rank, self._worker = process, 1, worker
+        self._ready_event = threading.Event()
+
+    def _import(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS])
+def test_a_spare_warms_up_where_a_sandbox_forbids_the_lowest_priority(
+    monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def forbid(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "SCHED_IDLE", 5, raising=False)
+    monkeypatch.setattr(os, "sched_param", int, raising=False)
+    monkeypatch.setattr(os, "sched_setscheduler", forbid, raising=False)
+    spare = WarmingSpare()
+    spare._warm()
+    assert spare.wait_until_warm() is spare._process

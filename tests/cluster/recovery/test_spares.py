@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError
+from ray.exceptions import GetTimeoutError, RaySystemError
 
 from cluster.ranks.group import RankHandle
 from cluster.ray_errors import NoAnswerError
 from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import SPARE_ANSWER_TIMEOUT_S, Spares
+from scheduler.errors import WorkerError
 from workers.memory.inheritance import RankMemoryHandles
 
 MEMORIES = [RankMemoryHandles(weights_hash="a"), RankMemoryHandles(weights_hash="b")]
@@ -49,6 +50,10 @@ class FakeActor:
     def _wait_until_warm(self) -> FakeRef:
         self.warm_ref = FakeRef()
         return self.warm_ref
+
+    def fail(self, error: Exception) -> None:
+        assert self.warm_ref is not None
+        self.warm_ref.answer.set_exception(error)
 
     def note_warm(self) -> None:
         assert self.warm_ref is not None
@@ -126,6 +131,17 @@ def test_an_engine_without_spares_makes_none(world: World) -> None:
     spares.take()
     world.run(spares, until_s=100.0)
     assert world.made_s == []
+
+
+def test_a_spare_that_cannot_warm_up_is_an_error_that_says_why(world: World) -> None:
+    spares = spares_in(world)
+    world.run(spares, until_s=5.0)
+    world.actors[0].note_warm()
+    world.actors[1].fail(RaySystemError("no memory"))
+    with pytest.raises(WorkerError, match=r"a spare cannot be used: RaySystemError: .*no memory"):
+        spares.prepare(MEMORIES)
+    spares.close()
+    assert sorted(world.ended) == ["process 0", "process 1"]
 
 
 def test_a_spare_that_is_not_warm_soon_is_ended_by_its_process(world: World) -> None:

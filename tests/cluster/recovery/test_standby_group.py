@@ -39,14 +39,17 @@ class Group:
 
 
 class WarmSpares:
-    """Spares that are warm at once, unless they have been delayed."""
+    """Spares that are warm at once, unless they cannot be made, with the next of `failures`."""
+
+    failures: deque[Exception]
 
     def __init__(self, maker: Any, mode: str) -> None:
         self.delays_s: list[float] = []
         self.are_warm = True
 
     def prepare(self, memories: Any) -> None:
-        pass
+        if self.failures:
+            raise self.failures.popleft()
 
     def delay(self, seconds: float) -> None:
         self.delays_s.append(seconds)
@@ -68,7 +71,7 @@ class WarmSpares:
 def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
     monkeypatch.setattr(standby_module, "Spares", WarmSpares)
     monkeypatch.setattr(standby_module, "processes_on_this_node", lambda processes: {})
-    Group.failures = deque()
+    Group.failures, WarmSpares.failures = deque(), deque()
     maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
     made: Any = Group
     standby = Standby(maker, "warm", made)
@@ -126,6 +129,22 @@ def test_a_group_that_cannot_stand_by_harms_nobody_and_is_made_later_and_later(
     assert caplog.text.count("no group stands by") == 3
     prepare(standby, times=2)
     assert standby.take()[0] is not None
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, None], ids=["with groups", "without groups"])
+def test_spares_that_cannot_be_made_harm_nobody_and_are_made_later_and_later(
+    standby: Standby, weights: MemoryHandle | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once they are warm, the delays begin with the shortest again."""
+    for _ in range(2):
+        WarmSpares.failures = deque(
+            [WorkerError("a spare cannot be used: no libgomp"), WorkerError("no node"), OSError()]
+        )
+        prepare(standby, times=5, weights=weights)
+        standby.take()
+    delays_s = [FIRST_DELAY_S, 2 * FIRST_DELAY_S, 4 * FIRST_DELAY_S]
+    assert delays_of(standby) == delays_s * 2
+    assert caplog.text.count("no group stands by: a spare cannot be used: no libgomp") == 2
 
 
 def test_where_spares_cannot_share_the_weights_no_group_is_formed_and_the_log_says_so_once(

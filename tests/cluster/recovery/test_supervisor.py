@@ -13,9 +13,7 @@ from ray.exceptions import ActorDiedError, OutOfDiskError, RaySystemError
 
 from cluster.ranks.group import GroupReport
 from cluster.ray_errors import NoAnswerError
-from cluster.recovery import spares as spares_module
 from cluster.recovery import supervisor as supervisor_module
-from cluster.recovery.spares import Spares
 from cluster.recovery.states import RecoveryState
 from cluster.recovery.supervisor import Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
@@ -316,24 +314,3 @@ def test_what_could_not_be_ended_is_ended_when_the_engine_is_shut_down(
     assert "a process of the engine is left: processes [7] did not end" in caplog.text
     supervisor.stop()
     assert not world.alive
-
-
-def test_spares_that_cannot_be_made_now_are_made_later(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now_s, num_tries = 0.0, 0
-    monkeypatch.setattr(spares_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-
-    def places() -> list[Any]:
-        nonlocal num_tries
-        num_tries += 1
-        if num_tries < 3:
-            raise WorkerError("the placement group has bundles without a node")
-        return []
-
-    maker: Any = SimpleNamespace(placement=SimpleNamespace(places=places))
-    spares = Spares(maker, "warm")
-    for now_s in range(0, 100, 5):  # noqa: B007 (the clock)
-        spares.prepare([])
-    assert 3 <= num_tries < 20
-    assert "spares are made later: the placement group has bundles without a node" in caplog.text
