@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -25,6 +25,7 @@ from workers.memory.inheritance import RankMemoryHandles
 # needs none. They warm up with the lowest priority, so they are made beside the work.
 SPARES_DELAY_S = 2.0
 SPARE_ANSWER_TIMEOUT_S = 1.0
+SPARE_END_TIMEOUT_S = 1.0  # requests wait for it
 
 logger = logging.getLogger("eagleray.driver")
 
@@ -39,6 +40,7 @@ class Spares:
         # By the ref that is ready when the spare is.
         self._warming_spares: dict[Any, RankHandle] = {}
         self._due_s = time.monotonic() + SPARES_DELAY_S
+        self._end_executor = ThreadPoolExecutor(1, "end-spares")
 
     def prepare(self, memories: Seq[RankMemoryHandles | None]) -> None:
         """Make spares if they are due, and note those that are ready. `memories`: of the ranks.
@@ -89,9 +91,10 @@ class Spares:
         return spares
 
     def take(self) -> list[RankHandle | None]:
-        """The spares by rank, or None for one that is not warm soon or does not answer: its process
-        is dead then, and the memory that it held free. The next spares are made as soon as the
-        engine serves again: a rank that failed once may fail again.
+        """The spares by rank, or None for one that is not warm soon or does not answer, which is
+        killed: as far as its process is known and ends in time, the memory that it held is free.
+        The next spares are made as soon as the engine serves again: a rank that failed once may
+        fail again.
         """
         spares, self._spares = self._spares, []
         self._warming_spares = {}
@@ -106,10 +109,14 @@ class Spares:
                 ready_spares.append(spare)
             except RayError as error:
                 logger.warning("a spare does not answer: %s", str(error).split("\n")[0])
-        try:
-            end_ranks([spare for spare in spares if spare not in ready_spares])
-        except EngineError as error:
-            logger.warning("a spare does not end: %s", error)
+        if late_spares := [spare for spare in spares if spare not in ready_spares]:
+            end_call = self._end_executor.submit(end_ranks, late_spares, grace_s=0.0)
+            try:
+                end_call.result(SPARE_END_TIMEOUT_S)
+            except TimeoutError:
+                logger.warning("a spare has not ended within %g s", SPARE_END_TIMEOUT_S)
+            except EngineError as error:
+                logger.warning("a spare does not end: %s", error)
         return [spare if spare in ready_spares else None for spare in spares]
 
     def close(self) -> None:

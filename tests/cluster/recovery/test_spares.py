@@ -4,6 +4,7 @@ processes.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RaySystemError
 
 from cluster.ranks.group import RankHandle
+from cluster.ranks.processes import END_GRACE_S
 from cluster.ray_errors import NoAnswerError
 from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import SPARE_ANSWER_TIMEOUT_S, Spares
@@ -69,6 +71,7 @@ class World:
         self.placement = SimpleNamespace(places=lambda: [0, 1])
         self.actors: list[FakeActor] = []
         self.ended: list[Any] = []  # the processes of the spares that were ended
+        self.graces_s: list[float] = []
 
     def create(
         self, place: int, places_if_spare: list[int], inherited_memory: RankMemoryHandles | None
@@ -94,8 +97,9 @@ class World:
             raise GetTimeoutError
         return ref.answer.result()
 
-    def end_ranks(self, spares: list[RankHandle]) -> None:
+    def end_ranks(self, spares: list[RankHandle], grace_s: float = END_GRACE_S) -> None:
         self.ended += [spare.process for spare in spares]
+        self.graces_s.append(grace_s)
 
 
 @pytest.fixture
@@ -154,6 +158,7 @@ def test_a_spare_that_is_not_warm_soon_is_ended_by_its_process(world: World) -> 
     began_s = world.now_s
     assert spares.take() == [warm, None]
     assert world.ended == ["process 1"] and world.now_s - began_s <= SPARE_ANSWER_TIMEOUT_S
+    assert world.graces_s == [0.0], "requests wait"
     assert spares.take() == []
 
 
@@ -172,7 +177,7 @@ def test_a_spare_that_does_not_answer_is_ended(world: World) -> None:
 def test_a_spare_that_does_not_even_end_keeps_no_ranks_from_starting(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Any) -> None:
+    def fail(_: Any, grace_s: float) -> None:
         raise NoAnswerError("processes [7] did not end within 10 s of SIGKILL")
 
     monkeypatch.setattr(spares_module, "end_ranks", fail)
@@ -180,3 +185,25 @@ def test_a_spare_that_does_not_even_end_keeps_no_ranks_from_starting(
     world.run(spares, until_s=5.0)
     assert spares.take() == [None, None]
     assert "a spare does not end: processes [7] did not end" in caplog.text
+
+
+def test_a_spare_that_ends_late_is_not_waited_for(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_ended = threading.Event()
+    has_begun = threading.Event()
+
+    def end_late(_: Any, grace_s: float) -> None:
+        has_begun.set()
+        has_ended.wait(60.0)
+
+    monkeypatch.setattr(spares_module, "end_ranks", end_late)
+    monkeypatch.setattr(spares_module, "SPARE_END_TIMEOUT_S", 0.01)
+    spares = spares_in(world)
+    world.run(spares, until_s=5.0)
+    try:
+        assert spares.take() == [None, None]
+        assert has_begun.wait(60.0) and not has_ended.is_set()
+        assert "a spare has not ended within 0.01 s" in caplog.text
+    finally:
+        has_ended.set()
