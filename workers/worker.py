@@ -102,6 +102,11 @@ class Worker:
                 self._inherited_memory, weights, self.config, self._group, kernels
             )
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether `start` need not load weights: those of the rank are mapped."""
+        return self._loaded_model is not None
+
     def start(
         self,
         address: Address | None,

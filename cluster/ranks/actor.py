@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.error_kinds import reason_of
 from cluster.log import log_to_stderr
 from cluster.ranks.causes import enable_crash_report
 from cluster.ranks.cores import CoreClaim, CoreShare, pin_to_cores, usable_cores
@@ -76,6 +77,7 @@ class RankActor:
         # them while it warms up.
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
+        self._warm_error: Exception | None = None  # of a spare that cannot warm up
         self._claim: CoreClaim | None = None  # from the start on
         self._is_standby = False
         self._ready_event = threading.Event()
@@ -94,8 +96,11 @@ class RankActor:
         return self._process, self._gpus
 
     def wait_until_warm(self) -> ProcessId:
-        """Returns when a spare could take over at once."""
-        self._wait_for_worker()
+        """Returns when a spare could take over at once. Raises `WorkerError` if it never can."""
+        self._ready_event.wait()
+        if self._warm_error is not None:
+            reason = reason_of(self._warm_error)
+            raise WorkerError(f"a spare of rank {self._rank} cannot warm up: {reason}")
         return self._process
 
     def open_rendezvous(self, is_single_node: bool) -> tuple[str, int]:
@@ -116,9 +121,15 @@ class RankActor:
         """Connect to the other ranks and load the weights. The ranks of a node share its cores.
         `gpus`: those of the ranks on this node, in order. Each rank sees all of these, so that the
         ranks can reach each other's memory, and no GPU of another engine. `num_kv_blocks`: see
-        `Worker.start`. One that `is_standby` uses one thread and claims no cores until `take_over`.
+        `Worker.start`. One that `is_standby` uses one thread and claims no cores until `take_over`;
+        it raises `WorkerError` if it would have to load weights that another process holds.
         """
         worker = self._wait_for_worker()
+        if is_standby and not worker.has_weights:
+            raise WorkerError(
+                f"rank {self._rank} stands by without the weights of the rank that serves, and"
+                " would hold them a second time: its log says why they cannot be shared"
+            )
         show_gpus(gpus)
         self._claim = CoreClaim(
             engine=f"{rendezvous_address[0]}:{rendezvous_address[1]} on {place.node_id}",
@@ -269,6 +280,9 @@ class RankActor:
             self._import()
             assert self._worker is not None
             self._worker.warm_up_spare()
+        except Exception as error:
+            self._warm_error = error
+            raise
         finally:
             self._ready_event.set()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -89,7 +90,7 @@ class UnimportableSpare(RankActor):
     """A spare without Ray, whose worker cannot be imported."""
 
     def __init__(self) -> None:
-        self._rank, self._worker = 1, None
+        self._rank, self._worker, self._warm_error = 1, None, None
         self._ready_event = threading.Event()
 
     def _import(self) -> None:
@@ -102,7 +103,7 @@ def test_whoever_waits_for_a_spare_that_cannot_be_imported_gets_an_error() -> No
     assert isinstance(warm.exception(60), ImportError)
     wait = ThreadPoolExecutor(1).submit(spare.wait_until_warm)
     try:
-        with pytest.raises(WorkerError, match="a spare of rank 1 has no worker"):
+        with pytest.raises(WorkerError, match=r"spare of rank 1 cannot warm up: ImportError: libg"):
             wait.result(60)
     finally:
         spare._ready_event.set()
@@ -111,10 +112,10 @@ def test_whoever_waits_for_a_spare_that_cannot_be_imported_gets_an_error() -> No
 class WarmingSpare(RankActor):
     """A spare without Ray, whose worker is imported at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, warm_up_spare: Callable[[], None] = lambda: None) -> None:
         process: Any = object()
-        worker: Any = SimpleNamespace(warm_up_spare=lambda: None)
-        self._process, self._rank, self._worker = process, 1, worker
+        worker: Any = SimpleNamespace(warm_up_spare=warm_up_spare, has_weights=False)
+        self._process, self._rank, self._worker, self._warm_error = process, 1, worker, None
         self._ready_event = threading.Event()
 
     def _import(self) -> None:
@@ -134,3 +135,25 @@ def test_a_spare_warms_up_where_a_sandbox_forbids_the_lowest_priority(
     spare = WarmingSpare()
     spare._warm()
     assert spare.wait_until_warm() is spare._process
+
+
+def test_a_spare_whose_worker_cannot_warm_up_never_counts_as_warm() -> None:
+    """It would load the weights a second time."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    spare = WarmingSpare(fail)
+    warm = ThreadPoolExecutor(1).submit(spare._warm)
+    assert isinstance(warm.exception(60), OSError)
+    with pytest.raises(WorkerError, match=r"a spare of rank 1 cannot warm up: OSError: .*allocate"):
+        spare.wait_until_warm()
+
+
+def test_a_rank_that_stands_by_loads_no_weights_of_its_own() -> None:
+    """Such as where the memory of the rank that serves could not be opened."""
+    spare = WarmingSpare()
+    spare._ready_event.set()
+    place: Any = None
+    with pytest.raises(WorkerError, match="rank 1 stands by without the weights of the rank"):
+        spare.start(("127.0.0.1", 1), place, 1, [], 4, is_standby=True)
