@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -301,6 +302,17 @@ def test_an_engine_that_has_stopped_for_good_keeps_no_processes_until_it_is_shut
     assert not world.alive and world.num_standby_closes == 1
     supervisor.stop()
     assert world.num_standby_closes == 1, "they are ended once"
+
+
+def test_the_thread_of_an_engine_that_dies_ends_ranks_and_spares_by_itself(world: World) -> None:
+    supervisor = serving(world)
+    supervisor._thread = threading.Thread(target=supervisor._run, daemon=True)
+    world.start_failures = deque([ClientError("the checkpoint has changed")])
+    supervisor.note_failed_step(0, "rank 1 died")
+    supervisor._thread.start()
+    supervisor._thread.join(60.0)
+    assert not supervisor._thread.is_alive() and len(world.dead) == 1
+    assert not world.alive and world.num_standby_closes == 1
 
 
 def test_what_could_not_be_ended_is_ended_when_the_engine_is_shut_down(
