@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from weakref import WeakSet
 
-from cluster.grammar.helper import Child, Helper, HelperError, HelperLostError, HelperTimeoutError
+from cluster.grammar.helper import (
+    Child,
+    Helper,
+    HelperError,
+    HelperLostError,
+    HelperStarvedError,
+    HelperTimeoutError,
+)
 from scheduler.errors import EaglerayError, RequestError, RequestFailedError
 from scheduler.sequence import Sequence
 
@@ -135,7 +142,8 @@ class Follower:
 
     def _serve(self, batch: list[FollowedSequence]) -> None:
         """Answer for each sequence. One that loses its child is asked for again with another one;
-        one whose time is up fails, and so does one that loses its child again.
+        one whose time is up fails, and so does one that loses its child again. All fail where the
+        grammar cannot be loaded in time.
         """
         while batch:
             num_answered_seqs = 0
@@ -163,7 +171,8 @@ class Follower:
                 self._drop_child()  # it is not known how far it got
                 self._fail(batch[num_answered_seqs:], str(error))
                 return
-            batch = batch[num_answered_seqs:]
+            with self._lock:
+                batch = [f for f in batch[num_answered_seqs:] if not f.has_ended]
 
     def _masks(self, batch: list[FollowedSequence]) -> Iterator[tuple[bytes | str | None, float]]:
         """The child's answers, in order."""
@@ -197,6 +206,8 @@ class Follower:
                 self._child.call(LOAD_LIMIT_S, "load", self.structural_tag)
             except HelperTimeoutError:
                 raise HelperError(f"it takes longer than {LOAD_LIMIT_S:g} s to load") from None
+            except HelperStarvedError as error:
+                raise HelperError(f"it cannot be loaded: {error}") from None
         return self._child
 
     def _drop_child(self) -> None:

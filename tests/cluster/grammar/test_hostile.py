@@ -302,15 +302,17 @@ class ScriptedHelper:
 
 
 class SilentHelper(ScriptedHelper):
-    """Forks children that never answer, and take no time of a processor."""
+    """Forks children that say nothing after given bytes, and take no time of a processor."""
 
     def _serve(self, end: socket.socket, answer: bytes) -> None:
         with end:
+            end.sendall(answer)
             while end.recv(1 << 16):
                 pass
 
 
-ANSWER = framed((True, None)) + framed((True, (b"mask", 0.0)))
+LOADED = framed((True, None))
+ANSWER = LOADED + framed((True, (b"mask", 0.0)))
 
 
 def first_mask(helper: Any) -> Any:
@@ -334,10 +336,40 @@ def test_a_child_that_dies_at_any_byte_of_its_answers_is_replaced_once(length: i
 
 
 def test_a_child_that_gets_no_processor_is_replaced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(follower_module, "LOAD_LIMIT_S", 0.2)
-    answer = first_mask(SilentHelper(b"", b"", b""))
+    monkeypatch.setattr(follower_module, "MASK_LIMIT_S", 0.2)
+    answer = first_mask(SilentHelper(LOADED, LOADED, LOADED))
     assert isinstance(answer, RequestFailedError)
     assert "2 times, its process got less than 0.2 s of a processor in 1.2 s" in str(answer)
+
+
+def test_a_grammar_that_gets_no_processor_to_load_is_given_up_for_all_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower_module, "LOAD_LIMIT_S", 0.2)
+    matching: Any = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    matching._helper = SilentHelper(b"", b"")
+    answers = matching.masks([followed(b"grammar", name) for name in "ab"], WAIT_S)
+    for name, answer in zip("ab", answers, strict=True):
+        assert isinstance(answer, RequestFailedError)
+        assert f"no mask for request {name}: it cannot be loaded: its process" in str(answer)
+    assert len(matching._helper.answers) == 1, "one child"
+    for name in "ab":
+        matching.forget(name)
+
+
+def test_no_child_is_forked_again_for_sequences_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follower_module, "MASK_LIMIT_S", 0.2)
+    matching: Any = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
+    matching._helper = SilentHelper(LOADED, LOADED)
+    assert matching.masks([followed(b"grammar", name) for name in "ab"], 0.1) == [MASK_LATE] * 2
+    thread = matching._followers[b"grammar"]._thread
+    for name in "ab":
+        matching.forget(name)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+    assert len(matching._helper.answers) == 1, "one child"
 
 
 def test_a_grammar_whose_compiler_gets_no_processor_is_not_refused(
