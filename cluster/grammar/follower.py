@@ -69,7 +69,8 @@ class Follower:
         """A thread that holds the lock calls `on_answers` with sequences that have answers."""
         self.structural_tag = structural_tag
         self.num_followed_seqs = 0
-        self.is_quick = False  # loaded, every mask came quickly, and so would those of a step
+        self.has_quick_masks = False  # loaded, and every mask came quickly
+        self.is_quick = False  # and so would those of a step
         self._helper = helper
         self._lock = lock
         self._on_answers = on_answers
@@ -123,8 +124,8 @@ class Follower:
                 self._fail(unanswered_seqs, f"{type(error).__name__}: {error}")
             with self._lock:
                 all_masks_s = self._batch_cpu_s / len(batch) * self.num_followed_seqs
-                is_quick = self._child is not None and not self._was_slow
-                self.is_quick = is_quick and all_masks_s <= QUICK_BATCH_S
+                self.has_quick_masks = self._child is not None and not self._was_slow
+                self.is_quick = self.has_quick_masks and all_masks_s <= QUICK_BATCH_S
                 self._on_answers(batch)
             del batch  # so that nothing keeps sequences that end until there is another one
         self._drop_child()

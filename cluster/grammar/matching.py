@@ -42,7 +42,8 @@ class GrammarMatching:
                 self._unanswered_seqs = {f for f in followed_seqs if not _is_answered(f)}
                 self._all_answered_condition.wait_for(lambda: not self._unanswered_seqs, limit_s)
                 for followed_seq in self._unanswered_seqs:
-                    followed_seq.follower.is_quick = False  # until it has caught up
+                    follower = followed_seq.follower
+                    follower.has_quick_masks = follower.is_quick = False  # until it has caught up
                 self._unanswered_seqs.clear()
             return [f.mask_answer if _is_answered(f) else MASK_LATE for f in followed_seqs]
 
@@ -61,7 +62,7 @@ class GrammarMatching:
             follower.forget(followed_seq)
             if follower.num_followed_seqs == 0:
                 self._idle_followers[structural_tag] = self._followers.pop(structural_tag)
-                if not follower.is_quick:
+                if not follower.has_quick_masks:
                     self._idle_followers.pop(structural_tag).close()
                 elif len(self._idle_followers) > MAX_IDLE_FOLLOWERS:
                     self._idle_followers.popitem(last=False)[1].close()

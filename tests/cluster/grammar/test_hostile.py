@@ -224,6 +224,17 @@ def test_an_idle_follower_keeps_no_sequence(stubbed: GrammarMatching) -> None:
         time.sleep(0.01)
 
 
+def test_a_loaded_child_is_kept_after_masks_that_are_quick_alone_and_slow_together(
+    stubbed: GrammarMatching,
+) -> None:
+    same = [followed(b"0.0005", str(number)) for number in range(50)]
+    assert stubbed.masks(same, WAIT_S) == [None] * 50
+    assert not stubbed.is_quick(same[0])
+    for seq in same:
+        stubbed.forget(seq.request_id)
+    assert [*stubbed._idle_followers] == [b"0.0005"]
+
+
 @pytest.mark.parametrize(
     ("limit", "value", "structural_tag"),
     [("MASK_LIMIT_S", 0.1, b"8"), ("ALL_MASKS_LIMIT_S", 0.1, b"0.09")],
