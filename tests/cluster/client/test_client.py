@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.client.client import NUM_SENDERS, Client
+from cluster.client.client import NUM_GRAMMAR_SENDERS, NUM_SENDERS, Client
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.grammar.compiler import MAX_SLOW_COMPILES, NewGrammarError
 from scheduler.params import SamplingParams, StructuredOutputs
@@ -208,6 +208,37 @@ def test_requests_with_known_grammars_do_not_wait_while_others_are_compiled() ->
         finally:
             goes_on.set()
         await asyncio.gather(*new)
+        assert len(notes.submitted) == 21
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_requests_without_grammars_do_not_wait_while_schemas_are_rewritten() -> None:
+    notes: Any = Notes()
+    goes_on, rewriting = threading.Event(), list[str]()
+    build = notes.build
+
+    def rewrite_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
+        if prompt == "hostile":
+            rewriting.append(prompt)
+            assert goes_on.wait(20)
+        made: Generation = build(prompt, *rest)
+        return made
+
+    notes.build = rewrite_and_build
+    params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+
+    async def main() -> None:
+        client = Client(notes, notes)
+        hostile = [asyncio.create_task(client.submit_async("hostile", params)) for _ in range(20)]
+        while len(rewriting) < NUM_GRAMMAR_SENDERS:
+            await asyncio.sleep(0.01)
+        try:
+            await asyncio.wait_for(client.submit_async("plain"), 2)
+            assert len(notes.submitted) == 1
+        finally:
+            goes_on.set()
+        await asyncio.gather(*hostile)
         assert len(notes.submitted) == 21
 
     asyncio.run(asyncio.wait_for(main(), 20))
