@@ -143,6 +143,8 @@ class Merger:
 
     def are_disjoint(self, first: Any, second: Any, depth: int = 0) -> bool:
         """Whether no value fits both; False where that is not certain."""
+        if self._num_compared_values > _MAX_COMPARED_VALUES:
+            return False
         try:
             first, second = self._resolved(first), self._resolved(second)
         except CannotMergeError:

@@ -448,6 +448,18 @@ def shared_at_each_level(depth: int) -> Any:
             compared_many_times(80, 2, {"enum": [*range(12_000)]}),
             "json.oneOf: more than one alternative may fit",
         ),
+        (
+            {
+                "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+                "$defs": {
+                    name: with_properties(1000, {"$ref": "#/$defs/values"})
+                    | {"required": [f"{number:04}" for number in range(1000)]}
+                    for name in "ab"
+                }
+                | {"values": {"enum": NAMES}},
+            },
+            "json.oneOf: more than one alternative may fit",
+        ),
         ({"$id": "http://h/" + "a/" * 15_000} | MANY_IDS, "at most 1024 characters"),
         ({"type": "object"} | {f"k{i}": 1 for i in range(8000)}, "json.k0: this keyword"),
     ],
