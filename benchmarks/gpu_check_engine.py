@@ -122,7 +122,7 @@ def open_engine(
             fill(piece)
 
     with (
-        mock.patch("workers.loading.local_checkpoint", lambda _: Path(asked.model)),
+        mock.patch("workers.loading.local_checkpoint", lambda *_: Path(asked.model)),
         mock.patch("workers.loading.load_weights", fill_all),
         mock.patch("workers.loading.held_dtype", lambda model_dir, model, dtype, *_: dtype),
     ):

@@ -14,7 +14,7 @@ from configs.paths import SOURCE_ROOT
 from configs.serve import ServeConfig
 
 CLUSTERS = SOURCE_ROOT / "configs" / "clusters"
-MAX_SHIPPED_BYTES = 2 * 2**20
+MAX_SHIPPED_BYTES = 5 * 2**19
 
 
 def load(name: str) -> dict[str, Any]:
