@@ -90,7 +90,8 @@ class Merger:
             resolved = self._resolved(part, select_keywords)
             if resolved is False:
                 return False
-            self._count_keywords([resolved])
+            if resolved is not part:
+                self._count_keywords([resolved])
             if resolved is not True and _merge_into(result, select_keywords(resolved)) is False:
                 return False
         return result

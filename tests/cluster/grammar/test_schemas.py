@@ -364,6 +364,15 @@ def test_what_would_be_merged_without_end_is_refused() -> None:
     assert loosened_schema(schema, "json")[1]
 
 
+def test_what_is_merged_counts_once() -> None:
+    values = [str(number) for number in range(4_900)]
+    schema = {"allOf": [{"enum": values}, {"type": "string"}]}
+    assert honored_schema(schema, "json") == {"enum": values, "type": "string"}
+    schema["allOf"].append({"enum": values[:200]})
+    with pytest.raises(RequestError, match="more than 5000 keywords"):
+        honored_schema(schema, "json")
+
+
 @pytest.mark.parametrize(
     ("pattern", "name"), [("^x-", "x"), ("^x-[a-z]*$", "y"), ("^[0-9]+$", "a1"), (r"^\d+\.", "a")]
 )
