@@ -73,7 +73,7 @@ class GrammarCompiler:
                     and self._compiles(structural_tag, QUICK_COMPILE_S)
                 ):
                     return encoded_tag
-        self._enter_slow_queue()
+        self._enter_slow_queue(encoded_tag)
         try:
             with self._slow_compile_lock:
                 if self._is_known_possible(encoded_tag) or self._compiles(
@@ -146,13 +146,17 @@ class GrammarCompiler:
                 f"structured_outputs: no grammar can be compiled here: {error}"
             ) from None
 
-    def _enter_slow_queue(self) -> None:
+    def _enter_slow_queue(self, encoded_tag: bytes) -> None:
         with self._lock:
             if self._num_slow_compiles >= MAX_SLOW_COMPILES:
+                if self._is_known_slow(encoded_tag):
+                    own_text = "so would this one"
+                else:
+                    own_text = "the machine is too busy to see whether this one would"
                 raise OverloadedError(
                     f"structured_outputs: {self._num_slow_compiles} other grammars that take longer"
-                    f" than {QUICK_COMPILE_S:g} s are being compiled, and so would this one; try"
-                    " again later, or simplify it"
+                    f" than {QUICK_COMPILE_S:g} s are being compiled, and {own_text}; try again"
+                    " later, or simplify it"
                 )
             self._num_slow_compiles += 1
 

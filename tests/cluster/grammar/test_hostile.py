@@ -389,11 +389,14 @@ def test_a_grammar_whose_compiler_gets_no_processor_is_not_refused(
     monkeypatch.setattr(compiler_module, "QUICK_COMPILE_S", 0.1)
     monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.2)
     compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
-    helper = SilentHelper(b"", b"")
+    helper = SilentHelper(b"", b"", b"")
     monkeypatch.setattr(compiler._helper, "fork", helper.fork)
     with pytest.raises(OverloadedError, match="cannot be compiled now: its process got less than"):
         compiler.check("starved")
-    assert helper.ended == 2 and not compiler._refusals and not compiler._slow_digests
+    compiler._num_slow_compiles = MAX_SLOW_COMPILES
+    with pytest.raises(OverloadedError, match="too busy to see whether this one would; try again"):
+        compiler.check("starved")
+    assert helper.ended == 3 and not compiler._refusals and not compiler._slow_digests
 
 
 @pytest.mark.parametrize(
@@ -827,7 +830,7 @@ def test_a_grammar_that_was_slow_does_not_hold_up_the_quick_ones_again(
     forks = count_forks(compiler, monkeypatch, lambda memory_bytes: StubCompiling())
     compiler._num_slow_compiles = MAX_SLOW_COMPILES
     for _ in range(3):
-        with pytest.raises(OverloadedError, match="try again later"):
+        with pytest.raises(OverloadedError, match="so would this one; try again later"):
             compiler.check("slow")
     assert len(forks) == 1
     compiler._num_slow_compiles = 0
