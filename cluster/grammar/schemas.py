@@ -134,8 +134,9 @@ class _Rewriter:
         self._num_parts += 1 + merging.num_listed_values(schema)
         if self._num_parts > _MAX_PARTS:
             raise patterns.refusal(
-                f"{self._path} becomes more than {_MAX_PARTS} parts where references have other"
-                " keywords beside them; simplify it"
+                f"{self._path} becomes more than {_MAX_PARTS} parts, listed values and text"
+                f" together, of which {_CHARACTERS_PER_PART} characters count as a part; simplify"
+                " it, above all references with other keywords beside them"
             )
         if _has_type_alone(schema):
             return {"type": schema["type"]}

@@ -422,7 +422,7 @@ def compared_many_times(count: int, depth: int, other: Any) -> Any:
 NAMES = [f"{number:x}" for number in range(11_000)]
 MANY_IDS = {"$defs": {f"k{number}": {"$id": "b"} for number in range(3_000)}}
 LONG = "a[bc]d(e|f)" * 700
-PARTS = "json becomes more than 20000 parts"
+PARTS = "json becomes more than 20000 parts, listed values and text together"
 
 
 def shared_at_each_level(depth: int) -> Any:
@@ -465,7 +465,7 @@ def shared_at_each_level(depth: int) -> Any:
                     | {"required": [f"{number:04}" for number in range(1000)]}
                     for name in "ab"
                 }
-                | {"values": {"enum": NAMES}},
+                | {"values": {"type": "string", "enum": NAMES}},
             },
             "json.oneOf: more than one alternative may fit",
         ),
