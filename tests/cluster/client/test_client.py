@@ -180,65 +180,49 @@ def test_a_request_whose_client_leaves_while_it_is_sent_is_sent_no_longer() -> N
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_requests_with_known_grammars_do_not_wait_while_others_are_compiled() -> None:
+CONSTRAINED = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+
+
+def check_that_another_is_submitted(
+    num_held: int, other: SamplingParams | None, *, in_second_attempt: bool
+) -> None:
+    """Of 20 requests with grammars, `num_held` take long to be built, in the first attempt or in
+    the second one, which compiles. Another one must not wait for them.
+    """
     notes: Any = Notes()
-    goes_on, compiled = threading.Event(), list[str]()
+    goes_on, held = threading.Event(), list[str]()
     build = notes.build
 
-    def compile_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
-        if prompt == "new":
-            if not compiles:
+    def hold_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
+        if prompt == "slow":
+            if in_second_attempt and not compiles:
                 raise NewGrammarError
-            compiled.append(prompt)
+            held.append(prompt)
             assert goes_on.wait(20)
         made: Generation = build(prompt, *rest)
         return made
 
-    notes.build = compile_and_build
-    params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
+    notes.build = hold_and_build
 
     async def main() -> None:
         client = Client(notes, notes)
-        new = [asyncio.create_task(client.submit_async("new", params)) for _ in range(20)]
-        while len(compiled) < 2 * MAX_SLOW_COMPILES:
+        slow = [asyncio.create_task(client.submit_async("slow", CONSTRAINED)) for _ in range(20)]
+        while len(held) < num_held:
             await asyncio.sleep(0.01)
         try:
-            await asyncio.wait_for(client.submit_async("known", params), 2)
+            await asyncio.wait_for(client.submit_async("other", other), 2)
             assert len(notes.submitted) == 1
         finally:
             goes_on.set()
-        await asyncio.gather(*new)
+        await asyncio.gather(*slow)
         assert len(notes.submitted) == 21
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_requests_with_known_grammars_do_not_wait_while_others_are_compiled() -> None:
+    check_that_another_is_submitted(2 * MAX_SLOW_COMPILES, CONSTRAINED, in_second_attempt=True)
 
 
 def test_requests_without_grammars_do_not_wait_while_schemas_are_rewritten() -> None:
-    notes: Any = Notes()
-    goes_on, rewriting = threading.Event(), list[str]()
-    build = notes.build
-
-    def rewrite_and_build(prompt: Any, *rest: Any, compiles: bool) -> Generation:
-        if prompt == "hostile":
-            rewriting.append(prompt)
-            assert goes_on.wait(20)
-        made: Generation = build(prompt, *rest)
-        return made
-
-    notes.build = rewrite_and_build
-    params = SamplingParams(structured_outputs=StructuredOutputs(choice=["a"]))
-
-    async def main() -> None:
-        client = Client(notes, notes)
-        hostile = [asyncio.create_task(client.submit_async("hostile", params)) for _ in range(20)]
-        while len(rewriting) < NUM_GRAMMAR_SENDERS:
-            await asyncio.sleep(0.01)
-        try:
-            await asyncio.wait_for(client.submit_async("plain"), 2)
-            assert len(notes.submitted) == 1
-        finally:
-            goes_on.set()
-        await asyncio.gather(*hostile)
-        assert len(notes.submitted) == 21
-
-    asyncio.run(asyncio.wait_for(main(), 20))
+    check_that_another_is_submitted(NUM_GRAMMAR_SENDERS, None, in_second_attempt=False)

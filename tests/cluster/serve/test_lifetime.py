@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -286,3 +288,21 @@ def test_a_signal_while_an_application_ends_ends_its_replicas_at_once(
     with pytest.raises(KeyboardInterrupt):
         run._serve(job, setup, run._SignalHandler(), 0.0, owns_ray=False)
     assert killed == ["eagleray"]
+
+
+def test_signals_do_not_interrupt_the_end_until_it_has_taken_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    handler = run._SignalHandler()
+    handler.is_serving = True
+    handler.handle(signal.SIGTERM, None)
+    assert handler.stop_event.is_set(), "the first one ends what runs"
+    with pytest.raises(KeyboardInterrupt):
+        handler.handle(signal.SIGTERM, None)
+    handler.handle(signal.SIGINT, None)
+    now_s += run.END_LIMIT_S + 1
+    with pytest.raises(KeyboardInterrupt):
+        handler.handle(signal.SIGINT, None)
+    handler.handle(signal.SIGINT, None)
