@@ -80,11 +80,12 @@ class GrammarCompiler:
                     structural_tag, COMPILE_TIMEOUT_S
                 ):
                     return encoded_tag
+                # With the lock, so that those who wait for it with the same grammar learn of it.
+                reason = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
+                raise self._remember_refusal(encoded_tag, reason)
         finally:
             with self._lock:
                 self._num_slow_compiles -= 1
-        reason = f"compiling it takes longer than {COMPILE_TIMEOUT_S:g} s; simplify it"
-        raise self._remember_refusal(encoded_tag, reason)
 
     def close(self) -> None:
         """End the helper."""

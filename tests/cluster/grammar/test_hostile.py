@@ -41,7 +41,7 @@ from cluster.grammar.process import ForkServer
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
 from scheduler.engine import MASK_LATE, Engine
-from scheduler.errors import OverloadedError, RequestError, RequestFailedError
+from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 from scheduler.messages import Request
 from scheduler.params import StructuredOutputs
 from scheduler.scheduler import Scheduler
@@ -856,6 +856,13 @@ def test_the_same_grammar_sent_many_times_is_compiled_once(
     monkeypatch.setattr(compiler_module, "COMPILE_TIMEOUT_S", 0.6)
     compiler = GrammarCompiler(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     forks = count_forks(compiler, monkeypatch, lambda memory_bytes: StubCompiling())
+    remember_refusal = compiler._remember_refusal
+
+    def remember_later(encoded_tag: bytes, reason: str) -> EaglerayError:
+        time.sleep(0.1)
+        return remember_refusal(encoded_tag, reason)
+
+    monkeypatch.setattr(compiler, "_remember_refusal", remember_later)
     threads, results = in_threads(compiler, ["slow"] * 3 + ["quick"] * 5)
     for thread in threads:
         thread.join(60)
