@@ -39,6 +39,7 @@ class Capabilities:
     quantizations: formats of weights it computes with, besides the dtypes.
     weight_dtypes: what weights may be held in while it computes in float32, besides float32.
     kv_cache_dtypes: what its KV cache may hold, besides numbers of the dtype it computes in.
+    fits_graphs: whether a CUDA graph can hold its kernels: none waits for the device.
     check_shape(head_dim, block_size): raises `ValueError` for a shape the backend cannot compute.
     """
 
@@ -50,6 +51,7 @@ class Capabilities:
     quantizations: tuple[str, ...] = ()
     weight_dtypes: tuple[str, ...] = ()
     kv_cache_dtypes: tuple[str, ...] = ()
+    fits_graphs: bool = True
     check_shape: Callable[[int, int], None] = lambda head_dim, block_size: None
 
 

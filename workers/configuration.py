@@ -60,7 +60,16 @@ def resolve(
     fill in those that were left unset. Raises `ConfigError`.
     """
     model.check_tensor_parallel_size(engine_config.tensor_parallel_size)
-    _check_experts(engine_config, model, device, backend)
+    if device == "cuda" and not (backend.fits_graphs or engine_config.enforce_eager):
+        raise ConfigError(
+            f"attention_backend {backend.name!r} runs on a GPU only without graphs: set"
+            " enforce_eager, or choose another attention_backend"
+        )
+    if model.experts is not None and engine_config.quantization is not None:
+        raise ConfigError(
+            f"quantization {engine_config.quantization!r} is not possible for a model with experts"
+            " (model_type 'qwen3_moe'): leave it out"
+        )
     dtype = _dtype(engine_config, model, device, backend)
     keeps_checkpoint_dtype = dtype == "float32" and model.dtype in backend.weight_dtypes
     max_num_seqs = resolve_max_num_seqs(engine_config, device)
@@ -153,24 +162,6 @@ def _dtype(
             f" {', '.join(backend.dtypes)}. Choose one of them, or another attention_backend"
         )
     return dtype
-
-
-def _check_experts(
-    engine_config: EngineConfig, model: ModelConfig, device: str, backend: Capabilities
-) -> None:
-    """Raise `ConfigError` if this model has experts and they cannot run so."""
-    if model.experts is None:
-        return
-    if backend.name == "reference" and device == "cuda" and not engine_config.enforce_eager:
-        raise ConfigError(
-            "attention_backend 'reference' runs a model with experts on a GPU only without graphs:"
-            " set enforce_eager, or choose another attention_backend"
-        )
-    if engine_config.quantization is not None:
-        raise ConfigError(
-            f"quantization {engine_config.quantization!r} is not possible for a model with experts"
-            " (model_type 'qwen3_moe'): leave it out"
-        )
 
 
 def reason_to_unpack(config: ResolvedConfig) -> str | None:

@@ -18,7 +18,7 @@ MIN_BODY_BYTES_PER_S = 8192  # of a body, at least
 class ApiLimits:
     """Limits of one API process.
 
-    max_open_outputs: outputs that run or wait at a time, in all processes that share `OpenOutputs`;
+    max_open_outputs: outputs that run or wait at a time, in all processes that share their counts;
     a request for more is refused at once.
     slow_reader_timeout_s: how long a client may take nothing of an answer. ping_interval_s: how
     long a stream may be silent before a comment is sent. small_body_delay_s, large_body_delay_s: by
@@ -36,7 +36,7 @@ class ApiLimits:
     large_body_delay_s: float = HTTP_BOUNDS["body pause"].maximum
 
 
-class OpenOutputs:
+class OpenOutputCounts:
     """How many outputs are open in each of the processes that share one limit.
 
     Each process writes its own number before it reads the others, so two that take the last place
@@ -69,19 +69,19 @@ class Admission:
     """Counts open outputs, and the bytes of bodies from their receipt until their requests are
     built or refused. Used from one event loop only.
 
-    open_outputs: with those of other processes, where the limit is for all of them.
+    open_output_counts: with those of other processes, where the limit is for all of them.
     """
 
     def __init__(self, limits: ApiLimits) -> None:
         self.limits = limits
-        self.open_outputs = OpenOutputs()
+        self.open_output_counts = OpenOutputCounts()
         self.num_body_bytes = 0
         self.is_draining = False
 
     @property
     def num_open_outputs(self) -> int:
         """The open outputs of this process."""
-        return self.open_outputs.num_in_process
+        return self.open_output_counts.num_in_process
 
     @contextlib.contextmanager
     def admit(self, num_outputs: int) -> Iterator[None]:
@@ -94,16 +94,18 @@ class Admission:
                 f" {self.limits.max_outputs_per_request} are possible. Send several requests",
                 "n",
             )
-        self.open_outputs.add(num_outputs)
+        self.open_output_counts.add(num_outputs)
         try:
-            self._check_room(num_outputs, self.open_outputs.num_in_all_processes - num_outputs)
+            self._check_room(
+                num_outputs, self.open_output_counts.num_in_all_processes - num_outputs
+            )
             yield
         finally:
-            self.open_outputs.add(-num_outputs)
+            self.open_output_counts.add(-num_outputs)
 
     def check_room(self, num_outputs: int = 1) -> None:
         """Raise `OverloadedError` unless there is room for this many outputs now."""
-        self._check_room(num_outputs, self.open_outputs.num_in_all_processes)
+        self._check_room(num_outputs, self.open_output_counts.num_in_all_processes)
 
     def _check_room(self, num_outputs: int, num_open_outputs: int) -> None:
         """`num_open_outputs`: the outputs that are open besides."""

@@ -31,7 +31,7 @@ ENGINE_METRICS = {
     "eagleray_kv_blocks": ("Blocks of the KV cache.", "num_blocks"),
     "eagleray_kv_blocks_free": ("Blocks of the KV cache that nobody uses.", "num_free_blocks"),
     "eagleray_steps_total": ("Steps run.", "num_steps"),
-    "eagleray_preemptions_total": ("Sequences preempted.", "num_preemptions"),
+    "eagleray_preemptions_total": ("Preemptions; a sequence may have several.", "num_preemptions"),
     "eagleray_prompt_tokens_total": ("Prompt tokens admitted.", "num_prompt_tokens"),
     "eagleray_prefix_cache_hit_tokens_total": (
         "Prompt tokens found in the prefix cache.",

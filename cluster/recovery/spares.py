@@ -33,9 +33,9 @@ logger = logging.getLogger("eagleray.driver")
 class Spares:
     """One spare per rank, made in the background. One thread."""
 
-    def __init__(self, rank_maker: RankMaker, mode: str) -> None:
+    def __init__(self, rank_maker: RankMaker) -> None:
         self._rank_maker = rank_maker
-        self._is_enabled = mode != "off"
+        self._is_enabled = rank_maker.config.engine.spares != "off"
         self._spares: list[RankHandle] = []
         # By the ref that is ready when the spare is.
         self._warming_spares: dict[Any, RankHandle] = {}

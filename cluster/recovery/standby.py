@@ -39,12 +39,13 @@ class Standby:
     """Spares and the group that they form, made in the background. One thread."""
 
     def __init__(
-        self, rank_maker: RankMaker, mode: str, make_group: Callable[..., RankGroup] = RankGroup
+        self, rank_maker: RankMaker, make_group: Callable[..., RankGroup] = RankGroup
     ) -> None:
         self._rank_maker = rank_maker
         self._make_group = make_group
-        self._spares = Spares(rank_maker, mode)
-        self._wants_groups = rank_maker.config.device == "cpu" and mode != "off"
+        self._spares = Spares(rank_maker)
+        config = rank_maker.config
+        self._wants_groups = config.device == "cpu" and config.engine.spares != "off"
         self._forms_groups = self._wants_groups  # unless the present ranks cannot share weights
         self._group: RankGroup | None = None
         self._start_future: Future[None] | None = None  # of the group

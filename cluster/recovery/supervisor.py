@@ -65,7 +65,7 @@ class Supervisor:
         self._group: RankGroup | None = None
         self._group_watch: Watch | None = None
         self._first_report: GroupReport | None = None
-        self._standby = self.make_standby(rank_maker, self._engine_config.spares, self.make_group)
+        self._standby = self.make_standby(rank_maker, self.make_group)
         self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
         self._distrust_reason = ""  # why the memory of the last ones cannot be trusted
         # In the group that is assembled; `Scheduler.start_epoch` may drop it all the same.

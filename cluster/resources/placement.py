@@ -117,17 +117,17 @@ class Placement:
         self,
         num_bundles: int,
         device: str,
-        name: str,
+        name_prefix: str,
         group: PlacementGroup | None = None,
         wait_for_nodes_s: float = 0.0,
     ) -> None:
         """`group`: a placement group of the caller's, with one bundle per rank; it is used and
-        never removed. Otherwise `reserve` makes one whose name begins with `name`, which no other
-        engine has. `wait_for_nodes_s`: how long to wait for nodes that do not exist yet.
+        never removed. Otherwise `reserve` makes one whose name begins with `name_prefix`, which no
+        other engine has. `wait_for_nodes_s`: how long to wait for nodes that do not exist yet.
         """
         self.num_bundles = num_bundles
         self.device = device
-        self.name = name
+        self.name_prefix = name_prefix
         self.wait_for_nodes_s = wait_for_nodes_s
         self._caller_group = group
         self._group = group
@@ -158,7 +158,7 @@ class Placement:
         if self.is_whole():
             return False
         if self._caller_group is None:
-            logger.warning("the placement group %s has lost a node", self.name)
+            logger.warning("the placement group %s has lost a node", self.name_prefix)
             self.remove()
             is_placed = self._try_reserve(limit_s, is_wanted)
         else:
@@ -187,7 +187,7 @@ class Placement:
         node_of_bundle = self._table().get("bundles_to_node_id", {})
         nodes = [node_of_bundle.get(bundle) for bundle in range(self.num_bundles)]
         if not all(nodes):
-            raise WorkerError(f"the placement group {self.name} has bundles without a node")
+            raise WorkerError(f"the placement group {self.name_prefix} has bundles without a node")
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundle_of_rank = sorted(
             range(self.num_bundles), key=lambda bundle: (nodes.index(nodes[bundle]), bundle)
@@ -209,7 +209,7 @@ class Placement:
         """How to schedule an actor into the bundle. Raises `WorkerError` without a group."""
         self._table()
         if self._group is None:
-            raise WorkerError(f"the placement group {self.name} is gone")
+            raise WorkerError(f"the placement group {self.name_prefix} is gone")
         return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
 
     def node_ids(self) -> set[str]:
@@ -236,7 +236,7 @@ class Placement:
 
     def _own_groups(self, fencing_token: int) -> list[tuple[PlacementGroup, dict[str, Any]]]:
         """The groups with one fencing token, with Ray's record of each."""
-        prefix = f"{self.name}-{fencing_token}-"
+        prefix = f"{self.name_prefix}-{fencing_token}-"
         return [
             (PlacementGroup(PlacementGroupID(bytes.fromhex(key))), table)
             for key, table in placement_group_table().items()
@@ -251,7 +251,7 @@ class Placement:
         while True:
             strategy = placement_strategy(self.num_bundles, self.device)
             # Ray frees the name of a group that is removed only later, so each has its own.
-            name = f"{self.name}-{self._fencing_token}-{uuid.uuid4().hex[:8]}"
+            name = f"{self.name_prefix}-{self._fencing_token}-{uuid.uuid4().hex[:8]}"
             self._group = placement_group(
                 [bundle_of(self.device)] * self.num_bundles, strategy=strategy, name=name
             )

@@ -96,7 +96,9 @@ class EngineReplica:
         placement_group = ray.util.get_current_placement_group()
         self._engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
         timeouts = Timeouts.from_options(config.engine)
-        self._health = DriverHealth(self._engine.frontend, timeouts.replacement_timeout_s)
+        self._health = DriverHealth(
+            self._engine.frontend.driver_handle, timeouts.replacement_timeout_s
+        )
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         # Calls that run on a thread: one of each at a time, however many wait for its result.
         self._driver_lookup: asyncio.Future[Any] | None = None

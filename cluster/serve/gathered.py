@@ -56,8 +56,8 @@ class GatheredCounters:
         for families_by_process in (self._other_families, *(a.other_families for a in answers)):
             for process_id, families in families_by_process.items():
                 if process_id not in answered_families:
-                    earlier_families = lost_families.get(process_id, [])
-                    lost_families[process_id] = max(earlier_families, families, key=_total)
+                    known_families = lost_families.get(process_id, [])
+                    lost_families[process_id] = max(known_families, families, key=_total)
         remembered_families = dict(list(lost_families.items())[-MAX_REMEMBERED_PROCESSES:])
         for process_id, families in answered_families.items():
             if process_id != self._process_id:

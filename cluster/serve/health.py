@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from cluster.client.frontend import Frontend
+from cluster.client.driver_handle import DriverHandle
 from cluster.timeouts import DRIVER_CHECK_PERIOD_S
 from scheduler.errors import EaglerayError, EngineDeadError
 
@@ -25,12 +25,12 @@ class DriverHealth:
 
     def __init__(
         self,
-        frontend: Frontend,
+        driver_handle: DriverHandle,
         replacement_timeout_s: float,
         period_s: float = DRIVER_CHECK_PERIOD_S,
     ) -> None:
         """`replacement_timeout_s`: the longest that the replacement of a driver may take."""
-        self._driver_handle = frontend.driver_handle
+        self._driver_handle = driver_handle
         self._replacement_timeout_s = replacement_timeout_s
         self._period_s = period_s
         self._call_began_s: float | None = None  # of a call that has no answer yet

@@ -37,7 +37,7 @@ class HttpListener:
         self._serve_task = asyncio.create_task(self._server.serve(sockets=sockets))
         self._acceptor: Acceptor | None = None
         if port_member is not None:
-            api.admission.open_outputs = port_member.open_outputs
+            api.admission.open_output_counts = port_member.open_output_counts
             count_connections = self._server.server_state.connections.__len__
             self._acceptor = Acceptor(port_member, self._make_protocol, count_connections)
 

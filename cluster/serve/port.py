@@ -22,7 +22,7 @@ from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from cluster.api.admission import OpenOutputs
+from cluster.api.admission import OpenOutputCounts
 from cluster.resources.addresses import bound_sockets
 from scheduler.errors import EngineError
 
@@ -111,7 +111,10 @@ class SharedPortOwner:
 
 
 class SharedPortMember:
-    """One process's side. listeners: sockets that do not block; open_outputs: of all processes."""
+    """One process's side.
+
+    listeners: sockets that do not block. open_output_counts: of all processes.
+    """
 
     def __init__(self, path: str) -> None:
         """Raises `EngineError` if the command does not share its port."""
@@ -135,7 +138,7 @@ class SharedPortMember:
         os.close(memory_fd)
         [self._place] = _PLACE_FORMAT.unpack(data)
         num_places = len(counts) // 2
-        self.open_outputs = OpenOutputs(counts[:num_places], self._place)
+        self.open_output_counts = OpenOutputCounts(counts[:num_places], self._place)
         self._connection_counts = counts[num_places:]
 
     def is_ahead(self, num_connections: int) -> bool:

@@ -99,7 +99,7 @@ class ApiReplica:
         placement_group = ray.util.get_current_placement_group()
         self._own_engine = engine = await asyncio.to_thread(EngineProcesses, setup, placement_group)
         replacement_timeout_s = Timeouts.from_options(config.engine).replacement_timeout_s
-        self._health = DriverHealth(engine.frontend, replacement_timeout_s)
+        self._health = DriverHealth(engine.frontend.driver_handle, replacement_timeout_s)
         return Client(setup.request_builder(engine.report.limits), engine.frontend)
 
     async def _connect_to_engines(

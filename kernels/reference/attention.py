@@ -22,8 +22,8 @@ def paged_attention_reference(
     q_THD: Tensor, k_cache_NPKD: Tensor, v_cache_NPKD: Tensor, attn: AttentionMetadata, scale: float
 ) -> Tensor:
     """Attention output [T, H, D] in the dtype of the queries; float32 inside. Caches have that
-    dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row,
-    on any device.
+    dtype too, or hold 8-bit numbers (`fp8.py`). Computed row by row, on any device, for whose
+    values the host waits: no CUDA graph can hold it.
     """
     out_THD = torch.zeros_like(q_THD)
     query_starts = attn.query_start_B1.tolist()

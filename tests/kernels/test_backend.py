@@ -90,6 +90,21 @@ def test_every_backend_is_a_choice_of_the_option_and_its_help_names_it() -> None
     assert names <= named
 
 
+def test_kernels_have_the_products_that_their_capabilities_name() -> None:
+    described = set()
+    for backends in select.BACKENDS.values():
+        for name, backend in backends.items():
+            try:
+                capabilities = backend.describe()
+            except ValueError:
+                continue  # not installed here
+            kernels = backend.load()
+            assert set(capabilities.quantizations) <= set(kernels.quantized), name
+            assert ("bfloat16" in capabilities.weight_dtypes) == bool(kernels.mixed_precision), name
+            described.add(name)
+    assert {"cpu", "reference", "triton"} <= described
+
+
 def test_named_backend_is_taken(installed: None) -> None:
     assert select_backend("cpu", "reference") is REFERENCE
     assert select_backend("cpu", "cpu") is CPU

@@ -68,31 +68,28 @@ def test_what_no_device_can_run_is_refused_with_device_auto_as_the_cpu_does(
         preview_config(engine, ModelConfig.from_dir(small_checkpoint), small_checkpoint)
 
 
-@pytest.mark.parametrize(
-    ("device", "options", "message"),
-    [
-        ("cuda", {"attention_backend": "reference"}, "only without graphs: set enforce_eager"),
-        ("cpu", {"quantization": "int8"}, "'int8' is not possible for a model with experts"),
-    ],
-)
-def test_what_models_with_experts_cannot_have_is_refused(
-    small_checkpoint: Path, device: str, options: dict[str, Any], message: str
+def with_experts(model: ModelConfig) -> ModelConfig:
+    experts = ExpertsConfig(
+        num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
+    )
+    return replace(model, experts=experts)
+
+
+def test_int8_is_refused_for_models_with_experts(small_checkpoint: Path) -> None:
+    model = with_experts(ModelConfig.from_dir(small_checkpoint))
+    with pytest.raises(ConfigError, match="'int8' is not possible for a model with experts"):
+        resolve_config(EngineConfig(quantization="int8"), model, small_checkpoint, "cpu")
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_the_reference_runs_on_a_gpu_only_without_graphs(
+    small_checkpoint: Path, has_experts: bool
 ) -> None:
-    dense = ModelConfig.from_dir(small_checkpoint)
-    experts = ExpertsConfig(
-        num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
-    )
-    engine = EngineConfig(device=device, **options)
-    if options != {"quantization": "int8"}:
-        assert resolve_config(engine, dense, small_checkpoint, device).device == device
-    with pytest.raises(ConfigError, match=message):
-        resolve_config(engine, replace(dense, experts=experts), small_checkpoint, device)
-
-
-def test_the_reference_runs_experts_on_a_gpu_without_graphs(small_checkpoint: Path) -> None:
-    experts = ExpertsConfig(
-        num_experts=8, num_experts_per_token=2, intermediate_size=32, normalizes_weights=True
-    )
-    model = replace(ModelConfig.from_dir(small_checkpoint), experts=experts)
-    engine = EngineConfig(device="cuda", attention_backend="reference", enforce_eager=True)
-    assert resolve_config(engine, model, small_checkpoint, "cuda").device == "cuda"
+    model = ModelConfig.from_dir(small_checkpoint)
+    if has_experts:
+        model = with_experts(model)
+    engine = EngineConfig(device="cuda", attention_backend="reference")
+    with pytest.raises(ConfigError, match="only without graphs: set enforce_eager"):
+        resolve_config(engine, model, small_checkpoint, "cuda")
+    eager = replace(engine, enforce_eager=True)
+    assert resolve_config(eager, model, small_checkpoint, "cuda").device == "cuda"

@@ -171,22 +171,22 @@ class BatchState:
         slots_B, num_new_tokens_B = _ints(plan.slots), _ints(plan.num_new_tokens)
         samples_B = np.frombuffer(plan.sampling_flags, np.uint8).astype(np.bool_)
         self._check_rows(slots_B, num_new_tokens_B, samples_B)
-        start_B = self.num_computed_tokens_S[slots_B]
-        seq_lens_B = start_B + num_new_tokens_B
+        num_computed_tokens_B = self.num_computed_tokens_S[slots_B]
+        seq_lens_B = num_computed_tokens_B + num_new_tokens_B
         query_start_B1 = _running_sum(num_new_tokens_B)
         num_stored_tokens_B = self.num_stored_tokens_S[slots_B]
         max_query_len = int(num_new_tokens_B.max())
         if max_query_len == 1:
             num_decode_rows = len(slots_B)
             slots_T = slots_B
-            positions_T = start_B
+            positions_T = num_computed_tokens_B
             num_stored_tokens_T = num_stored_tokens_B
         else:
             num_decode_rows = int((num_new_tokens_B > 1).argmax())
             slots_T = np.repeat(slots_B, num_new_tokens_B)
             num_stored_tokens_T = np.repeat(num_stored_tokens_B, num_new_tokens_B)
             positions_T = np.arange(query_start_B1[-1], dtype=np.int32)
-            positions_T += np.repeat(start_B - query_start_B1[:-1], num_new_tokens_B)
+            positions_T += np.repeat(num_computed_tokens_B - query_start_B1[:-1], num_new_tokens_B)
         rows = StepRows(
             slots_T=slots_T,
             positions_T=positions_T,

@@ -34,11 +34,12 @@ class MessageLogprobs:
         self._tokenizer = tokenizer
         self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
         self._decoder = _UTF8(errors="replace")
-        # Characters that are not reported yet, each with the indices of its tokens in the output.
+        # Characters that are not reported yet, each with the indices of its tokens, where special
+        # tokens do not count.
         self._pending_characters: list[tuple[str, list[int]]] = []
         self._partial_token_indices: list[int] = []  # of tokens whose character is not complete
         self._entries: dict[int, dict[str, Any]] = {}  # by index, of tokens that may be needed
-        self._num_tokens = 0
+        self._num_text_tokens = 0
         self._is_message_open = False
 
     def push(self, token_ids: Seq[int], logprobs: Seq[TokenLogprobs | None] | None) -> None:
@@ -46,7 +47,7 @@ class MessageLogprobs:
         for token_id, entry in zip(token_ids, logprobs or (), strict=False):
             if not self._tokenizer.decode([token_id]):
                 continue  # a special token is no part of the text
-            index, self._num_tokens = self._num_tokens, self._num_tokens + 1
+            index, self._num_text_tokens = self._num_text_tokens, self._num_text_tokens + 1
             if entry is not None:
                 self._entries[index] = token_entry(self._tokenizer, token_id, entry)
             self._partial_token_indices.append(index)
@@ -70,7 +71,7 @@ class MessageLogprobs:
             new_state is AnswerState.CONTENT and earlier_state in _STATES_BEFORE_MARKERS
         ):
             self._pending_characters.clear()
-            last_index = self._num_tokens - 1  # more characters of it may follow
+            last_index = self._num_text_tokens - 1  # more characters of it may follow
             self._entries = (
                 {last_index: self._entries[last_index]} if last_index in self._entries else {}
             )

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from cluster.api.admission import Admission, ApiLimits, OpenOutputs
+from cluster.api.admission import Admission, ApiLimits, OpenOutputCounts
 from scheduler.errors import OverloadedError
 
 
@@ -16,7 +16,7 @@ def admissions(num_processes: int, max_open_outputs: int) -> list[Admission]:
     found = []
     for place in range(num_processes):
         found.append(Admission(ApiLimits(max_open_outputs=max_open_outputs)))
-        found[-1].open_outputs = OpenOutputs(counts, place)
+        found[-1].open_output_counts = OpenOutputCounts(counts, place)
     return found
 
 
@@ -46,16 +46,16 @@ def test_what_is_refused_takes_no_room() -> None:
 def test_two_that_take_the_last_room_at_the_same_time_are_never_both_let_in() -> None:
     """The second one counts itself between the first one's count and its look at the others."""
     counts = memoryview(bytearray(16)).cast("q")
-    second = OpenOutputs(counts, 1)
+    second = OpenOutputCounts(counts, 1)
 
-    class Between(OpenOutputs):
+    class Between(OpenOutputCounts):
         def add(self, num_outputs: int) -> None:
             super().add(num_outputs)
             if num_outputs > 0:
                 second.add(1)
 
     first = Admission(ApiLimits(max_open_outputs=1))
-    first.open_outputs = Between(counts, 0)
+    first.open_output_counts = Between(counts, 0)
     with contextlib.suppress(OverloadedError), first.admit(1):
         raise AssertionError("there are two")
     assert second.num_in_all_processes == 1

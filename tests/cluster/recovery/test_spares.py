@@ -18,6 +18,7 @@ from cluster.ranks.processes import END_GRACE_S
 from cluster.ray_errors import NoAnswerError
 from cluster.recovery import spares as spares_module
 from cluster.recovery.spares import SPARE_ANSWER_TIMEOUT_S, Spares
+from configs.engine import EngineConfig
 from scheduler.errors import WorkerError
 from workers.memory.inheritance import RankMemoryHandles
 
@@ -67,6 +68,7 @@ class World:
 
     def __init__(self) -> None:
         self.now_s = 100.0
+        self.config = SimpleNamespace(engine=EngineConfig(spares="warm"))
         self.made_s: list[float] = []
         self.placement = SimpleNamespace(places=lambda: [0, 1])
         self.actors: list[FakeActor] = []
@@ -112,9 +114,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return world
 
 
-def spares_in(world: World, kind: str = "warm") -> Spares:
+def spares_in(world: World) -> Spares:
     maker: Any = world
-    return Spares(maker, kind)
+    return Spares(maker)
 
 
 def test_spares_are_made_after_2_s(world: World) -> None:
@@ -131,7 +133,8 @@ def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None
 
 
 def test_an_engine_without_spares_makes_none(world: World) -> None:
-    spares = spares_in(world, "off")
+    world.config.engine = EngineConfig(spares="off")
+    spares = spares_in(world)
     spares.take()
     world.run(spares, until_s=100.0)
     assert world.made_s == []

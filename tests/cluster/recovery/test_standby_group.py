@@ -11,6 +11,7 @@ import pytest
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle
 from cluster.recovery import standby as standby_module
 from cluster.recovery.standby import FIRST_DELAY_S, Standby
+from configs.engine import EngineConfig
 from scheduler.errors import WorkerError
 from tests.cluster.recovery.simulator import Now
 from workers.memory.inheritance import RankMemoryHandles
@@ -43,7 +44,7 @@ class WarmSpares:
 
     failures: deque[Exception]
 
-    def __init__(self, maker: Any, mode: str) -> None:
+    def __init__(self, maker: Any) -> None:
         self.delays_s: list[float] = []
         self.are_warm = True
 
@@ -67,14 +68,18 @@ class WarmSpares:
         pass
 
 
+def maker_with(spares: str) -> Any:
+    engine = EngineConfig(spares=spares)
+    return SimpleNamespace(config=SimpleNamespace(device="cpu", engine=engine))
+
+
 @pytest.fixture
 def standby(monkeypatch: pytest.MonkeyPatch) -> Standby:
     monkeypatch.setattr(standby_module, "Spares", WarmSpares)
     monkeypatch.setattr(standby_module, "processes_on_this_node", lambda processes: {})
     Group.failures, WarmSpares.failures = deque(), deque()
-    maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
     made: Any = Group
-    standby = Standby(maker, "warm", made)
+    standby = Standby(maker_with("warm"), made)
     standby._executor = AtOnce()  # type: ignore[assignment]
     return standby
 
@@ -160,8 +165,7 @@ def test_where_spares_cannot_share_the_weights_no_group_is_formed_and_the_log_sa
 
 
 def test_an_engine_without_spares_says_nothing_of_groups(caplog: pytest.LogCaptureFixture) -> None:
-    maker: Any = SimpleNamespace(config=SimpleNamespace(device="cpu"))
-    prepare(Standby(maker, "off"), weights=None)
+    prepare(Standby(maker_with("off")), weights=None)
     assert not caplog.text
 
 

@@ -73,7 +73,7 @@ class Watch:
 
 
 class NoStandby:
-    def __init__(self, maker: World, kind: str, make_group: type[Group]) -> None:
+    def __init__(self, maker: World, make_group: type[Group]) -> None:
         self.world = maker
 
     def note_serving(self) -> None:

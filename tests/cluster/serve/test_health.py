@@ -65,7 +65,8 @@ def watch(owner: Owner) -> Iterator[Watch]:
     def watch(replacement_timeout_s: float = 60.0, period_s: float = PERIOD_S) -> DriverHealth:
         frontend = Frontend(owner.drivers[0], replace=owner.replace)
         frontend.driver_handle.watch_end()
-        made.append((frontend, DriverHealth(frontend, replacement_timeout_s, period_s)))
+        health = DriverHealth(frontend.driver_handle, replacement_timeout_s, period_s)
+        made.append((frontend, health))
         return made[-1][1]
 
     yield watch
