@@ -70,8 +70,8 @@ class Exchange:
         self.headers = {k.decode("latin-1"): v.decode("latin-1").strip() for k, v in headers}
         self.answer_headers: dict[str, str] = {}
         if echo_id:
-            given_id = self.headers.get("x-request-id") or secrets.token_hex(16)
-            self.answer_headers["x-request-id"] = given_id[:200]
+            request_id = self.headers.get("x-request-id") or secrets.token_hex(16)
+            self.answer_headers["x-request-id"] = request_id[:200]
         self.upload: Upload
         self.arrival_s = time.perf_counter()
         self.status: int | None = None

@@ -102,10 +102,10 @@ class AnswerParser:
             yield plain_parts
             return
         self._text, self._offset = self._text[self._offset :] + text, 0
-        is_marker_passed = True
-        while is_marker_passed:
+        may_have_more = True
+        while may_have_more:
             parts = AnswerParts()
-            is_marker_passed = self._advance(parts)
+            may_have_more = self._advance(parts)
             if parts:
                 yield parts
 
@@ -135,7 +135,7 @@ class AnswerParser:
         )
 
     def _advance(self, parts: AnswerParts) -> bool:
-        """Report what is certain. True if a marker was passed, so that more may be certain now."""
+        """Report what is certain. True if the state has changed: more may be certain now."""
         if self._state is AnswerState.UNDECIDED:
             return self._decide()
         if self._state is AnswerState.CALL:

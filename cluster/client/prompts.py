@@ -172,8 +172,10 @@ def conversations(messages: Seq[Message] | Seq[Seq[Message]]) -> list[Prompt]:
 def _conversation(prompt: Mapping[str, Any]) -> Conversation:
     """The messages of a prompt with all else that the template gets. Raises `RequestError`."""
     tools, variables = prompt.get("tools"), prompt.get("chat_template_kwargs") or {}
-    is_list = isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
-    if tools is not None and not is_list:
+    is_list_of_objects = isinstance(tools, list | tuple) and all(
+        isinstance(tool, Mapping) for tool in tools
+    )
+    if tools is not None and not is_list_of_objects:
         raise RequestError(
             f"tools must be a list of JSON objects, got {short_repr(tools)}", "tools"
         )

@@ -36,7 +36,7 @@ _SPECIAL_TOKEN_NAMES = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token"),
     "mask_token",
 )
-_TOKEN_FLAGS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
+_TOKEN_FIELDS = ("content", "lstrip", "rstrip", "single_word", "normalized", "special")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ def _check_added_tokens(
     stored_tokens = {str(token["id"]): token for token in tokenizer_json.get("added_tokens", [])}
     for token_id, token in (config.get("added_tokens_decoder") or {}).items():
         stored_token = stored_tokens.get(token_id, {})
-        if any(stored_token.get(flag) != token.get(flag) for flag in _TOKEN_FLAGS):
+        if any(stored_token.get(field) != token.get(field) for field in _TOKEN_FIELDS):
             raise ConfigError(
                 f"its added_tokens_decoder and its tokenizer.json differ in token {token_id},"
                 f" {short_repr(token.get('content'))}"

@@ -19,8 +19,8 @@ MAX_REMEMBERED_PROCESSES = 64  # processes that have ended, or do not answer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessCounters:
-    """What one process knows: its own families, and those of other processes by id. process_id: Ray
-    Serve's of the replica, or the id of an engine's driver.
+    """What one process knows: its own families, gauges too, and those of other processes by id.
+    process_id: Ray Serve's of the replica, or the id of an engine's driver.
     """
 
     process_id: str

@@ -76,7 +76,7 @@ _NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(
 )  # of _RECORD_LINE: addresses
 _HEADER_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
 _NEXT_TASK_LINE, _SLEEP_LINE, _LINES_PER_THREAD = range(3)
-_IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _REST_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
+_IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _BACKOFF_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
     0, 5 * _WORD_BYTES, _WORD_BYTES
 )  # of _SLEEP_LINE
 _OPEN_FLAG, _AWAITING_FLAG, _LOOP_NUMBER_UNIT = 1 << 16, 1 << 17, 1 << 18  # of the word _STATE_LINE
@@ -166,7 +166,7 @@ def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
         line_address = _thread_line_address(helper, _SLEEP_LINE)
         if (
             load_acquire(line_address + _IS_ASLEEP_OFFSET)
-            and load_acquire(line_address + _REST_END_OFFSET) <= now
+            and load_acquire(line_address + _BACKOFF_END_OFFSET) <= now
         ):
             if now - began_ns < _WAKE_AFTER_NS:
                 return helper
@@ -327,10 +327,10 @@ def _help_with_loop(helper: int, number: int) -> bool:
 
 
 @exact_jit
-def _sleep(helper: int, rest_end_ns: int) -> int:
-    """Sleep until a loop wakes the helper, not before `rest_end_ns`; when it did."""
+def _sleep(helper: int, backoff_end_ns: int) -> int:
+    """Sleep until a loop wakes the helper, not before `backoff_end_ns`; when it did."""
     line_address = _thread_line_address(helper, _SLEEP_LINE)
-    store_release(line_address + _REST_END_OFFSET, rest_end_ns)
+    store_release(line_address + _BACKOFF_END_OFFSET, backoff_end_ns)
     store_release(line_address + _IS_ASLEEP_OFFSET, 1)
     while load_acquire(line_address + _IS_ASLEEP_OFFSET):
         wait_for_event(load_acquire(line_address + _READ_FD_OFFSET))

@@ -172,7 +172,7 @@ def attend_decode(
 def max_parts_on_device(
     num_rows: int, num_kv_heads: int, max_seq_len: int, device: torch.device
 ) -> int:
-    """`max_decode_parts` for the rows of a step on this device."""
+    """`max_decode_parts` for `num_rows` decode rows of at most `max_seq_len` tokens."""
     return max_decode_parts(num_rows, num_kv_heads, max_seq_len, _num_sms(device))
 
 
@@ -527,7 +527,7 @@ def _attend(
     table_W: tl.tensor,
     kv_head: tl.tensor,
     ends_M: tl.tensor,
-    first_token: tl.tensor,
+    first_position: tl.tensor,
     end: tl.tensor,
     scale_log2: tl.tensor,
     KV_HEADS: tl.constexpr,
@@ -538,14 +538,14 @@ def _attend(
     FP8_WIDENING: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(accumulator, maximum, sum) after the tokens from `first_token`, a multiple of C, to `end`,
-    which is also a multiple of C unless MASKED.
+    """(accumulator, maximum, sum) after the tokens from `first_position`, a multiple of C, to
+    `end`, which is also a multiple of C unless MASKED.
 
     Query row m sees the tokens before `ends_M[m]`. Nothing from `end` on is read, neither table nor
     cache.
     """
     d_D = tl.arange(0, TILE_D)
-    for tile_start in range(first_token, end, TILE_C):
+    for tile_start in range(first_position, end, TILE_C):
         token_C = tile_start + tl.arange(0, TILE_C)
         # One load of the table for keys and values of the whole tile.
         if BLOCK_SIZE % TILE_C == 0:

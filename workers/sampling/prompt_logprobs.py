@@ -149,7 +149,7 @@ def score_slice(
     head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top_logprobs: int
 ) -> tuple[LogprobTensors, Tensor]:
     """(log probabilities, ranks) of the tokens that follow S positions."""
-    logits_SV = shard.real_columns(head.logits(hidden_SE)).to(torch.float32)
+    logits_SV = shard.unpadded_logits(head.logits(hidden_SE)).to(torch.float32)
     tensors = shard.logprobs(logits_SV, ids_S, num_top_logprobs)
     return tensors, shard.token_ranks(logits_SV, tensors.logit_L)
 

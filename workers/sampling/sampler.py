@@ -147,8 +147,8 @@ class Sampler:
         left unchanged.
         """
         assert logits_BV.shape[0] == batch.num_rows, (logits_BV.shape, batch.num_rows)
-        raw_BV = self.shard.real_columns(logits_BV)
-        adjusted_BV = self._adjust(raw_BV, batch, masks)
+        raw_logits_BV = self.shard.unpadded_logits(logits_BV)
+        adjusted_BV = self._adjust(raw_logits_BV, batch, masks)
         max_B, token_ids_B, block_max_BX = self._best(adjusted_BV)
         for rows in batch.draws:
             drawn_token_ids_R = self._draw(_gap_rows(adjusted_BV, block_max_BX, max_B, rows), rows)
@@ -164,7 +164,7 @@ class Sampler:
             self._counts.add(batch.penalties, token_ids_B)
         logprobs = None
         if batch.logprobs is not None:
-            logprobs = self._logprobs(raw_BV, token_ids_B, batch.logprobs)
+            logprobs = self._logprobs(raw_logits_BV, token_ids_B, batch.logprobs)
         return SampledTokens(token_ids_B=token_ids_B, logprobs=logprobs)
 
     def _logprobs(

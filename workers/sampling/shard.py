@@ -79,7 +79,7 @@ class VocabularyShard:
         is_inside = (token_ids >= self.start) & (token_ids < self.start + self.num_columns)
         return token_ids[is_inside] - self.start, is_inside
 
-    def real_columns(self, logits_LV: Tensor) -> Tensor:
+    def unpadded_logits(self, logits_LV: Tensor) -> Tensor:
         """Logits in a dtype of the kernels, without the padding; a shard that is all padding keeps
         one column that nothing chooses.
         """
