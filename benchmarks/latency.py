@@ -20,7 +20,7 @@ from benchmarks.common import alternate, median, model_or_random, write_result
 from cluster import LLM, SamplingParams
 from cluster.commands.batch import BatchRequest
 from cluster.commands.bench import synthetic_requests
-from cluster.commands.timing import arrival_times_s, percentiles, run_timed
+from cluster.commands.timing import draw_due_times_s, percentiles, run_timed
 
 DECODE_PROMPT = 16
 ARRIVED_PROMPT = 1000
@@ -80,7 +80,7 @@ def at_rates(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
                 temperature=0.6,
                 vocab_size=vocab_size,
             )
-            timed = run_timed(llm, requests, arrival_times_s(len(requests), rate, seed))
+            timed = run_timed(llm, requests, draw_due_times_s(len(requests), rate, seed))
             rows.append(
                 {
                     "rate": rate,

@@ -3,7 +3,7 @@
 A web page that a user visits can send requests to a server on the user's own machine. It cannot
 choose all headers: `Origin` names the page's site, and after DNS rebinding, by which the page's
 name comes to mean this machine, `Host` is still that name. A page can also not send JSON to another
-site without asking first, which is why a body must say that it is JSON.
+site without asking first, which is why a body must not say that it is anything else.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ class Access:
         """A proxy may have taken the encryption off, so the scheme does not count; and it may have
         left the port out of the host. But on this machine, another port may be another's page.
         """
-        _, _, site = origin.partition("://")
+        _, _, origin_host = origin.partition("://")
         name = _hostname_of(f"//{host}")
         has_port = host not in (name, f"[{name}]")
         if name and not has_port and not _is_loopback(name) and _hostname_of(origin) == name:
             return True
-        return site == host != "" or _is_listed(origin, self.allowed_origins)
+        return origin_host == host != "" or _is_listed(origin, self.allowed_origins)
 
 
 def check_content_type(headers: Headers) -> None:

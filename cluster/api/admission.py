@@ -107,13 +107,13 @@ class Admission:
         """Raise `OverloadedError` unless there is room for this many outputs now."""
         self._check_room(num_outputs, self.open_output_counts.num_in_all_processes)
 
-    def _check_room(self, num_outputs: int, num_open_outputs: int) -> None:
-        """`num_open_outputs`: the outputs that are open besides."""
+    def _check_room(self, num_outputs: int, num_other_outputs: int) -> None:
+        """`num_other_outputs`: those of all processes that are open besides."""
         if self.is_draining:
             raise OverloadedError("the server is shutting down; send the request to another one")
-        if num_open_outputs + num_outputs > self.limits.max_open_outputs:
+        if num_other_outputs + num_outputs > self.limits.max_open_outputs:
             raise OverloadedError(
-                f"{num_open_outputs} outputs are running or waiting, of"
+                f"{num_other_outputs} outputs are running or waiting, of"
                 f" {self.limits.max_open_outputs} possible (--max-open-requests for each engine);"
                 " try again later"
             )

@@ -61,9 +61,9 @@ class Api:
         version: str,
         access: Access | None = None,
         limits: ApiLimits | None = None,
-        echo_request_id: bool = True,
+        adds_request_id: bool = True,
     ) -> None:
-        """`access`: by default anybody may send requests. `echo_request_id`: off where a proxy in
+        """`access`: by default without a key. `adds_request_id`: off where a proxy in
         front adds `x-request-id` itself.
         """
         self.limits = limits or ApiLimits()
@@ -76,7 +76,7 @@ class Api:
         # How many connections have a part of an answer that the system has not taken yet.
         self.count_unsent: Callable[[], int] = lambda: 0
         self._client, self._served_model = client, served_model
-        self._echo_request_id = echo_request_id
+        self._adds_request_id = adds_request_id
         self._access = access or Access()
         self._trace_threads = BoundedThreadPool("traces", 1, MAX_WAITING_TRACES)
         self._stats_threads = BoundedThreadPool("stats", 1)
@@ -114,7 +114,7 @@ class Api:
         """ASGI."""
         if scope["type"] != "http":
             return await self._router(scope, receive, send)
-        exchange = Exchange(scope, receive, send, echo_id=self._echo_request_id)
+        exchange = Exchange(scope, receive, send, adds_request_id=self._adds_request_id)
         status = 499
         try:
             await self._dispatch(exchange)
@@ -183,10 +183,10 @@ class Api:
         )
 
     async def _show_metrics(self, _: Request) -> Response:
-        families_by_process = (
+        family_lists = (
             await self.gather_metrics() if self.gather_metrics else [await self.families()]
         )
-        return Response(render(merge(families_by_process)), media_type=CONTENT_TYPE)
+        return Response(render(merge(family_lists)), media_type=CONTENT_TYPE)
 
     async def families(self) -> list[MetricFamily]:
         """The metrics of this process, and those of its engine if it answers."""

@@ -135,7 +135,7 @@ def job_of(chat: Chat, served_model: ServedModel) -> Job:
     """Raises `RequestError`."""
     tokenizer, options = served_model.tokenizer_for("a chat"), chat.options
     structure = structure_of(chat.rules, chat.structure)
-    max_answer_tokens = served_model.builder.limits.max_total_tokens
+    default_max_tokens = served_model.builder.limits.max_total_tokens
     if chat.logprobs is not None:
         if not 0 <= chat.logprobs <= MAX_LOGPROBS:
             raise RequestError(
@@ -147,10 +147,10 @@ def job_of(chat: Chat, served_model: ServedModel) -> Job:
         max_tokens_with_logprobs = field_limit("alternatives") // (
             num_outputs * (1 + chat.logprobs)
         )
-        max_answer_tokens = max(1, min(max_answer_tokens, max_tokens_with_logprobs))
+        default_max_tokens = max(1, min(default_max_tokens, max_tokens_with_logprobs))
     params = options.sampling_params(
         max_tokens=first_not_none(
-            chat.max_tokens, served_model.builder.sampling_defaults.max_tokens, max_answer_tokens
+            chat.max_tokens, served_model.builder.sampling_defaults.max_tokens, default_max_tokens
         ),
         logprobs=chat.logprobs,
         structure=structure,

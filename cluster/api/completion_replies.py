@@ -46,66 +46,69 @@ class CompletionWriter(OpenAIWriter):
         self._num_prompt_top_logprobs = num_prompt_top_logprobs
         self._echoes: dict[int, Echo] = {}  # of each choice that repeats its prompt in parts
         self._offsets: dict[int, Offsets | None] = {}  # of the tokens of each choice
-        self._echoed_prompts: dict[int, str] = {}  # of the answers to each prompt
+        # The text of prompts that were given as token ids, by prompt index.
+        self._echoed_prompts: dict[int, str] = {}
         self._unsent_token_ids: dict[int, list[int]] = {}  # token ids of each choice
         self._sent_prompt_choices: set[int] = set()  # choices that have sent those of their prompt
         # Of choices of which only text is sent.
         self._text_event_templates: dict[int, TextEventTemplate] = {}
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
-        index = self._choice_index(prompt_index, chunk.index)
+        choice_index = self._choice_index(prompt_index, chunk.index)
         if chunk.prompt_logprobs is not None:
-            return self._echo_events(prompt_index, index, chunk.prompt_logprobs)
+            return self._echo_events(prompt_index, choice_index, chunk.prompt_logprobs)
         text = chunk.text
         is_text_only = chunk.finish_reason is None and chunk.logprobs is None
-        if is_text_only and index in self._text_event_templates:
-            return self._text_event_templates[index](text) if text else b""
-        if index not in self._offsets:
+        if is_text_only and choice_index in self._text_event_templates:
+            return self._text_event_templates[choice_index](text) if text else b""
+        if choice_index not in self._offsets:
             echoed_prompt = self._echoed_prompt(prompt_index)
-            if index not in self._echoes:
+            if choice_index not in self._echoes:
                 text = echoed_prompt + text
-            self._offsets[index] = self._new_offsets(echoed_prompt)
+            self._offsets[choice_index] = self._new_offsets(echoed_prompt)
         if self._includes_token_ids:
-            self._unsent_token_ids.setdefault(index, []).extend(chunk.token_ids)
-        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[index])
+            self._unsent_token_ids.setdefault(choice_index, []).extend(chunk.token_ids)
+        logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, self._offsets[choice_index])
         choices = []
         if text or logprobs:
             if logprobs:
                 logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
-            choices.append(_choice(index, text, logprobs, None))
+            choices.append(_choice(choice_index, text, logprobs, None))
         if chunk.finish_reason:
-            choices.append(_choice(index, "", None, chunk.finish_reason))
-        self._add_ids(prompt_index, index, choices)
+            choices.append(_choice(choice_index, "", None, chunk.finish_reason))
+        self._add_ids(prompt_index, choice_index, choices)
         if (
             logprobs is None
             and not self._includes_token_ids
-            and index not in self._text_event_templates
+            and choice_index not in self._text_event_templates
         ):
-            self._text_event_templates[index] = TextEventTemplate(
-                lambda text: self._events(self.CHUNK_OBJECT, [_choice(index, text, None, None)])
+            self._text_event_templates[choice_index] = TextEventTemplate(
+                lambda text: self._events(
+                    self.CHUNK_OBJECT, [_choice(choice_index, text, None, None)]
+                )
             )
         return self._events(self.CHUNK_OBJECT, choices)
 
-    def _echo_events(self, prompt_index: int, index: int, entries: LogprobEntries) -> bytes:
+    def _echo_events(self, prompt_index: int, choice_index: int, entries: LogprobEntries) -> bytes:
         """The events for a part of the prompt that is repeated with log probabilities."""
         if self._num_echo_top_logprobs is None:
             return b""
-        if index not in self._echoes:
-            self._echoes[index] = self._new_echo(prompt_index, self._num_echo_top_logprobs)
-        text, logprobs = self._echoes[index].take(entries)
+        if choice_index not in self._echoes:
+            self._echoes[choice_index] = self._new_echo(prompt_index, self._num_echo_top_logprobs)
+        text, logprobs = self._echoes[choice_index].take(entries)
         logprobs["top_logprobs"] = list(logprobs["top_logprobs"])
-        choices = [_choice(index, text, logprobs, None)]
-        self._add_ids(prompt_index, index, choices)
+        choices = [_choice(choice_index, text, logprobs, None)]
+        self._add_ids(prompt_index, choice_index, choices)
         return self._events(self.CHUNK_OBJECT, choices)
 
-    def _add_ids(self, prompt_index: int, index: int, choices: list[dict[str, Any]]) -> None:
+    def _add_ids(self, prompt_index: int, choice_index: int, choices: list[dict[str, Any]]) -> None:
         """Add the token ids that are due to the first choice of an event, if there is any."""
         if not choices or not self._includes_token_ids:
             return
-        if index not in self._sent_prompt_choices:
-            self._sent_prompt_choices.add(index)
-            choices[0] |= self._prompt_ids(prompt_index)
-        choices[0]["token_ids"] = self._unsent_token_ids.pop(index, [])
+        if choice_index not in self._sent_prompt_choices:
+            self._sent_prompt_choices.add(choice_index)
+            choices[0] |= self._prompt_token_ids_field(prompt_index)
+        choices[0]["token_ids"] = self._unsent_token_ids.pop(choice_index, [])
 
     def body(self) -> dict[str, Any]:
         choices = []
@@ -127,11 +130,11 @@ class CompletionWriter(OpenAIWriter):
                     self._tokenizer, generation, self._num_prompt_top_logprobs
                 )
                 if self._includes_token_ids:
-                    choices[-1] |= self._prompt_ids(prompt_index)
+                    choices[-1] |= self._prompt_token_ids_field(prompt_index)
                     choices[-1]["token_ids"] = completion.token_ids
         return self._body(choices)
 
-    def _prompt_ids(self, prompt_index: int) -> dict[str, Any]:
+    def _prompt_token_ids_field(self, prompt_index: int) -> dict[str, Any]:
         return {"prompt_token_ids": self._generations[prompt_index].prompt_token_ids}
 
     def _choice_index(self, prompt_index: int, output_index: int) -> int:

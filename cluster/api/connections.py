@@ -29,7 +29,7 @@ from scheduler.bounds import HTTP_BOUNDS, short_repr
 from scheduler.errors import EaglerayError, OverloadedError
 
 KEEP_ALIVE_S = 75  # an idle connection stays open for longer than that of common proxies (60 s)
-# Bytes that frame a chunk of a body, per byte of it, in the worst case: a chunk of one byte.
+# Bytes that may frame a chunk of a body, per byte of it; a chunk of one byte takes 6.
 _MAX_FRAMING_PER_BYTE = 8
 
 
@@ -101,7 +101,7 @@ class _Flow(FlowControl):
 class BoundedProtocol(HttpToolsProtocol):
     """One connection. The parser calls the methods `on_...` from within `data_received`.
 
-    Its own attributes have slots, because an object with more than 30 others takes 1 KiB more.
+    Its own attributes have slots, since an object with more than 30 others takes 1 KiB more.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
         # As received; the parser says nothing of a header without end.
         self._unfinished_head_bytes = 0
-        self._framing_bytes = 0  # of its body, without what it holds
+        self._excess_framing_bytes = 0  # received of its body, less what that may take
 
     @property
     def _is_answering(self) -> bool:
@@ -172,7 +172,7 @@ class BoundedProtocol(HttpToolsProtocol):
         was_in_body = self._is_reading_body
         self._has_head_begun = False
         if was_in_body:
-            self._framing_bytes += len(data)
+            self._excess_framing_bytes += len(data)
         self._feed(data)
         if self.transport.is_closing():
             return
@@ -181,7 +181,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._unfinished_head_bytes += len(data)
             if self._unfinished_head_bytes > max_bytes:
                 self._refuse(_head_too_large())
-        elif was_in_body and self._is_reading_body and self._framing_bytes > max_bytes:
+        elif was_in_body and self._is_reading_body and self._excess_framing_bytes > max_bytes:
             self.transport.close()
 
     def _feed(self, data: bytes) -> None:
@@ -221,7 +221,9 @@ class BoundedProtocol(HttpToolsProtocol):
             raise OverloadedError("too many requests wait for answers of this connection")
         super().on_message_begin()
         self._is_reading_head = self._has_head_begun = True
-        self._head_bytes = self._num_headers = self._unfinished_head_bytes = self._framing_bytes = 0
+        self._head_bytes = self._num_headers = self._unfinished_head_bytes = (
+            self._excess_framing_bytes
+        ) = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._num_headers += 1
@@ -265,7 +267,7 @@ class BoundedProtocol(HttpToolsProtocol):
             )
 
     def on_body(self, body: bytes) -> None:
-        self._framing_bytes -= _MAX_FRAMING_PER_BYTE * len(body)
+        self._excess_framing_bytes -= _MAX_FRAMING_PER_BYTE * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:

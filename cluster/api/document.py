@@ -48,7 +48,7 @@ JOB_ENDPOINTS: dict[str, PostEndpoint[Job]] = {
     ),
     MESSAGES_PATH: PostEndpoint(MessagesRequest, messages_job, "The same, as in Anthropic's API."),
 }
-COMPUTE_ENDPOINTS: dict[str, PostEndpoint[dict[str, Any]]] = {
+TOKENIZER_ENDPOINTS: dict[str, PostEndpoint[dict[str, Any]]] = {
     "/v1/responses/input_tokens": PostEndpoint(
         ResponsesRequest, count_input, "Number of its tokens."
     ),
@@ -58,7 +58,7 @@ COMPUTE_ENDPOINTS: dict[str, PostEndpoint[dict[str, Any]]] = {
     "/tokenize": PostEndpoint(TokenizeRequest, tokenize, "Token ids of a text or a conversation."),
     "/detokenize": PostEndpoint(DetokenizeRequest, detokenize, "Text of token ids."),
 }
-POST_ENDPOINTS: dict[str, PostEndpoint[Any]] = JOB_ENDPOINTS | COMPUTE_ENDPOINTS
+POST_ENDPOINTS: dict[str, PostEndpoint[Any]] = JOB_ENDPOINTS | TOKENIZER_ENDPOINTS
 GET_SUMMARIES = {
     "/": "A page with the engine live and a chat.",
     "/v1/models": "The model that is served.",

@@ -35,7 +35,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     max_messages: int = field_limit("messages")
     keep_billing_header: bool = False  # in system prompts of the Messages API
-    refuse_unknown: bool = False  # what the model cannot get is refused, not left out
+    refuse_unknown: bool = False  # unknown fields, and what the model cannot get, are refused
 
     def check_name(self, name: str | None) -> None:
         """Raise 404 for another model."""
@@ -94,11 +94,11 @@ class Job:
 
     def num_answer_tokens(self, generations: list[Generation]) -> int:
         """How many tokens the finished answer has, with alternatives and repeated prompts."""
-        logprobs_per_token = 1 + (self.params.logprobs or 0)
+        entries_per_token = 1 + (self.params.logprobs or 0)
         num_tokens = sum(len(c.token_ids) for g in generations for c in g.completions)
-        tokens_per_prompt_token = int(self.repeats_prompt) + self.logprobs_per_prompt_token
-        num_repeated_tokens = _num_prompt_tokens(generations) * tokens_per_prompt_token
-        return num_tokens * logprobs_per_token + num_repeated_tokens
+        entries_per_prompt_token = int(self.repeats_prompt) + self.logprobs_per_prompt_token
+        num_prompt_entries = _num_prompt_tokens(generations) * entries_per_prompt_token
+        return num_tokens * entries_per_token + num_prompt_entries
 
 
 def completion_job(request: CompletionRequest, served_model: ServedModel) -> Job:
@@ -213,7 +213,7 @@ def _num_logprobs(num_top_logprobs: int | None) -> int:
 
 
 def _num_prompt_tokens(generations: list[Generation]) -> int:
-    """Those of all outputs together."""
+    """Prompt tokens, those of each prompt once per output of it."""
     return sum(g.requests[0].num_prompt_tokens * len(g.outputs) for g in generations)
 
 

@@ -57,7 +57,7 @@ class HttpError(EaglerayError):
         super().__init__(message)
         self.status, self.error_type = status, error_type
         self.parameter, self.code = parameter, code
-        self.details = {"details": details} if details else {}
+        self.details_field = {"details": details} if details else {}
         self.headers = headers or {}
 
 
@@ -88,7 +88,7 @@ def openai_error_body(error: BaseException) -> dict[str, Any]:
         "param": error.parameter and _shortened(error.parameter, MAX_PARAMETER_LENGTH),
         "code": error.code,
     }
-    return {"error": body | error.details}
+    return {"error": body | error.details_field}
 
 
 def anthropic_error_body(error: BaseException) -> dict[str, Any]:
@@ -101,7 +101,10 @@ def anthropic_error_body(error: BaseException) -> dict[str, Any]:
         # There is no code in this body: Claude Code looks for these words, and then compacts.
         message = f"prompt is too long: {message}"
     message = _shortened(message, MAX_MESSAGE_LENGTH)
-    return {"type": "error", "error": {"type": error_type, "message": message} | error.details}
+    return {
+        "type": "error",
+        "error": {"type": error_type, "message": message} | error.details_field,
+    }
 
 
 def _shortened(text: str, max_length: int) -> str:

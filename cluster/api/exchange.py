@@ -57,7 +57,9 @@ class Exchange:
     answer has begun. writer: that of a stream. last_write_s: when something was last written.
     """
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, echo_id: bool) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, adds_request_id: bool
+    ) -> None:
         # Of a server that can, see `connections.py`. What it belongs to has the scope, so the scope
         # must not keep it.
         self._write_now: Callable[[bytes], bool] = scope.pop(WRITE_NOW_KEY, _cannot_write)
@@ -69,7 +71,7 @@ class Exchange:
         headers = scope["headers"]  # pairs of bytes
         self.headers = {k.decode("latin-1"): v.decode("latin-1").strip() for k, v in headers}
         self.answer_headers: dict[str, str] = {}
-        if echo_id:
+        if adds_request_id:
             request_id = self.headers.get("x-request-id") or secrets.token_hex(16)
             self.answer_headers["x-request-id"] = request_id[:200]
         self.upload: Upload

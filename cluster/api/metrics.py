@@ -138,7 +138,7 @@ def engine_families(stats: EngineStats) -> list[MetricFamily]:
         ("eagleray_rank_step_seconds", "rank", RANK_HELP, seconds_by_rank),
     ):
         sums = seconds_by_label.items()
-        samples = [(f"{name}_total", ((label, value),), sum_s) for value, sum_s in sums]
+        samples = [(f"{name}_total", ((label, label_value),), sum_s) for label_value, sum_s in sums]
         families.append(MetricFamily(name=name, kind="counter", help=help, samples=samples))
     return families
 
@@ -203,11 +203,11 @@ class RequestTimer:
         self._metrics.duration.observe(time.perf_counter() - self._arrival_s)
 
 
-def merge(families_by_process: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
+def merge(family_lists: Iterable[list[MetricFamily]]) -> list[MetricFamily]:
     """The families of several processes, added up by name and labels, or the largest value."""
     family_by_name: dict[str, MetricFamily] = {}
     values_by_family: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
-    for families in families_by_process:
+    for families in family_lists:
         for family in families:
             family_by_name.setdefault(family.name, family)
             combine = max if family.name in METRICS_MERGED_BY_MAX else operator.add
@@ -219,7 +219,7 @@ def merge(families_by_process: Iterable[list[MetricFamily]]) -> list[MetricFamil
             name=name,
             kind=family.kind,
             help=family.help,
-            samples=[(sample, labels, v) for (sample, labels), v in values_by_family[name].items()],
+            samples=[(n, labels, value) for (n, labels), value in values_by_family[name].items()],
         )
         for name, family in family_by_name.items()
     ]

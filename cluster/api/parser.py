@@ -207,14 +207,14 @@ class AnswerParser:
         if not is_complete:
             self._withhold(end)
             return False
-        body = self._take_withheld(end)
+        call_text = self._take_withheld(end)
         self._offset += len(END_CALL)
         self._state, self._skips_line_ends = AnswerState.CONTENT, True
-        call = _read_call(body)
+        call = _read_call(call_text)
         if call is not None:
             parts.calls.append(call)
         else:
-            parts.content = self._last_marker_text + body + END_CALL
+            parts.content = self._last_marker_text + call_text + END_CALL
             self._skips_line_ends = False
         return True
 
@@ -252,12 +252,12 @@ def _partial_marker_length(text: str, marker: str, start: int) -> int:
     return next((n for n in range(max_length, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def _read_call(body: str) -> ToolCall | None:
+def _read_call(call_text: str) -> ToolCall | None:
     """The call in a JSON object, None if there is none."""
-    if _is_too_deep(body):
+    if _is_too_deep(call_text):
         return None
     try:
-        value = _DECODER.decode(body)
+        value = _DECODER.decode(call_text)
     except ValueError:
         return None
     if not isinstance(value, dict) or value.keys() - {"name", "arguments"}:
@@ -265,17 +265,19 @@ def _read_call(body: str) -> ToolCall | None:
     name = value.get("name")
     if not isinstance(name, str) or not name or _SURROGATE.search(name):
         return None
-    return ToolCall(name=name, arguments=_raw_value("arguments", body) or "{}")
+    return ToolCall(name=name, arguments=_raw_value("arguments", call_text) or "{}")
 
 
-def _partial_call(body: str) -> ToolCall | None:
+def _partial_call(call_text: str) -> ToolCall | None:
     """The call that a text begins, None if it has no name yet. Everything from the arguments on
     belongs to them, or is what may end them.
     """
-    complete_call = _read_call(body[: len(body) - _partial_marker_length(body, END_CALL, 0)])
+    complete_call = _read_call(
+        call_text[: len(call_text) - _partial_marker_length(call_text, END_CALL, 0)]
+    )
     if complete_call is not None:
         return complete_call
-    match = _PARTIAL_CALL.match(body)
+    match = _PARTIAL_CALL.match(call_text)
     if match is None:
         return None
     try:
@@ -297,8 +299,8 @@ def _is_too_deep(text: str) -> bool:
     if text.count("{") + text.count("[") <= MAX_DEPTH:
         return False
     depth = 0
-    for token in _STRING_OR_BRACKET.finditer(text):
-        depth += (token[0] in "{[") - (token[0] in "}]")
+    for match in _STRING_OR_BRACKET.finditer(text):
+        depth += (match[0] in "{[") - (match[0] in "}]")
         if depth > MAX_DEPTH:
             return True
     return False

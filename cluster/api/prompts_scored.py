@@ -44,15 +44,17 @@ def prompt_logprobs(
         if entry is None:
             yield None
             continue
-        entry_by_token_id = {str(token_id): describe_token(token_id, entry.logprob, entry.rank)}
+        description_by_token_id = {
+            str(token_id): describe_token(token_id, entry.logprob, entry.rank)
+        }
         best_tokens = zip(
             entry.top_token_ids[:num_top_logprobs],
             entry.top_logprobs[:num_top_logprobs],
             strict=True,
         )
         for rank, (top_token_id, logprob) in enumerate(best_tokens, 1):
-            entry_by_token_id[str(top_token_id)] = describe_token(top_token_id, logprob, rank)
-        yield entry_by_token_id
+            description_by_token_id[str(top_token_id)] = describe_token(top_token_id, logprob, rank)
+        yield description_by_token_id
 
 
 def prompt_logprobs_field(
@@ -87,15 +89,17 @@ class Echo:
         """`text`: what is repeated. `is_text`: it was given as text, special tokens spelled out."""
         self._tokenizer, self._text, self._num_top_logprobs = tokenizer, text, num_top_logprobs
         self._token_ids = iter(token_ids)
-        offsets = Offsets(tokenizer, shows_special_tokens=is_text)
-        self._offsets = (min(offsets.next(token), len(text)) for token in token_ids)
-        self._next_offset = next(self._offsets, len(text))
+        offset_counter = Offsets(tokenizer, shows_special_tokens=is_text)
+        self._remaining_offsets = (
+            min(offset_counter.next(token), len(text)) for token in token_ids
+        )
+        self._next_offset = next(self._remaining_offsets, len(text))
         self._num_sent_chars = 0  # characters
 
     def take(self, entries: LogprobEntries) -> tuple[str, dict[str, Any]]:
         """The text and the log probabilities of the next tokens, to which these entries belong."""
         token_ids = list(islice(self._token_ids, len(entries)))
-        offsets = [self._next_offset, *islice(self._offsets, len(entries))]
+        offsets = [self._next_offset, *islice(self._remaining_offsets, len(entries))]
         is_last = len(offsets) == len(entries)
         self._next_offset = len(self._text) if is_last else offsets.pop()
         text = self._text[self._num_sent_chars : self._next_offset]

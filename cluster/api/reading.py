@@ -113,21 +113,21 @@ def count_json(text: bytes) -> dict[str, int]:
     }
 
 
-def check_counts(counts: Mapping[str, int], path: str = "the body") -> None:
+def check_counts(counts: Mapping[str, int], place: str = "the body") -> None:
     """Raise `RequestError` for more than the bounds allow."""
     for name, count in counts.items():
         bound = JSON_BOUNDS[name]
         if count > bound.maximum:
             raise RequestError(
-                f"{path}: {count} {bound.unit} are too many; at most {bound.maximum} are possible"
+                f"{place}: {count} {bound.unit} are too many; at most {bound.maximum} are possible"
             )
 
 
 def check_bounds(values: dict[str, Any], max_messages: int) -> None:
     """Raise `RequestError` for a body in which something is too long, too many or too deep."""
     for name, bound_name in _COLLECTION_BOUND_NAMES.items():
-        if isinstance(field := values.get(name), list | dict):
-            check_bound(bound_name, len(field), name)
+        if isinstance(collection := values.get(name), list | dict):
+            check_bound(bound_name, len(collection), name)
     for name, bound_name in _STRING_BOUND_NAMES.items():
         if isinstance(text := values.get(name), str):
             check_bound(bound_name, len(text), name)

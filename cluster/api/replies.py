@@ -30,8 +30,8 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan
 _UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 # Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
 _MAX_DEPTH = 5
-_ITEMS_PER_PIECE = 64  # items of deeper lists, and of iterators, that are encoded together
-_FLAT_ITEMS_PER_PIECE = 4096  # items of lists of numbers or texts
+_ITEMS_PER_PIECE = 64  # items of iterators that are encoded together
+_FLAT_ITEMS_PER_PIECE = 4096  # items of lists of numbers or texts, or of deeper ones
 
 
 def encode_json(value: object) -> str:
@@ -228,8 +228,8 @@ class ChatWriter(OpenAIWriter):
         start = b""
         if choice is None:
             choice = self._choices[chunk.index] = self._new_choice(chunk.index)
-            role_delta = _delta(chunk.index, {"role": "assistant", "content": ""})
-            start = self._events(self.CHUNK_OBJECT, [role_delta], self._prompt_ids())
+            role_choice = _choice_chunk(chunk.index, {"role": "assistant", "content": ""})
+            start = self._events(self.CHUNK_OBJECT, [role_choice], self._prompt_token_ids_field())
         parts = choice.parser.push(chunk.text)
         self._is_text_only = self._is_text_only and chunk.logprobs is None
         if self._is_text_only and not (start or chunk.finish_reason or parts.calls):
@@ -240,29 +240,29 @@ class ChatWriter(OpenAIWriter):
             deltas += choice.deltas(choice.parser.finish(is_cut_off=is_cut_off))
         choice.withheld_logprobs += self._logprobs(chunk.token_ids, chunk.logprobs)
         choice.token_ids += chunk.token_ids
-        events = [_delta(chunk.index, delta) for delta in deltas]
+        choices = [_choice_chunk(chunk.index, delta) for delta in deltas]
         if deltas:
-            events[0]["logprobs"] = choice.take_logprobs()
+            choices[0]["logprobs"] = choice.take_logprobs()
         if chunk.finish_reason:
-            end_delta = _delta(chunk.index, {})
-            end_delta["logprobs"] = choice.take_logprobs()
-            end_delta["finish_reason"] = _finish_reason(chunk.finish_reason, choice.calls)
-            events.append(end_delta)
-        if events and self._includes_token_ids:
-            events[0]["token_ids"], choice.token_ids = choice.token_ids, []
-        return start + self._events(self.CHUNK_OBJECT, events)
+            end_choice = _choice_chunk(chunk.index, {})
+            end_choice["logprobs"] = choice.take_logprobs()
+            end_choice["finish_reason"] = _finish_reason(chunk.finish_reason, choice.calls)
+            choices.append(end_choice)
+        if choices and self._includes_token_ids:
+            choices[0]["token_ids"], choice.token_ids = choice.token_ids, []
+        return start + self._events(self.CHUNK_OBJECT, choices)
 
     def _text_events(self, choice: _ChatChoice, parts: AnswerParts) -> bytes:
         """The events for parts without calls, where nothing else is due."""
-        events = choice.reasoning_event(parts.reasoning) if parts.reasoning else b""
-        return events + (choice.content_event(parts.content) if parts.content else b"")
+        events = choice.reasoning_template(parts.reasoning) if parts.reasoning else b""
+        return events + (choice.content_template(parts.content) if parts.content else b"")
 
     def _new_choice(self, index: int) -> _ChatChoice:
         def reasoning(text: str) -> bytes:
-            return self._events(self.CHUNK_OBJECT, [_delta(index, _reasoning(text))])
+            return self._events(self.CHUNK_OBJECT, [_choice_chunk(index, _reasoning(text))])
 
         def content(text: str) -> bytes:
-            return self._events(self.CHUNK_OBJECT, [_delta(index, {"content": text})])
+            return self._events(self.CHUNK_OBJECT, [_choice_chunk(index, {"content": text})])
 
         parser = AnswerParser(self._initial_state, looks_for_calls=self._looks_for_calls)
         return _ChatChoice(parser, TextEventTemplate(reasoning), TextEventTemplate(content))
@@ -273,9 +273,9 @@ class ChatWriter(OpenAIWriter):
         prompt_logprobs = prompt_logprobs_field(
             self._tokenizer, generation, self._num_prompt_top_logprobs
         )
-        return self._body(choices) | self._prompt_ids() | prompt_logprobs
+        return self._body(choices) | self._prompt_token_ids_field() | prompt_logprobs
 
-    def _prompt_ids(self) -> dict[str, Any]:
+    def _prompt_token_ids_field(self) -> dict[str, Any]:
         if not self._includes_token_ids:
             return {}
         return {"prompt_token_ids": self._generations[0].prompt_token_ids}
@@ -336,11 +336,11 @@ class _ChatChoice:
     def __init__(
         self,
         parser: AnswerParser,
-        reasoning_event: TextEventTemplate,
-        content_event: TextEventTemplate,
+        reasoning_template: TextEventTemplate,
+        content_template: TextEventTemplate,
     ) -> None:
         self.parser = parser
-        self.reasoning_event, self.content_event = reasoning_event, content_event
+        self.reasoning_template, self.content_template = reasoning_template, content_template
         self.calls: list[ToolCall] = []
         # Logprobs of tokens whose text is held back.
         self.withheld_logprobs: list[dict[str, Any]] = []
@@ -369,7 +369,7 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+def _choice_chunk(index: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
 

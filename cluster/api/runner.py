@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.api.access import check_content_type
 from cluster.api.admission import Admission, ApiLimits, Upload
-from cluster.api.document import COMPUTE_ENDPOINTS, JOB_ENDPOINTS, POST_ENDPOINTS
+from cluster.api.document import JOB_ENDPOINTS, POST_ENDPOINTS, TOKENIZER_ENDPOINTS
 from cluster.api.encoding import decode, encoding_of
 from cluster.api.endpoints import Job, ServedModel
 from cluster.api.exchange import Exchange, json_response
@@ -70,7 +70,9 @@ class Runner:
         exchange: Exchange = scope["exchange"]
         check_content_type(exchange.headers)
         with closing(Upload(self.admission)) as exchange.upload:
-            await (self._generate if exchange.path in JOB_ENDPOINTS else self._compute)(exchange)
+            await (
+                self._generate if exchange.path in JOB_ENDPOINTS else self._answer_with_tokenizer
+            )(exchange)
 
     async def _generate(self, exchange: Exchange) -> None:
         """Run the job of the request in the body."""
@@ -93,15 +95,15 @@ class Runner:
                 str(error), JOB_ENDPOINTS[exchange.path].prompt_field
             ) from None
 
-    async def _compute(self, exchange: Exchange) -> None:
+    async def _answer_with_tokenizer(self, exchange: Exchange) -> None:
         """Answer a request with what the tokenizer makes of it, in a thread."""
         request: RequestModel = await self._read(exchange, self.tokenize_threads.check_room)
-        convert = partial(COMPUTE_ENDPOINTS[exchange.path].convert, request, self._served_model)
+        convert = partial(TOKENIZER_ENDPOINTS[exchange.path].convert, request, self._served_model)
         await exchange.answer(await json_response(convert, self.tokenize_threads))
 
     async def _read(self, exchange: Exchange, check_room: Callable[[], None]) -> Any:
-        """The job that the request in the body asks for, or the request to compute something. A
-        large body is read in a thread, and an encoded one is decoded there. The answer will name
+        """The job that the request in the body asks for, or the request that the tokenizer answers.
+        A large body is read in a thread, and an encoded one is decoded there. The answer will name
         the fields that are ignored.
 
         Where `check_room` raises `OverloadedError`, no body is parsed: a refusal must take as
@@ -123,7 +125,7 @@ class Runner:
                 self._served_model.max_messages,
                 unknown_fields,
             )
-            if exchange.path in COMPUTE_ENDPOINTS:
+            if exchange.path in TOKENIZER_ENDPOINTS:
                 return request
             job = JOB_ENDPOINTS[exchange.path].convert(request, self._served_model)
             unknown_fields.names |= dict.fromkeys(job.ignored)
@@ -151,11 +153,11 @@ class Runner:
         except BaseException:
             self._client.abort(generations)
             raise
-        outputs = await self._client.wait_async(generations)
-        for output in outputs:
-            if output.error is not None:
-                raise output.error
-            num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+        request_outputs = await self._client.wait_async(generations)
+        for request_output in request_outputs:
+            if request_output.error is not None:
+                raise request_output.error
+            num_tokens = sum(len(completion.token_ids) for completion in request_output.outputs)
             self._metrics.tokens.add(num_tokens)
         request_timer.end()
         is_short = job.num_answer_tokens(generations) <= WRITE_INLINE_TOKENS
@@ -167,16 +169,16 @@ class Runner:
         request_timer = RequestTimer(self._metrics, exchange.arrival_s)
         async with self._client.stream(job.prompts, job.params) as (generations, chunks):
             exchange.writer = writer = self._make_writer(exchange, job, generations)
-            num_outputs = len(generations[0].outputs)
+            outputs_per_prompt = len(generations[0].outputs)
 
             def note_tokens(items: list[Item]) -> None:
                 for prompt_index, chunk in items:
                     request_timer.add_tokens(
-                        prompt_index * num_outputs + chunk.index, len(chunk.token_ids)
+                        prompt_index * outputs_per_prompt + chunk.index, len(chunk.token_ids)
                     )
 
             def begins_output(prompt_index: int, chunk: Chunk) -> bool:
-                return not request_timer.has_begun(prompt_index * num_outputs + chunk.index)
+                return not request_timer.has_begun(prompt_index * outputs_per_prompt + chunk.index)
 
             def try_send_now(items: list[Item]) -> bool:
                 """Write these chunks at once; False, with nothing written, if they may have to

@@ -50,12 +50,12 @@ def type_discriminator(
     makes the tag of a model from its kind.
     """
 
-    def kind_of(value: Any) -> str:
+    def tag_of(value: Any) -> str:
         is_json = isinstance(value, dict)  # otherwise a model, when it is written
         kind = value.get("type", default) if is_json else getattr(value, "type", None)
         return tag_format.format(kind if kind in kinds else "other")
 
-    return Discriminator(kind_of)
+    return Discriminator(tag_of)
 
 
 class RequestModel(BaseModel):
@@ -316,25 +316,25 @@ class FunctionName(Options):
 
 
 class NamedTool(Options):
-    """The one tool that must be called."""
+    """A tool by name: the one that must be called, or one of those that may be."""
 
     FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["function"]
     function: FunctionName
 
 
-class AllowedNames(Options):
+class AllowedToolSet(Options):
     FIELD_PATH: ClassVar[str] = "tool_choice.allowed_tools"
     mode: Literal["auto", "required"]
     tools: Annotated[FailFastList[NamedTool], Field(max_length=field_limit("tools"))]
 
 
 class AllowedTools(Options):
-    """Some of the tools, of which none or one must be called."""
+    """The only tools that may be called; with mode "required", one must be."""
 
     FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
-    allowed_tools: AllowedNames
+    allowed_tools: AllowedToolSet
 
 
 class TextFormat(Options):

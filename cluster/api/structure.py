@@ -52,9 +52,9 @@ def call_rules(
     allowed_names: Collection[str] | None = None,
     parallel_tool_calls: bool | None = None,
 ) -> CallRules:
-    """`choice`: "auto", "none" or "required". `allowed_names`: the names of the tools that may be
-    called, None for all. `parallel_tool_calls`: whether several calls are possible. Raises
-    `RequestError` for a name that no tool has.
+    """`choice`: "none" for no call, "required" for at least one, anything else for either.
+    `allowed_names`: the names of the tools that may be called, None for all. `parallel_tool_calls`:
+    whether several calls are possible. Raises `RequestError` for a name that no tool has.
     """
     if allowed_names is not None:
         names = [tool.name for tool in tools]
@@ -76,7 +76,9 @@ def call_rules(
 def structure_of(
     rules: CallRules, answer_structure: StructuredOutputs | None
 ) -> StructuredOutputs | None:
-    """`answer_structure`: of answers without calls. Raises `RequestError` if it cannot be met."""
+    """What the whole answer must match, calls included; `answer_structure`: one without calls.
+    Raises `RequestError` for a call that must be made and that no tool allows.
+    """
     tools, name = rules.tools, rules.named_tool
     if not tools:
         if rules.is_required:

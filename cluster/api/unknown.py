@@ -33,7 +33,8 @@ IGNORED_HEADER = "x-eagleray-ignored"
 MAX_NAME_LENGTH = 64  # characters of a name in the header, and in the log
 MAX_HEADER_LENGTH = 1024  # characters
 MAX_LOGGED_NAMES = 256  # names that are logged in the life of a process
-# Names of so many letters may have one wrong, missing or superfluous; longer ones two.
+# Names of so many letters may have one wrong, missing or superfluous; of longer ones, one more may
+# be missing.
 MIN_LENGTH_ONE_FAULT = 6
 MIN_LENGTH_TWO_FAULTS = 10
 
@@ -103,7 +104,7 @@ class UnknownFields:
                 )
         elif (
             full_name not in IGNORED_FIELDS
-            and (field := misspelled_field(name, field_names)) is not None
+            and (field := meant_field(name, field_names)) is not None
         ):
             raise RequestError(
                 f"unknown field {full_name[:100]!r}; did you mean {field!r}?", parameter
@@ -147,7 +148,7 @@ def header_of(names: Iterable[str]) -> str:
     return ", ".join(shown_names)
 
 
-def misspelled_field(name: str, field_names: frozenset[str]) -> str | None:
+def meant_field(name: str, field_names: frozenset[str]) -> str | None:
     """The known field of which a name looks like a misspelling, if there is one."""
     if len(name) > MAX_NAME_LENGTH:
         return None

@@ -3,7 +3,7 @@
 Input lines hold one of `prompt`, `prompt_token_ids`, `messages`, and optionally `sampling_params`
 and `cache_salt`. Output lines, in input order, hold `index`, `text`, `token_ids`, `finish_reason`,
 `num_prompt_tokens` and `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if requested; with
-`n` above 1, a list `outputs` with one entry per output.
+`n` above 1, a list `outputs` with one entry per output; `error` for a request that has failed.
 """
 
 from __future__ import annotations

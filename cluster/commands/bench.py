@@ -31,7 +31,7 @@ import torch
 
 from cluster.client.setup import make_engine_setup
 from cluster.commands.batch import BatchRequest, read_requests, tokenize_batch
-from cluster.commands.timing import TimedRun, arrival_times_s, run_timed
+from cluster.commands.timing import TimedRun, draw_due_times_s, run_timed
 from cluster.llm import LLM
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
@@ -101,7 +101,7 @@ def _run(job: BenchJob, model_name: str) -> None:
         run_timed(llm, [_warmup_request(llm)] * job.num_warmup, [0.0] * job.num_warmup)
         stats_before = llm.stats()
         logger.info("%d requests", len(requests))
-        due_times_s = arrival_times_s(len(requests), job.request_rate, job.config.seed or 0)
+        due_times_s = draw_due_times_s(len(requests), job.request_rate, job.config.seed or 0)
         run = run_timed(llm, requests, due_times_s)
         result = _result(llm, config, run, stats_before, machine) | {"model": model_name}
     print(json.dumps(result), flush=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.client.model_files import find_directory
-from cluster.resources.addresses import ray_folder
+from cluster.resources.addresses import ray_temp_root
 from configs.engine import EngineConfig
 from configs.formats.table import SUPPORTED_VARIANTS
 from configs.model import ModelConfig
@@ -63,12 +63,12 @@ def _examine_model(name: str) -> tuple[list[str], list[str]]:
     if model_dir is not None and not any(model_dir.glob("*.safetensors")):
         lines.append(f"{name} has no *.safetensors: the sizes are those that config.json tells of")
         model_dir = None
-    rank_bytes = {}
+    rank_bytes_by_num_ranks = {}
     for num_ranks in model.possible_tensor_parallel_sizes():
         weights = _rank_weights(name, model, model_dir, num_ranks)
-        rank_bytes[num_ranks] = weights.num_bytes
+        rank_bytes_by_num_ranks[num_ranks] = weights.num_bytes
         lines.append(f"a rank with --tp {num_ranks}: {weights.text}")
-    fit_lines, fits = _examine_fit(rank_bytes)
+    fit_lines, fits = _examine_fit(rank_bytes_by_num_ranks)
     problem = (
         f"model {name} fits neither the memory of this machine nor its GPUs: use more machines, or"
         " a smaller model"
@@ -123,7 +123,7 @@ def _form_text(form: HeldForm) -> str:
     return f"{form.quantization.name}, as they are stored, and of the vocabulary in {dtype_name}"
 
 
-def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
+def _examine_fit(rank_bytes_by_num_ranks: dict[int, int]) -> tuple[list[str], bool]:
     """Where weights fit, of so many bytes per rank for each number of ranks; and whether they fit
     anywhere.
     """
@@ -131,12 +131,12 @@ def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
 
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     num_ranks_by_verdict: dict[str, list[int]] = defaultdict(list)
-    for num_ranks, num_bytes in rank_bytes.items():
+    for num_ranks, num_bytes in rank_bytes_by_num_ranks.items():
         num_ranks_by_verdict[_verdict(num_ranks * num_bytes, memory_bytes)].append(num_ranks)
     lines = []
-    for verdict, all_num_ranks in num_ranks_by_verdict.items():
-        tp = ", ".join(map(str, all_num_ranks))
-        condition = "" if len(num_ranks_by_verdict) == 1 else f"with --tp {tp} "
+    for verdict, possible_num_ranks in num_ranks_by_verdict.items():
+        sizes_text = ", ".join(map(str, possible_num_ranks))
+        condition = "" if len(num_ranks_by_verdict) == 1 else f"with --tp {sizes_text} "
         lines.append(f"memory of this machine, {_gigabytes(memory_bytes)}: {condition}{verdict}")
     num_gpus = torch.cuda.device_count()
     gpu_bytes = [torch.cuda.get_device_properties(i).total_memory for i in range(num_gpus)]
@@ -144,18 +144,18 @@ def _examine_fit(rank_bytes: dict[int, int]) -> tuple[list[str], bool]:
     fits = any(
         num_ranks * num_bytes < memory_bytes
         or sum(num_bytes < share * each for each in gpu_bytes) >= num_ranks
-        for num_ranks, num_bytes in rank_bytes.items()
+        for num_ranks, num_bytes in rank_bytes_by_num_ranks.items()
     )
-    for i, memory_bytes in enumerate(gpu_bytes):
-        usable_bytes = share * memory_bytes
+    for i, gpu_memory_bytes in enumerate(gpu_bytes):
+        usable_bytes = share * gpu_memory_bytes
         verdict = "too little for a part of such weights"
-        for num_ranks, num_bytes in rank_bytes.items():
+        for num_ranks, num_bytes in rank_bytes_by_num_ranks.items():
             if num_bytes < usable_bytes:
                 verdict = f"enough with --tp {num_ranks}"
                 if num_ranks > num_gpus:
                     verdict += f", on {num_ranks} GPUs like this one; there are {num_gpus}"
                 break
-        lines.append(f"memory of cuda:{i}, {_gigabytes(memory_bytes)}: {verdict}")
+        lines.append(f"memory of cuda:{i}, {_gigabytes(gpu_memory_bytes)}: {verdict}")
     return lines, fits
 
 
@@ -193,10 +193,10 @@ def _device_lines() -> list[str]:
     else:
         lines.append("device cuda: none")
     for device_type in device_types:
-        kernels = choose_capabilities(device_type)
-        block_size = kernels.default_block_size
+        backend = choose_capabilities(device_type)
+        block_size = backend.default_block_size
         lines.append(
-            f"on {device_type} the kernels would be {kernels.description}, block size {block_size}"
+            f"on {device_type} the kernels would be {backend.description}, block size {block_size}"
         )
     formats = "; ".join(("bfloat16", "float16", "float32", *SUPPORTED_VARIANTS))
     return [*lines, f"checkpoints may store their matrices as {formats}"]
@@ -221,7 +221,7 @@ def _problems() -> list[str]:
             f"/dev/shm has {free_shm_bytes / 2**20:.0f} MiB free; Ray's object store wants 1 GiB"
             " (docker: --shm-size)"
         )
-    folder = ray_folder()
+    folder = ray_temp_root()
     free_bytes = shutil.disk_usage(folder).free if folder.exists() else MIN_RAY_FOLDER_BYTES
     if free_bytes < MIN_RAY_FOLDER_BYTES:
         problems.append(

@@ -36,8 +36,8 @@ def run_status(address: str | None) -> None:
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
         remarks = []
         for name, application in sorted(_applications().items()):
-            is_starting = any(map(has_no_replica, application.deployments.values()))
-            engines = [] if is_starting else _engine_statuses(name)
+            lacks_replicas = any(map(has_no_replica, application.deployments.values()))
+            engines = [] if lacks_replicas else _engine_statuses(name)
             for engine in engines:
                 hosts = ", ".join(sorted(set(engine.hosts)))
                 num_ranks, counts = len(engine.hosts), (engine.num_running, engine.num_waiting)
@@ -56,8 +56,8 @@ def run_status(address: str | None) -> None:
 
 
 def run_down(name: str, address: str | None) -> None:
-    """End one engine, after its running requests have finished. Raises `ConfigError` if there is
-    none, `EngineError` if it does not end in time.
+    """End one application with its engines, after their running requests have finished. Raises
+    `ConfigError` if there is none, `EngineError` if it does not end in time.
     """
     with _cluster_connection(address):
         applications = _applications()
@@ -86,7 +86,7 @@ def _cluster_connection(address: str | None) -> Iterator[None]:
 
 
 def _applications() -> dict[str, ApplicationStatusOverview]:
-    """The applications of Serve that are engines, by name."""
+    """The applications of Serve that have engines, by name."""
     applications = serve.status().applications.items()
     return {name: app for name, app in applications if DEPLOYMENT_NAME in app.deployments}
 

@@ -108,7 +108,7 @@ def run_timed(llm: LLM, requests: Sequence[BatchRequest], due_times_s: Sequence[
     return run
 
 
-def arrival_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
+def draw_due_times_s(num_requests: int, rate: float | None, seed: int) -> list[float]:
     """When requests are due: all at once, or as a Poisson process of `rate` per second from 0."""
     if rate is None:
         return [0.0] * num_requests

@@ -24,7 +24,7 @@ class _FrontendRecord:
     frontend_id: str
     mailbox: Mailbox = field(default_factory=Mailbox)
     news_event: asyncio.Event = field(default_factory=asyncio.Event)
-    last_call_s: float = field(default_factory=time.monotonic)
+    silent_since_s: float = field(default_factory=time.monotonic)
     num_waiting_polls: int = 0
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
@@ -53,16 +53,16 @@ class FrontendRecords:
         requests again if it got no answer. Raises `RequestError` for one that cannot run.
         """
         new_requests: dict[str, Request] = {}
-        checked_prompts: set[tuple[int, int]] = set()  # the outputs of a request share theirs
+        checked_prompt_keys: set[tuple[int, int]] = set()  # outputs of one prompt share its tokens
         for request in requests:
             request_id = request.request_id
             if self._was_sent_before(frontend_id, request_id):
                 continue
             prompt_key = id(request.token_ids), request.num_prompt_tokens
-            if prompt_key not in checked_prompts:
+            if prompt_key not in checked_prompt_keys:
                 check_request(request, limits)
-                checked_prompts.add(prompt_key)
-            if request_id in new_requests or self._is_running(request_id):
+                checked_prompt_keys.add(prompt_key)
+            if request_id in new_requests or self._is_unfinished(request_id):
                 raise id_in_use_error(request_id)
             new_requests[request_id] = request
         if frontend_id not in self._registration_numbers:
@@ -70,7 +70,7 @@ class FrontendRecords:
             self._frontends[self._registration_numbers[frontend_id]] = self.make_record(frontend_id)
         registration_number = self._registration_numbers[frontend_id]
         frontend = self._frontends[registration_number]
-        frontend.last_call_s = time.monotonic()
+        frontend.silent_since_s = time.monotonic()
         frontend.request_ids.update(new_requests)
         return registration_number, list(new_requests.values())
 
@@ -91,7 +91,7 @@ class FrontendRecords:
         frontend = self._frontend(frontend_id)
         if frontend is None:
             return None
-        frontend.last_call_s = time.monotonic()
+        frontend.silent_since_s = time.monotonic()
         if not frontend.mailbox.has_news:
             frontend.news_event.clear()
             frontend.num_waiting_polls += 1
@@ -100,7 +100,7 @@ class FrontendRecords:
                     await asyncio.wait_for(frontend.news_event.wait(), wait_s)
             finally:
                 frontend.num_waiting_polls -= 1
-        frontend.last_call_s = time.monotonic()
+        frontend.silent_since_s = time.monotonic()
         return frontend.mailbox.collect(acknowledged_reply_number)
 
     def deliver(self, news: NewsByFrontend) -> None:
@@ -136,11 +136,11 @@ class FrontendRecords:
         self._silence_checked_s = now_s
         for frontend in self._frontends.values():
             if has_driver_stalled or frontend.num_waiting_polls:
-                frontend.last_call_s = now_s
+                frontend.silent_since_s = now_s
         silent_frontends = [
             frontend
             for frontend in self._frontends.values()
-            if now_s - frontend.last_call_s > self._timeout_s
+            if now_s - frontend.silent_since_s > self._timeout_s
         ]
         for frontend in silent_frontends:
             del self._frontends[self._registration_numbers.pop(frontend.frontend_id)]
@@ -161,5 +161,5 @@ class FrontendRecords:
             request_id in frontend.request_ids or frontend.mailbox.holds(request_id)
         )
 
-    def _is_running(self, request_id: str) -> bool:
+    def _is_unfinished(self, request_id: str) -> bool:
         return any(request_id in frontend.request_ids for frontend in self._frontends.values())

@@ -28,7 +28,8 @@ from scheduler.suspects import CLEARING_TOKENS, SUSPECT_STRIKES
 # Idle time before the invariants are checked: with many blocks the check takes tens of
 # milliseconds, during which a new request would wait.
 IDLE_CHECK_DELAY_S = 1.0
-# A step is planned this long before the ranks need it, or this share of the time they still take.
+# A step is planned this long before the ranks need it, or this share of the time until then,
+# whichever is longer.
 PLAN_LEAD_S, PLAN_LEAD_SHARE = 0.008, 0.2
 # How long tokens are held back from a frontend, at most.
 MAX_HOLD_BACK_S = 2.0
@@ -248,11 +249,11 @@ class StepLoop:
             self._fail(seq, error)
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
-        """Tell the frontend of a request why it has failed."""
-        request = self._open_requests.pop(seq.request_id)
-        news = request.take_unsent()
+        """Tell the frontend of a open_request why it has failed."""
+        open_request = self._open_requests.pop(seq.request_id)
+        news = open_request.take_unsent()
         news.error = error
-        self._deliver({request.registration_number: {seq.request_id: news}})
+        self._deliver({open_request.registration_number: {seq.request_id: news}})
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is a command or a step to run. False when the loop should stop."""
@@ -309,20 +310,22 @@ class StepLoop:
         if sends_all:
             self._all_sent_at_s = time.monotonic()
         for seq, token_logprobs in zip(step_output.sequences, logprobs, strict=True):
-            request = self._open_requests[seq.request_id]
+            open_request = self._open_requests[seq.request_id]
             if token_logprobs is not None:
-                request.unsent_logprobs.append(token_logprobs)
-            num_unsent_tokens = len(seq.token_ids) - seq.num_prompt_tokens - request.num_sent_tokens
-            if seq.finish_reason or request.is_due(num_unsent_tokens):
-                frontend_news = news.setdefault(request.registration_number, {})
-                frontend_news[seq.request_id] = request.take_unsent()
+                open_request.unsent_logprobs.append(token_logprobs)
+            num_unsent_tokens = (
+                len(seq.token_ids) - seq.num_prompt_tokens - open_request.num_sent_tokens
+            )
+            if seq.finish_reason or open_request.is_due(num_unsent_tokens):
+                frontend_news = news.setdefault(open_request.registration_number, {})
+                frontend_news[seq.request_id] = open_request.take_unsent()
         if sends_all:
-            for request_id, request in self._open_requests.items():
-                seq = request.sequence
+            for request_id, open_request in self._open_requests.items():
+                seq = open_request.sequence
                 # One that has failed by itself is reported with its error.
-                if seq.num_output_tokens > request.num_sent_tokens and not seq.finish_reason:
-                    frontend_news = news.setdefault(request.registration_number, {})
-                    frontend_news[request_id] = request.take_unsent()
+                if seq.num_output_tokens > open_request.num_sent_tokens and not seq.finish_reason:
+                    frontend_news = news.setdefault(open_request.registration_number, {})
+                    frontend_news[request_id] = open_request.take_unsent()
         self._add_scored_prompts(step_output.prompt_logprobs, news)
         for seq in step_output.finished_sequences:
             self._open_requests.pop(seq.request_id, None)
@@ -331,8 +334,8 @@ class StepLoop:
     def _add_scored_prompts(self, scores: Scores, news: NewsByFrontend) -> None:
         """Add log probabilities of prompts. They may be large, so they are never held back."""
         for seq, prompt_logprobs in scores:
-            request = self._open_requests[seq.request_id]
-            frontend_news = news.setdefault(request.registration_number, {})
+            open_request = self._open_requests[seq.request_id]
+            frontend_news = news.setdefault(open_request.registration_number, {})
             if seq.request_id not in frontend_news:
-                frontend_news[seq.request_id] = request.take_unsent()
+                frontend_news[seq.request_id] = open_request.take_unsent()
             frontend_news[seq.request_id].prompt_logprobs = prompt_logprobs

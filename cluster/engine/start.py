@@ -212,8 +212,10 @@ class DriverOwner:
                         f"the last driver could not be ended: {reason}"
                     ) from failure
                 if self._is_stopped or recovery.give_up_if_too_late(reason):
-                    report = recovery.report()
-                    raise EngineDeadError(f"no driver could be started: {report}") from failure
+                    failures_text = recovery.report()
+                    raise EngineDeadError(
+                        f"no driver could be started: {failures_text}"
+                    ) from failure
                 logger.warning("the driver is not replaced yet: %s", reason.split("\n")[0])
                 time.sleep(ENDING_RETRY_PAUSE_S)
 

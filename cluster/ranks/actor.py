@@ -71,7 +71,7 @@ class RankActor:
         log_to_stderr(config.engine.log_level)
         self._config = config
         self._rank = rank
-        self._is_spare = spare_gpus is not None
+        self._began_as_spare = spare_gpus is not None
         self._gpus = ray.get_runtime_context().get_accelerator_ids()["GPU"]
         # Once a process has listed its GPUs, it does not see others later, and a spare may list
         # them while it warms up.
@@ -86,7 +86,7 @@ class RankActor:
         self._next_step_id = self._next_mask_step_id = 0
         # By step id: results of recent steps, in case a call was lost and is made again.
         self._replies: dict[int, Future[bytes]] = {}
-        if self._is_spare:
+        if self._began_as_spare:
             threading.Thread(target=self._warm, name="warm", daemon=True).start()
         else:
             self._import()
@@ -266,7 +266,7 @@ class RankActor:
         from workers.worker import Worker
 
         self._worker = Worker(self._config, self._rank, self._inherited_memory)
-        if not self._is_spare:
+        if not self._began_as_spare:
             self._ready_event.set()
 
     def _warm(self) -> None:

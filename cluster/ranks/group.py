@@ -201,8 +201,8 @@ class RankGroup:
 
     def has_cache_of(self, other: RankGroup) -> bool:
         """Whether the KV caches of these ranks are those of another group's, and outlive it."""
-        inodes = [rank.cache_inode for rank in self.ranks]
-        return None not in inodes and inodes == [rank.cache_inode for rank in other.ranks]
+        inodes = [handle.cache_inode for handle in self.ranks]
+        return None not in inodes and inodes == [handle.cache_inode for handle in other.ranks]
 
     def _start_ranks(
         self,

@@ -200,11 +200,11 @@ def run_on_node(
                 raise NoAnswerError(f"could not {action}: no answer within {limit_s:g} s")
         try:
             return result_of(ref, action)
-        except EaglerayError as error:  # the node, or the process there, has died meanwhile
+        except EaglerayError as error:  # the node, or the process there, may be another now
             if type(error) is NoAnswerError:
                 raise  # the function has said so itself
-            has_died = isinstance(error, EngineDeadError) or kind_of(error).is_transient
-            if not has_died or time.monotonic() > deadline_s:
+            may_retry = isinstance(error, EngineDeadError) or kind_of(error).is_transient
+            if not may_retry or time.monotonic() > deadline_s:
                 raise
             time.sleep(NODE_CHECK_PERIOD_S)
     return None
@@ -252,7 +252,7 @@ def _use_normal_priority(pid: int) -> None:
 
 @functools.cache
 def has_pidfds() -> bool:
-    """Whether this system has descriptors of processes: Linux since 5.3, but some sandboxes."""
+    """Whether this system has descriptors of processes: Linux since 5.3, except some sandboxes."""
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError):
@@ -323,7 +323,7 @@ def _wait_for_ends(pid_of_pidfd: dict[int, int], limit_s: float) -> None:
 
 
 def end_marked_local_processes(engine_id: str) -> None:
-    """See `end_marked_processes`. Spares this process."""
+    """See `end_marked_processes`. This process goes on."""
     processes = []
     for pid in set(marked_local_pids(engine_id)) - {os.getpid()}:
         with suppress(OSError):  # it has ended since

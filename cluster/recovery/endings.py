@@ -19,7 +19,7 @@ class GroupDeathWatch:
     def __init__(self, group: RankGroup) -> None:
         local_processes = processes_on_this_node([handle.process for handle in group.ranks])
         self._death_watches = [DeathWatch(process) for process in local_processes.values()]
-        self._num_remote_ranks = len(group.ranks) - len(local_processes)
+        self._num_unwatched_ranks = len(group.ranks) - len(local_processes)
 
     def distrust_reason(self, *reasons: str) -> str:
         """Why the memory of the ranks, whose processes have ended, cannot be trusted; empty if it
@@ -32,7 +32,7 @@ class GroupDeathWatch:
             logger.error("the crash report of a rank: %s", crash_report)
         for reason in filter(may_have_corrupted_memory, reasons):
             return reason.split("\n")[0]
-        if self._num_remote_ranks:
-            return "nobody has seen how ranks on other nodes ended"
-        crashes = [ending.text for ending in endings if ending.may_have_written_anywhere]
-        return f"a rank ended by {crashes[0]}" if crashes else ""
+        if self._num_unwatched_ranks:
+            return "nobody has seen how some ranks ended"
+        texts = [ending.text for ending in endings if ending.may_have_written_anywhere]
+        return f"a rank ended by {texts[0]}" if texts else ""

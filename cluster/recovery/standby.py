@@ -77,7 +77,7 @@ class Standby:
             self._log(error)
             self._drop_group()
 
-    def ready_ranks(self) -> list[RankHandle]:
+    def ready_spares(self) -> list[RankHandle]:
         """The processes of the group that stands by; where none is formed, warm spares. Spares that
         do not form a group yet are left out, though `take` gives them. Any thread.
         """

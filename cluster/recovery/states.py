@@ -34,7 +34,7 @@ class RecoveryState(Enum):
 
 @dataclass(slots=True)
 class Recovery:
-    """The state of one engine's group of ranks. One thread."""
+    """The state of one engine's group of ranks, or of its driver. One thread."""
 
     clock: Callable[[], float]
     give_up_after_s: float = GIVE_UP_AFTER_S

@@ -143,7 +143,7 @@ class Supervisor:
         ranks = self._group.ranks if self._group is not None else []
         processes = {f"rank {i}": handle.process for i, handle in enumerate(ranks)}
         processes |= {
-            f"spare {i}": spare.process for i, spare in enumerate(self._standby.ready_ranks())
+            f"spare {i}": spare.process for i, spare in enumerate(self._standby.ready_spares())
         }
         return {name: process for name, process in processes.items() if process is not None}
 

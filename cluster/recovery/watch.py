@@ -124,7 +124,8 @@ class Watch:
 
     def _slowest_rank(self) -> int:
         """The rank that the others wait for: the one that has begun the fewest all-reduces."""
-        counts = [p.progress.num_all_reduces if p.progress else -1 for p in self._health_by_rank]
+        progresses = [health.progress for health in self._health_by_rank]
+        counts = [progress.num_all_reduces if progress else -1 for progress in progresses]
         return counts.index(min(counts))
 
     def _report(self, stuck_rank: int, symptom: str) -> str:

@@ -21,8 +21,8 @@ PROBE_TIMEOUT_S = 3.0
 MAX_PORT = 65_535
 
 
-def ray_folder() -> Path:
-    """The folder in which Ray keeps its own."""
+def ray_temp_root() -> Path:
+    """The folder in which Ray makes its own, `ray`, for sessions, logs and sockets."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
 
 
@@ -30,7 +30,7 @@ def local_cluster_address() -> str | None:
     """The address that `ray start` recorded here, if something still listens there: a killed
     cluster leaves its record behind.
     """
-    record = ray_folder() / "ray" / "ray_current_cluster"
+    record = ray_temp_root() / "ray" / "ray_current_cluster"
     try:
         address = record.read_text().strip()
     except OSError:

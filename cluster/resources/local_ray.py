@@ -45,7 +45,7 @@ LOCAL_RAY_SETTINGS = {
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
 
-STOP_TIMEOUT_S = 1.0  # how long a process may take to stop; one that waits for a disk does not
+STOP_TIMEOUT_S = 1.0  # how long SIGSTOP may take; a process that waits for a disk ignores it
 
 # Methods of `Node` that start a process which does nothing for a local Ray without a dashboard.
 IDLE_PROCESS_STARTERS = (
@@ -111,7 +111,9 @@ def check_local_ray_alive() -> None:
 
 
 def kill_local_ray() -> None:
-    """Kill the processes of a local Ray of our own, but its head, which ends with this program."""
+    """Kill the processes of a local Ray of our own, but its gcs_server, which ends with
+    this program.
+    """
     node: Any = ray._private.worker._global_node
     for name, process in node.live_processes() if node is not None else ():
         if name == "raylet":

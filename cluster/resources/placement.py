@@ -35,7 +35,7 @@ from configs.paths import IS_INSTALLED, SOURCE_ROOT
 from scheduler.errors import ConfigError, WorkerError
 from workers.faults import FAULTS_VARIABLE
 
-PLACEMENT_TIMEOUT_S = 30.0
+MIN_PLACEMENT_TIMEOUT_S = 30.0
 CHECK_PERIOD_S = 0.25
 LOG_PERIOD_S = 10.0
 NO_ROOM_YET = "there is no room yet for"
@@ -143,7 +143,7 @@ class Placement:
             return
         if not self.wait_for_nodes_s:
             check_room(self.num_bundles, self.device)
-        limit_s = max(PLACEMENT_TIMEOUT_S, self.wait_for_nodes_s)
+        limit_s = max(MIN_PLACEMENT_TIMEOUT_S, self.wait_for_nodes_s)
         if not self._try_reserve(limit_s, lambda: True):
             problem = f"after {limit_s:.0f} s, there is still no room for"
             raise ConfigError(shortage_message(self.num_bundles, self.device, problem))
@@ -185,24 +185,24 @@ class Placement:
     def places(self) -> list[Place]:
         """The place of each rank. Raises `WorkerError` unless every bundle has a node."""
         node_of_bundle = self._table().get("bundles_to_node_id", {})
-        nodes = [node_of_bundle.get(bundle) for bundle in range(self.num_bundles)]
-        if not all(nodes):
+        node_ids = [node_of_bundle.get(bundle) for bundle in range(self.num_bundles)]
+        if not all(node_ids):
             raise WorkerError(f"the placement group {self.name_prefix} has bundles without a node")
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         bundle_of_rank = sorted(
-            range(self.num_bundles), key=lambda bundle: (nodes.index(nodes[bundle]), bundle)
+            range(self.num_bundles), key=lambda bundle: (node_ids.index(node_ids[bundle]), bundle)
         )
-        sorted_nodes = [nodes[bundle] for bundle in bundle_of_rank]
+        sorted_node_ids = [node_ids[bundle] for bundle in bundle_of_rank]
         return [
             Place(
                 rank=rank,
                 bundle=bundle_of_rank[rank],
-                node_id=node,
-                host=hosts.get(node, ""),
-                local_rank=sorted_nodes[:rank].count(node),
-                ranks_on_node=sorted_nodes.count(node),
+                node_id=node_id,
+                host=hosts.get(node_id, ""),
+                local_rank=sorted_node_ids[:rank].count(node_id),
+                ranks_on_node=sorted_node_ids.count(node_id),
             )
-            for rank, node in enumerate(sorted_nodes)
+            for rank, node_id in enumerate(sorted_node_ids)
         ]
 
     def bundle_strategy(self, bundle: int) -> PlacementGroupSchedulingStrategy:
@@ -214,7 +214,7 @@ class Placement:
 
     def node_ids(self) -> set[str]:
         """The nodes that have bundles."""
-        return {node for node in self._table().get("bundles_to_node_id", {}).values() if node}
+        return {each for each in self._table().get("bundles_to_node_id", {}).values() if each}
 
     def remove(self) -> None:
         """Remove the bundles, if they are ours; Ray ends what runs in them."""

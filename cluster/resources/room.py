@@ -50,20 +50,23 @@ def bundle_of(device: str) -> dict[str, float]:
 def rank_capacities(device: str) -> list[int]:
     """How many ranks each living node could hold if nothing else used it."""
     bundle = bundle_of(device)
-    nodes = [node["Resources"] for node in living_nodes()]
-    return [int(min(node.get(k, 0) // v for k, v in bundle.items())) for node in nodes]
+    resources_by_node = [node["Resources"] for node in living_nodes()]
+    return [
+        int(min(resources.get(k, 0) // v for k, v in bundle.items()))
+        for resources in resources_by_node
+    ]
 
 
-def check_room(tensor_parallel_size: int, device: str, num_groups: int = 1) -> None:
+def check_room(tensor_parallel_size: int, device: str, num_engines: int = 1) -> None:
     """Raise `ConfigError` when the cluster lacks the resources, whoever uses them now."""
     capacities = rank_capacities(device)
     if placement_strategy(tensor_parallel_size, device) == "STRICT_PACK":
-        max_groups = sum(capacity // tensor_parallel_size for capacity in capacities)
+        max_engines = sum(capacity // tensor_parallel_size for capacity in capacities)
     else:
-        max_groups = sum(capacities) // tensor_parallel_size
-    if max_groups < num_groups:
+        max_engines = sum(capacities) // tensor_parallel_size
+    if max_engines < num_engines:
         problem = "the Ray cluster does not have the resources for"
-        raise ConfigError(shortage_message(tensor_parallel_size, device, problem, num_groups))
+        raise ConfigError(shortage_message(tensor_parallel_size, device, problem, num_engines))
 
 
 def placement_strategy(tensor_parallel_size: int, device: str) -> str:
@@ -76,16 +79,16 @@ def shortage_message(
     tensor_parallel_size: int,
     device: str,
     problem: str,
-    num_groups: int = 1,
+    num_engines: int = 1,
     strategy: str | None = None,
 ) -> str:
     """A message that begins with `problem`: what is needed, what each node has, and what to do.
-    `num_groups`: engines, each with so many ranks. `strategy`: by which they are placed; None: that
+    `num_engines`: each with so many ranks. `strategy`: by which they are placed; None: that
     of new ones.
     """
     bundle = bundle_of(device)
     needed_resources = {
-        name: amount * tensor_parallel_size * num_groups for name, amount in bundle.items()
+        name: amount * tensor_parallel_size * num_engines for name, amount in bundle.items()
     }
     free_by_node = available_resources_per_node()
     rows = []
@@ -97,12 +100,12 @@ def shortage_message(
         )
         rows.append(f"{node['NodeManagerAddress']}: {resources_text}")
     needed_text = ", ".join(f"{amount:g} {name}" for name, amount in needed_resources.items())
-    if num_groups > 1:
-        problem += f" {num_groups} replicas with"
+    if num_engines > 1:
+        problem += f" {num_engines} replicas with"
     strategy = strategy or placement_strategy(tensor_parallel_size, device)
     if strategy == "STRICT_PACK" and tensor_parallel_size > 1:
-        needed_text += ", each replica on one node" if num_groups > 1 else ", on one node"
-    option_names = ("--replicas or " if num_groups > 1 else "") + "tensor_parallel_size"
+        needed_text += ", each replica on one node" if num_engines > 1 else ", on one node"
+    option_names = ("--replicas or " if num_engines > 1 else "") + "tensor_parallel_size"
     advice = f"Lower {option_names}, add nodes, or wait for other work to end"
     if device == "cuda" and not any(node["Resources"].get("GPU") for node in living_nodes()):
         advice = "No node has a GPU: add nodes that have one, or use device cpu"

@@ -56,8 +56,8 @@ class RaySession:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._leases: list[str] = []
-        self._own_ray_id: str | None = None  # the Ray we started
-        self._address = ""  # the address we started it with
+        self._initialized_ray_id: str | None = None  # the Ray that we have started or joined
+        self._address = ""  # that it was given
         self._process_id = 0  # of the process that has the leases
 
     def connect(self, address: str | None, num_ranks: int) -> str:
@@ -83,7 +83,7 @@ class RaySession:
                 except BaseException:
                     ray.shutdown()
                     raise
-                self._own_ray_id = _running_ray_id()
+                self._initialized_ray_id = _running_ray_id()
             lease = _running_ray_id()
             self._leases.append(lease)
             return lease
@@ -94,20 +94,26 @@ class RaySession:
 
     def owns(self, lease: str) -> bool:
         """Whether the Ray of this lease is a local one of ours, which ends with its last lease."""
-        return lease == self._own_ray_id and self._address == "local"
+        return lease == self._initialized_ray_id and self._address == "local"
 
     def release(self, lease: str) -> None:
-        """Leave; the last engine stops the Ray that we started."""
+        """Leave; the last engine stops the Ray that we started, or leaves one that we joined."""
         with self._lock:
             self._leases.remove(lease)
-            if lease not in self._leases and lease == self._own_ray_id and self.holds(lease):
+            if (
+                lease not in self._leases
+                and lease == self._initialized_ray_id
+                and self.holds(lease)
+            ):
                 end_local_ray()
 
     def _check_running_address(self, address: str | None) -> None:
         """A Ray that the program has started is accepted for "local", and any Ray is accepted for
         "auto" and without an address.
         """
-        accepted_address = self._address if self._own_ray_id == _running_ray_id() else "local"
+        accepted_address = (
+            self._address if self._initialized_ray_id == _running_ray_id() else "local"
+        )
         if not address or address in ("auto", accepted_address):
             return
         running_address = ray.get_runtime_context().gcs_address

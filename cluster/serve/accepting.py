@@ -34,7 +34,7 @@ class Acceptor:
         self._port_member = port_member
         self._make_protocol = make_protocol
         self._count_connections = count_connections
-        self._open_tasks: set[asyncio.Task[object]] = set()
+        self._opening_tasks: set[asyncio.Task[object]] = set()
         self._is_closed = False
         for listener in port_member.listeners:
             self._listen(listener)
@@ -51,7 +51,7 @@ class Acceptor:
 
     def _handle_waiting(self, listener: socket.socket) -> None:
         """A connection waits, unless another process has taken it by now."""
-        if self._port_member.is_ahead(self._count_connections() + len(self._open_tasks)):
+        if self._port_member.is_ahead(self._count_connections() + len(self._opening_tasks)):
             self._loop.remove_reader(listener)
             self._loop.call_later(ACCEPT_DELAY_S, self._accept_if_left, listener)
         else:
@@ -73,9 +73,9 @@ class Acceptor:
             self._loop.call_later(NO_DESCRIPTORS_PAUSE_S, self._listen, listener)
             return
         connection.setblocking(False)
-        open_task = self._loop.create_task(self._open(connection))
-        self._open_tasks.add(open_task)
-        open_task.add_done_callback(self._open_tasks.discard)
+        opening_task = self._loop.create_task(self._open(connection))
+        self._opening_tasks.add(opening_task)
+        opening_task.add_done_callback(self._opening_tasks.discard)
 
     async def _open(self, connection: socket.socket) -> None:
         try:

@@ -51,7 +51,7 @@ def application(config: ServeConfig) -> serve.Application:
         ray.init(address="auto")
     device = pick_device(config.engine.device, num_ranks)
     if not config.engine.wait_for_nodes_s:
-        check_room(num_ranks, device, num_groups=config.replicas)
+        check_room(num_ranks, device, num_engines=config.replicas)
     shared_options: dict[str, Any] = {
         "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "max_queued_requests": -1,

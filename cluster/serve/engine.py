@@ -54,7 +54,7 @@ class Lease:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     """One engine as `launch.py status` shows it. replica_id: Ray Serve's; hosts: the address of
-    each rank's node; num_admitted: sequences admitted since its start.
+    each rank's node; num_admitted: sequences admitted since its driver's start.
     """
 
     replica_id: str

@@ -29,7 +29,7 @@ class ProcessCounters:
 
 
 class GatheredCounters:
-    """The memory of one process. Used from one event loop only."""
+    """What one process remembers of the others. Used from one event loop only."""
 
     def __init__(
         self, process_id: str, collect_own_families: Callable[[], list[MetricFamily]]

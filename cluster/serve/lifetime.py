@@ -103,15 +103,17 @@ class RunningApplication:
                 logger.info("every replica serves again")
             self._reported_reasons = {}
             return
-        if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_given_up(overview):
+        if overview.status == ApplicationStatus.DEPLOY_FAILED or _has_used_up_starts(overview):
             raise EngineError(f"{CANNOT_START_MESSAGE}: {reported_reason(overview)}")
         deployments = overview.deployments
         unhealthy = {n: d for n, d in deployments.items() if d.status == DeploymentStatus.UNHEALTHY}
         reasons = {name: _telling_line(lacking.message) for name, lacking in unhealthy.items()}
-        news = [name for name in reasons if reasons[name] != self._reported_reasons.get(name)]
-        if news and any(map(has_no_replica, unhealthy.values())):
+        changed_names = [
+            name for name in reasons if reasons[name] != self._reported_reasons.get(name)
+        ]
+        if changed_names and any(map(has_no_replica, unhealthy.values())):
             self._check_that_another_can_start()
-        for name in news:
+        for name in changed_names:
             event = "has failed to start" if _failed_to_start(unhealthy[name]) else "is lost"
             logger.warning(
                 "a replica of %r %s, Ray Serve starts another one: %s", name, event, reasons[name]
@@ -199,7 +201,7 @@ def _drain_limit_s(deployment: DeploymentDetails) -> float:
     return float(deployment.deployment_config.graceful_shutdown_timeout_s)
 
 
-def _has_given_up(overview: ApplicationStatusOverview) -> bool:
+def _has_used_up_starts(overview: ApplicationStatusOverview) -> bool:
     """Whether some deployment has no replica left and has failed to start as often as it may. Ray
     Serve itself would try forever once a replica has served.
     """

@@ -142,7 +142,7 @@ class SharedPortMember:
         self._connection_counts = counts[num_places:]
 
     def is_ahead(self, num_connections: int) -> bool:
-        """Whether this process, with so many connections, has clearly more than another."""
+        """Note how many connections this process has; whether it has clearly more than another."""
         self._connection_counts[self._place] = num_connections
         counts_present = [
             number for number in self._connection_counts if number != VACANT_PLACE_COUNT

@@ -60,9 +60,9 @@ class PrefixTable:
         self._engines_by_hash: OrderedDict[int, set[str]] = OrderedDict()
         self._engines: frozenset[str] = frozenset()  # those of the last choice
         self._engine_by_request: dict[Hashable, str] = {}  # of open requests
-        self._num_open_requests: Counter[str] = Counter()
-        # The number of the choice that last chose it.
-        self._last_choice_number: Counter[str] = Counter()
+        self._num_open_requests_by_engine: Counter[str] = Counter()
+        # The number of the last choice that fell on the engine.
+        self._last_choice_number_by_engine: Counter[str] = Counter()
         self._num_choices = 0
 
     def choose(
@@ -83,7 +83,7 @@ class PrefixTable:
         if (chosen_engine := self._engine_by_request.get(request, "")) in candidates:
             return chosen_engine
         self.end(request)
-        loads = [self._num_open_requests[engine] for engine in candidates]
+        loads = [self._num_open_requests_by_engine[engine] for engine in candidates]
         mean_load = sum(loads) / len(loads)
         max_load = min(loads) + max(MIN_EXTRA_REQUESTS, MAX_EXTRA_SHARE * mean_load)
         num_hashes_by_engine = self._num_matching_hashes_by_engine(hashes)
@@ -94,18 +94,23 @@ class PrefixTable:
                 hashed_session, candidates
             )
 
-        def preference(engine: str) -> tuple[bool, bool, int, int, int]:
-            num_open_requests = self._num_open_requests[engine]
+        def cost(engine: str) -> tuple[bool, bool, int, int, int]:
+            num_open_requests = self._num_open_requests_by_engine[engine]
             is_full = num_open_requests > max_load
             lacks_session_affinity = engine not in affine_engines
-            load = (num_open_requests, self._last_choice_number[engine])
-            return is_full, lacks_session_affinity, -num_hashes_by_engine[engine], *load
+            load_and_last_choice = (num_open_requests, self._last_choice_number_by_engine[engine])
+            return (
+                is_full,
+                lacks_session_affinity,
+                -num_hashes_by_engine[engine],
+                *load_and_last_choice,
+            )
 
-        chosen_engine = min(sorted(candidates), key=preference)
+        chosen_engine = min(sorted(candidates), key=cost)
         self._engine_by_request[request] = chosen_engine
-        self._num_open_requests[chosen_engine] += 1
+        self._num_open_requests_by_engine[chosen_engine] += 1
         self._num_choices += 1
-        self._last_choice_number[chosen_engine] = self._num_choices
+        self._last_choice_number_by_engine[chosen_engine] = self._num_choices
         if hashed_session is not None:
             self._engines_by_hash[hashed_session] = {chosen_engine}
             self._engines_by_hash.move_to_end(hashed_session)
@@ -120,7 +125,7 @@ class PrefixTable:
         """A request has ended, or was not sent."""
         engine = self._engine_by_request.pop(request, None)
         if engine is not None:
-            self._num_open_requests[engine] -= 1
+            self._num_open_requests_by_engine[engine] -= 1
 
     def _rendezvous_engine(self, hashed_session: int, engines: Collection[str]) -> set[str]:
         """The engine of a session of which this table knows nothing, if it is to have one: by
@@ -137,7 +142,7 @@ class PrefixTable:
     def _keep_only(self, engines: frozenset[str]) -> None:
         """Forget all engines but these."""
         self._engines = engines
-        for counter in (self._num_open_requests, self._last_choice_number):
+        for counter in (self._num_open_requests_by_engine, self._last_choice_number_by_engine):
             for lost_engine in counter.keys() - engines:
                 del counter[lost_engine]
         open_requests = self._engine_by_request.items()

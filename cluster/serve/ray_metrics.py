@@ -1,4 +1,4 @@
-"""The API's counters in Ray's own metrics, beside those of Ray and of Ray Serve.
+"""The counters of the API and of engines in Ray's metrics, beside those of Ray and of Ray Serve.
 
 Ray's registry does not read our counters, so each sample is a gauge that is set periodically.
 """

@@ -192,8 +192,8 @@ class ApiReplica:
         return [await status_of(self._own_engine, self._model_name, await self._api.stats())]
 
     async def check_health(self) -> None:
-        """Raises when this replica's own engine is dead for good, so that Serve replaces the
-        replica. Engines of a separate deployment are replaced there.
+        """Raises when nothing listens any more, or when this replica's own engine is dead for good,
+        so that Serve replaces the replica. Engines of a separate deployment are replaced there.
         """
         if self._listener is not None:
             self._listener.check()
@@ -246,7 +246,7 @@ def _make_api(config: ServeConfig, setup: EngineSetup, client: Client) -> Api:
             allowed_hosts=config.split_names(config.allowed_hosts),
             allowed_origins=config.split_names(config.allowed_origins),
         ),
-        echo_request_id=config.listens_itself,  # Serve's proxy adds it itself
+        adds_request_id=config.listens_itself,  # Serve's proxy adds it itself
         limits=ApiLimits(
             max_open_outputs=config.max_open_outputs,
             max_body_bytes=config.max_body_bytes,

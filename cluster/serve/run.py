@@ -81,7 +81,7 @@ def run_serve(job: ServeJob) -> None:
         try:
             if not job.config.engine.wait_for_nodes_s:
                 device = pick_device(job.config.engine.device, num_ranks)
-                check_room(num_ranks, device, num_groups=job.config.replicas)
+                check_room(num_ranks, device, num_engines=job.config.replicas)
             _serve(job, setup, signal_handler, began_s, SESSION.owns(session_lease))
         finally:
             SESSION.release(session_lease)

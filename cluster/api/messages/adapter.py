@@ -83,7 +83,7 @@ def _chat(request: ConversationRequest, served_model: ServedModel, omissions: Om
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages += turns_of(request.messages, omissions, arguments_as_text=arguments_as_text)
     rules = _rules(request, omissions)
-    variables = _template_variables(request, tokenizer)
+    variables = _template_values(request, tokenizer)
     return Chat(
         conversation=conversation_of(messages, rules.tools, variables, served_model),
         rules=rules,
@@ -141,7 +141,7 @@ def _structure(request: ConversationRequest) -> StructuredOutputs | None:
     return None if output_format is None else StructuredOutputs(json=output_format.schema_)
 
 
-def _template_variables(request: ConversationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def _template_values(request: ConversationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
     an effort other than `none` asks for it.
     """

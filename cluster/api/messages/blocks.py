@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from cluster.api.messages.schema import (
     AnyBlock,
@@ -47,7 +48,7 @@ def _assistant_turn(
     """One turn, or none if nothing of it is left: other servers answer with blocks of theirs."""
     texts: list[str] = []
     thinking_texts: list[str] = []
-    calls: list[Turn] = []
+    calls: list[dict[str, Any]] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block.text)

@@ -143,7 +143,7 @@ class CustomTool(Options):
 
 
 class TypedTool(RequestModel):
-    """A tool without a schema, known to Anthropic's models by its type; the server runs some."""
+    """A tool without a schema, known to Anthropic's models by its type: it is left out."""
 
     type: str
     name: str | None = None

@@ -42,10 +42,10 @@ class MessageWriter:
         self._initial_state, self._looks_for_calls = state, looks_for_calls
         self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
         self._id = f"msg_{uuid.uuid4().hex}"
-        self._num_blocks = 0
+        self._block_index = 0  # of the block that is open or opens next
         self._open_kind: str | None = None  # the kind of the block that is open
         self._thinking_hash = hashlib.sha256()  # of the block that is open
-        self._open_text_event: TextEventTemplate | None = None
+        self._open_text_template: TextEventTemplate | None = None
         self._has_calls = self._has_started = False
 
     def events(self, prompt_index: int, chunk: Chunk) -> bytes:
@@ -121,7 +121,7 @@ class MessageWriter:
         events: list[bytes] = []
         for kind, text in _texts(parts):
             events += self._switch_block_events(kind, _EMPTY_BLOCKS[kind])
-            events.append(self._text_event(kind)(text))
+            events.append(self._text_template(kind)(text))
             if kind == "thinking":
                 self._thinking_hash.update(text.encode())
         for call in parts.calls:
@@ -138,19 +138,19 @@ class MessageWriter:
             return []
         events = self._closing_events()
         self._open_kind = kind
-        start = {"index": self._num_blocks, "content_block": block}
+        start = {"index": self._block_index, "content_block": block}
         return [*events, named_event("content_block_start", start)]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return named_event("content_block_delta", {"index": self._num_blocks, "delta": delta})
+        return named_event("content_block_delta", {"index": self._block_index, "delta": delta})
 
-    def _text_event(self, kind: str) -> TextEventTemplate:
+    def _text_template(self, kind: str) -> TextEventTemplate:
         """That of the block that is open."""
-        if self._open_text_event is None:
-            self._open_text_event = TextEventTemplate(
+        if self._open_text_template is None:
+            self._open_text_template = TextEventTemplate(
                 lambda text: self._delta({"type": f"{kind}_delta", kind: text})
             )
-        return self._open_text_event
+        return self._open_text_template
 
     def _closing_events(self) -> list[bytes]:
         if self._open_kind is None:
@@ -160,9 +160,9 @@ class MessageWriter:
             signature = _signature(self._thinking_hash)
             events.append(self._delta({"type": "signature_delta", "signature": signature}))
             self._thinking_hash = hashlib.sha256()
-        events.append(named_event("content_block_stop", {"index": self._num_blocks}))
-        self._open_kind = self._open_text_event = None
-        self._num_blocks += 1
+        events.append(named_event("content_block_stop", {"index": self._block_index}))
+        self._open_kind = self._open_text_template = None
+        self._block_index += 1
         return events
 
 

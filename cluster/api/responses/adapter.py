@@ -49,7 +49,7 @@ def responses_job(request: ResponsesRequest, served_model: ServedModel) -> Job:
             state=answer_state_after(generation.prompt or ""),
             tools=tool_table if looks_for_calls else None,
             summarizes=request.reasoning is not None and request.reasoning.wants_summary,
-            encrypts=request.encrypts_reasoning,
+            includes_encrypted_content=request.includes_encrypted_content,
             logprobs=request.num_top_logprobs is not None,
         )
 

@@ -15,7 +15,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import AnswerState
 from scheduler.messages import TokenLogprobs
 
-_STATES_BEFORE_MARKERS = (AnswerState.REASONING, AnswerState.CALL)
+_STATES_WITH_END_MARKER = (AnswerState.REASONING, AnswerState.CALL)
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
@@ -68,7 +68,7 @@ class MessageLogprobs:
         new_state = self._parser.state
         # The text of a call that turns out to be none will be reported as it is.
         if new_state is AnswerState.REASONING or (
-            new_state is AnswerState.CONTENT and earlier_state in _STATES_BEFORE_MARKERS
+            new_state is AnswerState.CONTENT and earlier_state in _STATES_WITH_END_MARKER
         ):
             self._pending_characters.clear()
             last_index = self._num_text_tokens - 1  # more characters of it may follow

@@ -185,7 +185,7 @@ Tool = Annotated[
 
 
 class NamedTool(Options):
-    """The one tool that must be called."""
+    """A tool by name: the one that must be called, or one of those that may be."""
 
     FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["function", "custom"]
@@ -193,7 +193,7 @@ class NamedTool(Options):
 
 
 class AllowedTools(Options):
-    """Some of the tools, of which none or one must be called."""
+    """The only tools that may be called; with mode "required", one must be."""
 
     FIELD_PATH: ClassVar[str] = "tool_choice"
     type: Literal["allowed_tools"]
@@ -298,7 +298,7 @@ class ResponsesRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def encrypts_reasoning(self) -> bool:
+    def includes_encrypted_content(self) -> bool:
         return INCLUDE_ENCRYPTED in (self.include or ())
 
     @property

@@ -60,15 +60,16 @@ class ResponseWriter:
         state: AnswerState,
         tools: ToolTable | None,
         summarizes: bool = False,
-        encrypts: bool = False,
+        includes_encrypted_content: bool = False,
         logprobs: bool = False,
     ) -> None:
         """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
-        that may be called. `summarizes`: reasoning is written as a summary. `encrypts`: it is
-        repeated in the form in which clients send it back. `logprobs`: of messages.
+        that may be called. `summarizes`: reasoning is written as a summary.
+        `includes_encrypted_content`: it is repeated in the form in which clients send it back.
+        `logprobs`: of messages.
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
-        self._tools, self._encrypts = tools, encrypts
+        self._tools, self._includes_encrypted_content = tools, includes_encrypted_content
         self._parser = AnswerParser(state, looks_for_calls=tools is not None)
         self._logprobs: MessageLogprobs | None = None
         if logprobs:
@@ -185,11 +186,11 @@ class ResponseWriter:
                 events += self._switch_item_events(kind)
                 self._texts.append(text)
                 item_names = self._names_by_kind[kind]
-                delta: dict[str, Any] = {item_names.index_field: 0, "delta": text}
+                delta_fields: dict[str, Any] = {item_names.index_field: 0, "delta": text}
                 if kind == "message":
-                    delta["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
-                    self._num_logprobs_sent += len(delta["logprobs"])
-                events.append(self._item_event(f"{item_names.text_event}.delta", delta))
+                    delta_fields["logprobs"] = self._new_logprobs(self._num_logprobs_sent)
+                    self._num_logprobs_sent += len(delta_fields["logprobs"])
+                events.append(self._item_event(f"{item_names.text_event}.delta", delta_fields))
         for call in piece.calls:
             events += self._closing_events("completed") + self._call_events(call)
         return events
@@ -204,11 +205,14 @@ class ResponseWriter:
         if kind == "message":
             self._num_messages, self._num_logprobs_sent = self._num_messages + 1, 0
         item_without_parts = self._items[-1] | {item_names.parts_field: []}
-        part = {item_names.index_field: 0, "part": dict(self._items[-1][item_names.parts_field][0])}
+        part_fields = {
+            item_names.index_field: 0,
+            "part": dict(self._items[-1][item_names.parts_field][0]),
+        }
         return [
             *events,
             self._item_event("output_item.added", {"item": item_without_parts}),
-            self._item_event(f"{item_names.part_event}.added", part),
+            self._item_event(f"{item_names.part_event}.added", part_fields),
         ]
 
     def _closing_events(self, status: str) -> list[bytes]:
@@ -221,13 +225,13 @@ class ResponseWriter:
         [part] = item[item_names.parts_field]
         part["text"] = "".join(self._texts)
         self._texts.clear()
-        if item["type"] == "reasoning" and self._encrypts:
+        if item["type"] == "reasoning" and self._includes_encrypted_content:
             item["encrypted_content"] = encode_reasoning(part["text"])
-        text = {item_names.index_field: 0, "text": part["text"]}
+        text_fields = {item_names.index_field: 0, "text": part["text"]}
         if item["type"] == "message":
-            part["logprobs"] = text["logprobs"] = self._new_logprobs(0)
+            part["logprobs"] = text_fields["logprobs"] = self._new_logprobs(0)
         return [
-            self._item_event(f"{item_names.text_event}.done", text),
+            self._item_event(f"{item_names.text_event}.done", text_fields),
             self._item_event(
                 f"{item_names.part_event}.done", {item_names.index_field: 0, "part": part}
             ),

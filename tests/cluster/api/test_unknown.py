@@ -33,7 +33,7 @@ from cluster.api.unknown import (
     IgnoredFields,
     UnknownFields,
     header_of,
-    misspelled_field,
+    meant_field,
 )
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
@@ -128,7 +128,7 @@ def test_a_field_that_clients_are_known_to_send_is_never_taken_for_a_misspelling
 
 
 def test_the_table_of_harmless_fields_wins_over_the_resemblance() -> None:
-    assert misspelled_field("models", ChatRequest.field_names()) == "model"
+    assert meant_field("models", ChatRequest.field_names()) == "model"
     assert ignored({"models": ["a", "b"]}) == ["models"]
 
 
@@ -136,7 +136,7 @@ def test_known_fields_do_not_look_like_each_other() -> None:
     for model in LEAST:
         for name in model.field_names():
             others = model.field_names() - {name}
-            if (other := misspelled_field(name, others)) is not None:
+            if (other := meant_field(name, others)) is not None:
                 assert {name, other} == {"min_tokens", "max_tokens"}
 
 
@@ -326,12 +326,12 @@ def test_padding_of_a_stream_may_be_asked_for() -> None:
 
 def test_the_worst_names_are_compared_in_a_few_milliseconds() -> None:
     known = ChatRequest.field_names()
-    misspelled_field("warm", known)
+    meant_field("warm", known)
     names = ["t" + "emperatur" * 6 + str(i) for i in range(256)]
     began_s = time.thread_time()
-    assert all(misspelled_field(name, known) is None for name in names)
+    assert all(meant_field(name, known) is None for name in names)
     assert time.thread_time() - began_s < 0.02, "3 ms on an idle core"
-    assert misspelled_field("a" * 10**6, known) is None
+    assert meant_field("a" * 10**6, known) is None
 
 
 def test_the_header_is_safe_and_short_whatever_names_are_sent() -> None:

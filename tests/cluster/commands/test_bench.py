@@ -18,7 +18,7 @@ import launch
 from cluster.client.outputs import Chunk
 from cluster.commands import bench
 from cluster.commands.bench import synthetic_requests
-from cluster.commands.timing import Timeline, arrival_times_s, percentiles
+from cluster.commands.timing import Timeline, draw_due_times_s, percentiles
 from cluster.resources.session import SESSION
 from configs.paths import SOURCE_ROOT
 from scheduler.params import SamplingParams
@@ -71,9 +71,9 @@ def test_made_up_token_ids_are_below_a_small_vocabulary() -> None:
 
 
 def test_requests_are_due_at_once_or_as_a_poisson_process() -> None:
-    assert arrival_times_s(3, None, seed=0) == [0.0, 0.0, 0.0]
-    due = arrival_times_s(4001, 8.0, seed=1)
-    assert due[0] == 0.0 and due == sorted(due) and due == arrival_times_s(4001, 8.0, seed=1)
+    assert draw_due_times_s(3, None, seed=0) == [0.0, 0.0, 0.0]
+    due = draw_due_times_s(4001, 8.0, seed=1)
+    assert due[0] == 0.0 and due == sorted(due) and due == draw_due_times_s(4001, 8.0, seed=1)
     gaps = [b - a for a, b in itertools.pairwise(due)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)

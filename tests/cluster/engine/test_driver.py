@@ -311,7 +311,7 @@ def mailbox_of(driver: Driver, frontend_id: str) -> Mailbox:
 def forget(driver: Driver, registration_number: int) -> dict[str, list[str]]:
     """Forget a frontend as after a long silence, and end its requests."""
     frontends = driver._frontends
-    frontends._frontends[registration_number].last_call_s -= 10
+    frontends._frontends[registration_number].silent_since_s -= 10
     forgotten = frontends.forget_silent_frontends()
     for request_ids in forgotten.values():
         if driver._step_loop is not None:

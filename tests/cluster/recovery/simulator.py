@@ -275,7 +275,7 @@ class Driver:
     def forget_frontends(self) -> None:
         """As after a long silence."""
         for frontend in self.frontends._frontends.values():
-            frontend.last_call_s = -1e10
+            frontend.silent_since_s = -1e10
         for request_ids in self.frontends.forget_silent_frontends().values():
             self.loop.post(Finish(request_ids=request_ids, reason="abort"))
 

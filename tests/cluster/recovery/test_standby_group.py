@@ -116,9 +116,9 @@ def delays_of(standby: Standby) -> list[float]:
 
 def test_warm_spares_become_a_group_that_is_taken_once(standby: Standby) -> None:
     prepare(standby)
-    assert len(standby.ready_ranks()) == 1
+    assert len(standby.ready_spares()) == 1
     group, spares = standby.take()
-    assert group is not None and spares == [] and standby.ready_ranks() == []
+    assert group is not None and spares == [] and standby.ready_spares() == []
     assert standby.take() == (None, [])
 
 
@@ -158,7 +158,7 @@ def test_where_spares_cannot_share_the_weights_no_group_is_formed_and_the_log_sa
     """It would load them a second time. The spares stay, and load them if they are needed."""
     prepare(standby, times=3, weights=None)
     assert standby._group is None and caplog.text.count("no group stands by") == 1
-    assert len(standby.ready_ranks()) == 1
+    assert len(standby.ready_spares()) == 1
     assert standby.take() == (None, [])
     prepare(standby)  # the next ranks can share theirs
     assert standby.take()[0] is not None

@@ -146,14 +146,14 @@ def test_what_engines_of_an_application_wait_for_is_said(ray: MadeUpRay) -> None
 
 def test_engines_that_fit_one_node_each_are_counted_by_node(ray: MadeUpRay) -> None:
     ray.cpus = {"a": 8.0, "b": 8.0}
-    check_room(5, "cpu", num_groups=2)
+    check_room(5, "cpu", num_engines=2)
     with pytest.raises(
         ConfigError, match=r"3 replicas with .* 5: needed 15 CPU, each replica on one node; nodes"
     ):
-        check_room(5, "cpu", num_groups=3)
+        check_room(5, "cpu", num_engines=3)
     check_room(9, "cpu")  # more than a node holds: over both
     with pytest.raises(ConfigError, match=r"2 replicas with .* 9: needed 18 CPU; nodes"):
-        check_room(9, "cpu", num_groups=2)
+        check_room(9, "cpu", num_engines=2)
 
 
 def test_a_cluster_without_gpus_is_not_asked_for_fewer(ray: MadeUpRay) -> None:

@@ -83,7 +83,7 @@ def test_a_program_that_is_ended_while_ray_starts_hears_it_when_ray_has_started(
 
 def test_a_second_engine_names_the_cluster_of_the_first_as_the_first_did(users_ray: None) -> None:
     session = RaySession()
-    session._own_ray_id, session._address = _running_ray_id(), "ray://head:10001"
+    session._initialized_ray_id, session._address = _running_ray_id(), "ray://head:10001"
     assert session.connect("ray://head:10001", 1) == _running_ray_id()
     with pytest.raises(
         ConfigError, match="ray_address is 'local'"

@@ -57,7 +57,7 @@ def test_requests_that_are_aborted_at_any_time_are_counted_nowhere(
         assert (
             not pool._routed_requests
             and not table._engine_by_request
-            and not +table._num_open_requests
+            and not +table._num_open_requests_by_engine
         )
         wait_until_idle(url, 10.0)
 

@@ -299,7 +299,8 @@ def test_a_request_that_is_aborted_before_its_engine_is_chosen_is_not_counted(
     wait_until(lambda: leases.num_open == 0, "the lease to end")
     assert pool._leases._table._engines == {"a", "b"}, "the choice came after the end"
     assert (
-        not pool._leases._table._engine_by_request and not +pool._leases._table._num_open_requests
+        not pool._leases._table._engine_by_request
+        and not +pool._leases._table._num_open_requests_by_engine
     )
 
 

@@ -128,7 +128,7 @@ def test_engines_to_avoid_come_last_and_are_not_forgotten() -> None:
     assert table.choose("two", "ab", hashes, None, avoided_engines="ab") == "a", "there is no other"
     for request in ("one", "two"):
         table.end(request)
-    assert not +table._num_open_requests and not table._engine_by_request
+    assert not +table._num_open_requests_by_engine and not table._engine_by_request
 
 
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
