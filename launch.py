@@ -67,13 +67,15 @@ app = typer.Typer(
 )
 
 
-def _flags_of(config: type[Any], panel: str, **flag_types: Any) -> dict[str, inspect.Parameter]:
+def _flags_of(
+    options_class: type[Any], panel: str, **flag_types: Any
+) -> dict[str, inspect.Parameter]:
     """One command-line parameter per field that has a flag. `flag_types`: the types of flags that
     differ from those of their fields.
     """
-    types = typing.get_type_hints(config) | flag_types
+    types = typing.get_type_hints(options_class) | flag_types
     flags = {}
-    for field in dataclasses.fields(config):
+    for field in dataclasses.fields(options_class):
         flag, default = flag_of(field), field.metadata.get("flag_default")
         if flag is not None:
             option = typer.Option(flag, help=field.metadata["help"], rich_help_panel=panel)
@@ -122,7 +124,7 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         with _errors_to_exit_codes():
             for name, (flags, build) in groups.items():
-                values[name] = build({flag: values.pop(flag) for flag in flags})
+                values[name] = build({field_name: values.pop(field_name) for field_name in flags})
             command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

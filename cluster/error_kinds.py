@@ -2,7 +2,7 @@
 
     LOST_CALL     a message may not have arrived: make the call again
     NO_ROOM       no memory, disk space, process or thread is free at the moment: try later
-    LOST_PEER     a process, a node or an object is gone: start it again
+    LOST_PEER     a process or a node is gone: start it again
     CALLER_FAULT  trying again changes nothing
     ENGINE_ENDED  the engine has stopped
     BUG           a fault of our own code, which would happen again

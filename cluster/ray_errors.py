@@ -31,7 +31,9 @@ class NoAnswerError(EngineError):
 
 
 class NoRoomError(OverloadedError):
-    """Ray's object store and the disk have no room for a message at the moment."""
+    """There is no room at the moment: for a message, in Ray's object store and on the disk, or for
+    memory or a process that the remote code needs.
+    """
 
 
 class DriverDiedError(EngineDeadError):
@@ -64,7 +66,7 @@ def result_of(ref: Any, action: str, limit_s: float = CALL_TIMEOUT_S) -> Any:
 
 
 def start_call(method: Any, action: str, *arguments: Any) -> Any:
-    """Call an actor's method; returns the ref. Raises as `call`: large arguments need room."""
+    """Call an actor's method; returns the ref. Raises as `result_of`: large arguments need room."""
     try:
         return method.remote(*arguments)
     except Exception as error:

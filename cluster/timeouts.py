@@ -30,7 +30,7 @@ POLL_WAIT_S = 5.0
 CALL_TIMEOUT_S = 30.0
 # How long the replacement of lost ranks or a lost driver is tried, at least.
 GIVE_UP_AFTER_S = 300.0
-# A node may be silent for about a minute before Ray declares it dead, and ends its processes.
+# How long a node is asked until it answers or Ray declares it dead, which takes about a minute.
 NODE_TIMEOUT_S = 150.0
 
 # Ray Serve checks the health of a replica, and ends it after this many failed checks in a row. The
@@ -94,7 +94,7 @@ class Timeouts:
         give_up_after_s = max(
             GIVE_UP_AFTER_S, options.wait_for_nodes_s, options.start_timeout_s, 3 * driver_silence_s
         )
-        min_health_timeout_s = (driver_silence_s + HEALTH_MARGIN_S) / NUM_FAILED_CHECKS
+        needed_health_timeout_s = (driver_silence_s + HEALTH_MARGIN_S) / NUM_FAILED_CHECKS
         return cls(
             stuck_after_s=stuck_after_s,
             driver_silence_s=driver_silence_s,
@@ -105,7 +105,7 @@ class Timeouts:
             + NODE_TIMEOUT_S
             + give_up_after_s
             + driver_start_s,
-            health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, min_health_timeout_s),
+            health_timeout_s=max(MIN_HEALTH_TIMEOUT_S, needed_health_timeout_s),
             lease_wait_s=driver_silence_s + driver_start_s,
             first_engine_wait_s=options.wait_for_nodes_s + driver_start_s + CALL_TIMEOUT_S,
         )

@@ -101,7 +101,7 @@ def structure_of(
             CallableTool(name=tool.name, parameters=tool.parameters, is_strict=bool(tool.strict))
             for tool in tools
         ),
-        is_required=rules.is_required or answer_structure is not None,
+        excludes_free_text=rules.is_required or answer_structure is not None,
         ends_after_one_call=rules.ends_after_one_call or name is not None,
         no_call_structure=None if rules.is_required else answer_structure,
     )

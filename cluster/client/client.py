@@ -21,9 +21,9 @@ from scheduler.params import SamplingParams
 from scheduler.records import StepRecord
 
 Params = SamplingParams | Seq[SamplingParams] | None
-# Threads of `submit_async`, for requests without and with grammars: they build requests and,
+# Threads of `submit_async`, without and with known grammars: they build requests and,
 # without `send`, wait for the engine's answers. Rewriting hostile schemas takes long.
-NUM_SENDERS, NUM_GRAMMAR_SENDERS = 8, 4
+NUM_SENDERS, NUM_KNOWN_GRAMMAR_SENDERS = 8, 4
 
 
 class EngineLink(Protocol):
@@ -62,7 +62,9 @@ class Client:
         self._link = link
         self._send_async = send
         self._send_executor = ThreadPoolExecutor(NUM_SENDERS, "eagleray-send")
-        self._grammar_executor = ThreadPoolExecutor(NUM_GRAMMAR_SENDERS, "known-grammars")
+        self._known_grammar_executor = ThreadPoolExecutor(
+            NUM_KNOWN_GRAMMAR_SENDERS, "known-grammars"
+        )
         # More threads than grammars that are slow to compile may be under way.
         self._compile_executor = ThreadPoolExecutor(2 * MAX_SLOW_COMPILES, "grammars")
         self._relays: dict[int, Relay] = {}  # by the id of their event loop
@@ -115,7 +117,7 @@ class Client:
         # compiled.
         with contextlib.suppress(NewGrammarError):
             make_if_known = functools.partial(make_generations, compiles=False)
-            return await self._submit_on(self._grammar_executor, make_if_known)
+            return await self._submit_on(self._known_grammar_executor, make_if_known)
         return await self._submit_on(self._compile_executor, make_generations)
 
     async def _submit_on(

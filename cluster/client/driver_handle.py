@@ -36,7 +36,7 @@ from scheduler.messages import Deltas, Request
 
 logger = logging.getLogger("eagleray")
 
-LOST_CALL_PAUSE_S = 0.2
+RETRY_PAUSE_S = 0.2
 # A driver that answers after this time has served, although there was no news from it.
 MIN_HEALTHY_UPTIME_S = 10.0
 
@@ -55,7 +55,7 @@ class DriverHandle:
 
     actor: the present driver. has_been_healthy: whether there was any news from it, or it answered
     for a while. dead_actor: a driver that has died, until the polling thread has dealt with that.
-    death_error: why there is no driver, if none could be started.
+    death_error: why the engine is dead: no driver could be started, or this one's engine has ended.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class DriverHandle:
             self._send_executor.shutdown(wait=False)
 
     def check_not_shut_down(self) -> None:
-        """Called before each call to an actor: after Ray was shut down, a call would start a new
+        """Called before calls to an actor: after Ray was shut down, a call would start a new
         Ray. Raises `EngineDeadError`.
         """
         if os.getpid() != self._process_id:
@@ -151,7 +151,7 @@ class DriverHandle:
             )
             deltas: Deltas | None = pickle.loads(result_of(ref, action, limit_s))
         except LostCallError:
-            time.sleep(LOST_CALL_PAUSE_S)
+            time.sleep(RETRY_PAUSE_S)
             return None
         except NoRoomError:
             now_s = time.monotonic()
@@ -159,7 +159,7 @@ class DriverHandle:
             if now_s - self._no_room_since_s > self._answer_limit_s:
                 self._no_room_since_s = None
                 raise
-            time.sleep(LOST_CALL_PAUSE_S)
+            time.sleep(RETRY_PAUSE_S)
             return None
         self._no_room_since_s = None
         if deltas is None:
@@ -238,7 +238,7 @@ class DriverHandle:
             except (LostCallError, NoRoomError):
                 if time.monotonic() > deadline_s:
                     raise
-                time.sleep(LOST_CALL_PAUSE_S)
+                time.sleep(RETRY_PAUSE_S)
 
     def _run_on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
         """Make a call to the driver on the sender's thread."""

@@ -72,7 +72,7 @@ class Frontend:
             is_shared=on_dead is not None,
             recovery_waits_for=recovery_waits_for,
         )
-        self._last_reply: tuple[Any, int] = (actor, 0)  # a driver, and its last reply
+        self._last_reply: tuple[Any, int] = (actor, 0)  # a driver, and the number of its last reply
         self._thread = self.thread_class(target=self._poll_loop, name="eagleray-poll", daemon=True)
         self._thread.start()
 
@@ -89,12 +89,12 @@ class Frontend:
             self.driver_handle.submit(requests, refs)
         except BaseException as error:
             self._outstanding_requests.forget(generations)
-            has_driver_refused = (
+            is_permanent_error = (
                 isinstance(error, EaglerayError) and not kind_of(error).is_transient
             )
             must_abort_after_close = self.driver_handle.is_closed and self._on_dead is not None
             # The driver may have them, or receive them later.
-            if not has_driver_refused or must_abort_after_close:
+            if not is_permanent_error or must_abort_after_close:
                 request_ids = [request.request_id for request in requests]
                 # Ray drops the second if a call was lost.
                 self.driver_handle.finish(request_ids, "abort")

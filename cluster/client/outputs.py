@@ -124,7 +124,7 @@ class OutputFollower:
             PromptLogprobs.empty(num_top_logprobs) if num_top_logprobs >= 0 else None
         )
         self._scored_output = scored_output
-        self._has_sent_chunk = False
+        self._has_begun_or_failed = False
         self._held_chunks: list[tuple[OutputFollower, Chunk]] = []  # of others, for this to begin
 
     @property
@@ -234,11 +234,11 @@ class OutputFollower:
         are part of the first one.
         """
         scored_output = self._scored_output
-        if scored_output is not None and not scored_output._has_sent_chunk:
+        if scored_output is not None and not scored_output._has_begun_or_failed:
             scored_output._held_chunks.append((self, chunk))
             return
-        if not self._has_sent_chunk:
-            self._has_sent_chunk = True
+        if not self._has_begun_or_failed:
+            self._has_begun_or_failed = True
             chunk.prompt_logprobs = self.prompt_logprobs
         assert self._sink is not None
         self._sink(chunk)
@@ -246,7 +246,7 @@ class OutputFollower:
 
     def release_held_chunks(self) -> None:
         """Pass on what others hold until this one has begun: it has, or never will."""
-        self._has_sent_chunk = True
+        self._has_begun_or_failed = True
         held_chunks, self._held_chunks = self._held_chunks, []
         for output, held_chunk in held_chunks:
             output._send(held_chunk)

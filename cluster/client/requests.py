@@ -106,7 +106,7 @@ class RequestBuilder:
             request_id = f"{self._id_prefix}-{next(self._request_numbers)}"
             request = dataclasses.replace(first_request, request_id=request_id, sampling=sampling)
             text_stream = self._text_stream(params, rendered_prompt)
-            has_scores = params.prompt_logprobs is not None
+            scores_prompt = params.prompt_logprobs is not None
             outputs.append(
                 OutputFollower(
                     request,
@@ -114,7 +114,7 @@ class RequestBuilder:
                     text_stream,
                     sink,
                     is_prompt_only=params.max_tokens == 0,
-                    scored_output=outputs[0] if has_scores and outputs else None,
+                    scored_output=outputs[0] if scores_prompt and outputs else None,
                 )
             )
         return Generation(rendered_prompt.text, outputs, rendered_prompt.session_id, loosened_tools)
@@ -209,8 +209,8 @@ class RequestBuilder:
         text = self._tokenizer.render_chat(prompt.conversation)
         return dataclasses.replace(prompt, text=text)
 
-    def _token_ids(self, prompt: ParsedPrompt, max_num_tokens: int | None = None) -> list[int]:
-        """The token ids of a prompt; text of far more than `max_num_tokens` is refused early."""
+    def _token_ids(self, prompt: ParsedPrompt, max_total_tokens: int | None = None) -> list[int]:
+        """The token ids of a prompt; text of far more than `max_total_tokens` is refused early."""
         if prompt.token_ids is not None:
             # Checked before they are converted to 32-bit numbers.
             check_vocabulary(prompt.token_ids, self._model.vocab_size)
@@ -222,10 +222,10 @@ class RequestBuilder:
         if prompt.conversation is not None:
             encode = self._tokenizer.encode_rendered
         if len(text) <= LARGE_TEXT_CHARS:
-            return encode(text, max_num_tokens)
+            return encode(text, max_total_tokens)
         with self._large_text_semaphore:
             try:
-                return encode(text, max_num_tokens)
+                return encode(text, max_total_tokens)
             finally:
                 return_freed_memory()
 

@@ -59,39 +59,39 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return self._template is not None
 
-    def encode(self, text: str, max_num_tokens: int | None = None) -> list[int]:
+    def encode(self, text: str, max_total_tokens: int | None = None) -> list[int]:
         """Token ids of a text, with the special tokens that the tokenizer adds around it. Raises
         `RequestError` for text that is not Unicode (half a surrogate pair), and for text of far
-        more than `max_num_tokens` tokens, without encoding all of it.
+        more than `max_total_tokens` tokens, without encoding all of it.
         """
-        return self._encode(text, max_num_tokens, "prompt", add_special_tokens=True)
+        return self._encode(text, max_total_tokens, "prompt", add_special_tokens=True)
 
-    def encode_rendered(self, text: str, max_num_tokens: int | None = None) -> list[int]:
+    def encode_rendered(self, text: str, max_total_tokens: int | None = None) -> list[int]:
         """Token ids of a rendered conversation, with its special tokens. Raises as `encode`."""
-        return self._encode(text, max_num_tokens, "messages", add_special_tokens=False)
+        return self._encode(text, max_total_tokens, "messages", add_special_tokens=False)
 
     def _encode(
-        self, text: str, max_num_tokens: int | None, field: str, *, add_special_tokens: bool
+        self, text: str, max_total_tokens: int | None, field: str, *, add_special_tokens: bool
     ) -> list[int]:
         try:
-            self._check_far_too_long(text, max_num_tokens, field)
+            self._check_far_too_long(text, max_total_tokens, field)
             ids: list[int] = self._encoding(text, add_special_tokens=add_special_tokens).ids
             return ids
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"the {field} cannot be encoded: {error}", field) from None
 
-    def _check_far_too_long(self, text: str, max_num_tokens: int | None, field: str) -> None:
+    def _check_far_too_long(self, text: str, max_total_tokens: int | None, field: str) -> None:
         """Raise `PromptTooLongError` if even the beginning of a text has twice as many tokens as
         are possible. A token takes 350 bytes while it is encoded.
         """
-        if max_num_tokens is None or len(text) <= CHARACTERS_PER_TOKEN * max_num_tokens:
+        if max_total_tokens is None or len(text) <= CHARACTERS_PER_TOKEN * max_total_tokens:
             return
-        beginning = text[: CHARACTERS_PER_TOKEN * max_num_tokens]
+        beginning = text[: CHARACTERS_PER_TOKEN * max_total_tokens]
         num_tokens = len(self._encoding(beginning, add_special_tokens=False))
-        if num_tokens > 2 * max_num_tokens:
+        if num_tokens > 2 * max_total_tokens:
             raise PromptTooLongError(
                 f"the prompt has {len(text)} characters, and the first {len(beginning)} of them are"
-                f" {num_tokens} tokens; at most {max_num_tokens - 1} are possible. Shorten the"
+                f" {num_tokens} tokens; at most {max_total_tokens - 1} are possible. Shorten the"
                 " prompt",
                 field,
             )
@@ -172,7 +172,7 @@ class Tokenizer:
         return text
 
     @cached_property
-    def always_thinks(self) -> bool:
+    def thinks_by_default(self) -> bool:
         """Whether an answer begins within the reasoning unless a variable says otherwise."""
         question = Conversation(messages=[{"role": "user", "content": "Hi"}])
         return answer_state_after(self.render_chat(question)) is AnswerState.REASONING
@@ -234,8 +234,8 @@ def _text_before_end_mark(text: str, conversation: Conversation) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that byte-level vocabularies write for each byte (`bytes_to_unicode` of GPT-2's
-    encoder): printable ones stand for themselves, the others follow from 256 on.
+    """The byte for which byte-level vocabularies write each character (the inverse of GPT-2's
+    `bytes_to_unicode`): printable ones stand for themselves, the others follow from 256 on.
     """
     printable_bytes = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)]
     printable_bytes += range(ord("®"), ord("ÿ") + 1)

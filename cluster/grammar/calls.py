@@ -14,8 +14,8 @@ from typing import Any
 
 from cluster.grammar.formats import (
     MAX_STRUCTURAL_TAG_BYTES,
-    CallFormat,
     Format,
+    HonoredTool,
     format_of,
     one_of,
     possible_calls_format,
@@ -38,13 +38,12 @@ class CallableTool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallStructure(StructuredOutputs):
-    """An answer that must call tools, or may (`is_required`); with `ends_after_one_call`, it ends
-    after the first call. `no_call_structure`: what an answer without calls must match, if there may
-    be one.
+    """An answer that may call tools. excludes_free_text: it is calls alone, or matches
+    `no_call_structure` if that is given. ends_after_one_call: it ends after the first call.
     """
 
     tools: tuple[CallableTool, ...]
-    is_required: bool
+    excludes_free_text: bool
     ends_after_one_call: bool = False
     no_call_structure: StructuredOutputs | None = None
 
@@ -65,12 +64,12 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
     may be called with any object, those with the largest schemas first. Raises `RequestError` if a
     strict tool cannot be honored, or if strict tools alone are too large.
     """
-    calls, dropped_indices = list[CallFormat](), set[int]()
+    calls, incomplete_indices = list[HonoredTool](), set[int]()
     for index, tool in enumerate(structure.tools):
         schema, has_dropped_keywords = _schema_of(tool)
-        calls.append(CallFormat(name=tool.name, schema=schema))
+        calls.append(HonoredTool(name=tool.name, schema=schema))
         if has_dropped_keywords:
-            dropped_indices.add(index)
+            incomplete_indices.add(index)
     sizes = [len(_json_text(call.schema).encode()) for call in calls]
     loosening_order = [
         index
@@ -84,11 +83,11 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
         any_object_indices = {*loosening_order[:num_any_object]}
         chosen_calls = [*calls]
         for index in any_object_indices:
-            chosen_calls[index] = CallFormat(name=calls[index].name, schema=ANY_OBJECT)
+            chosen_calls[index] = HonoredTool(name=calls[index].name, schema=ANY_OBJECT)
         whole_format = _answer_format(structure, chosen_calls, no_call_format)
         excess = len(structural_tag_of(whole_format).encode()) - MAX_STRUCTURAL_TAG_BYTES
         if excess <= 0:
-            names = (calls[index].name for index in sorted(dropped_indices | any_object_indices))
+            names = (calls[index].name for index in sorted(incomplete_indices | any_object_indices))
             yield FormatCandidate(format=whole_format, loosened_tools=tuple(names))
         if num_any_object == len(loosening_order):
             break
@@ -120,9 +119,9 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
 
 
 def _answer_format(
-    structure: CallStructure, calls: list[CallFormat], no_call_format: Format | None
+    structure: CallStructure, calls: list[HonoredTool], no_call_format: Format | None
 ) -> Format:
-    if not structure.is_required:
+    if not structure.excludes_free_text:
         return possible_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
     required_calls = required_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
     return required_calls if no_call_format is None else one_of([no_call_format, required_calls])

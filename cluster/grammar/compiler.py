@@ -70,13 +70,13 @@ class GrammarCompiler:
             with self._quick_compile_lock:
                 if self._is_known_possible(encoded_tag) or (
                     not self._is_known_slow(encoded_tag)
-                    and self._compiles(structural_tag, QUICK_COMPILE_S)
+                    and self._compile_in_time(structural_tag, QUICK_COMPILE_S)
                 ):
                     return encoded_tag
         self._enter_slow_queue(encoded_tag)
         try:
             with self._slow_compile_lock:
-                if self._is_known_possible(encoded_tag) or self._compiles(
+                if self._is_known_possible(encoded_tag) or self._compile_in_time(
                     structural_tag, COMPILE_TIMEOUT_S
                 ):
                     return encoded_tag
@@ -106,8 +106,8 @@ class GrammarCompiler:
     def _is_known_slow(self, encoded_tag: bytes) -> bool:
         return _digest(encoded_tag) in self._slow_digests
 
-    def _compiles(self, structural_tag: str, limit_s: float) -> bool:
-        """Whether it can be compiled in time. Raises `RequestError`, `OverloadedError`, and
+    def _compile_in_time(self, structural_tag: str, limit_s: float) -> bool:
+        """Compile it; whether that was done in time. Raises `RequestError`, `OverloadedError`, and
         `RequestFailedError`.
         """
         encoded_tag = structural_tag.encode()

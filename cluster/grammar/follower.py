@@ -35,7 +35,7 @@ QUICK_MASK_S, QUICK_MASK_PER_TOKEN_S = 0.01, 0.0002
 QUICK_BATCH_S = 0.02  # for a mask of each sequence, less than a step waits for; one child makes all
 LOAD_LIMIT_S = 20.0
 CHILD_MEMORY_BYTES = 2**30
-MAX_CHILD_LOSSES = 2  # of the child while it computed for a sequence
+MAX_CHILD_LOSSES = 2  # at so many, while it computed for a sequence, that one fails
 
 Answer = bytes | EaglerayError | None
 
@@ -44,7 +44,7 @@ Answer = bytes | EaglerayError | None
 class FollowedSequence:
     """A sequence, and its mask after `num_tokens_answered` output tokens; -1 if there is none."""
 
-    number: int
+    number: int  # by which the child knows it
     sequence: Sequence
     follower: Follower
     num_tokens_asked: int = -1
@@ -123,9 +123,9 @@ class Follower:
                 unanswered_seqs = [f for f in batch if f.num_tokens_answered != f.num_tokens_asked]
                 self._fail(unanswered_seqs, f"{type(error).__name__}: {error}")
             with self._lock:
-                all_masks_s = self._batch_cpu_s / len(batch) * self.num_followed_seqs
+                full_batch_cpu_s = self._batch_cpu_s / len(batch) * self.num_followed_seqs
                 self.has_quick_masks = self._child is not None and not self._was_slow
-                self.is_quick = self.has_quick_masks and all_masks_s <= QUICK_BATCH_S
+                self.is_quick = self.has_quick_masks and full_batch_cpu_s <= QUICK_BATCH_S
                 self._on_answers(batch)
             del batch  # so that nothing keeps sequences that end until there is another one
         self._drop_child()
@@ -236,8 +236,8 @@ class Follower:
         else:
             self._answer(followed_seq, mask_or_reason)
 
-    def _fail(self, batch: list[FollowedSequence], reason: str) -> None:
-        for followed_seq in batch:
+    def _fail(self, followed_seqs: list[FollowedSequence], reason: str) -> None:
+        for followed_seq in followed_seqs:
             self._answer(followed_seq, _no_mask_error(followed_seq, reason))
 
     def _answer(self, followed_seq: FollowedSequence, answer: Answer) -> None:

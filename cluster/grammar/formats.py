@@ -24,8 +24,8 @@ _MAX_WHITESPACE = 10  # in a row: enough to indent, but too few to go on forever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CallFormat:
-    """A call of a tool; `schema` of its arguments, in keywords that are honored."""
+class HonoredTool:
+    """A tool by name; `schema` of its arguments, in keywords that are honored."""
 
     name: str
     schema: Any
@@ -42,11 +42,11 @@ def format_of(structure: StructuredOutputs) -> Format:
     if structure.choice is not None:
         return one_of([{"type": "const_string", "value": text} for text in structure.choice])
     assert structure.structural_tag is not None, "one of the forms is given"
-    return dict(structure.structural_tag)
+    return dict(structure.structural_tag)  # the format alone, see `structural_tag_of`
 
 
 def required_calls_format(
-    tools: Iterable[CallFormat], *, ends_after_one_call: bool = False
+    tools: Iterable[HonoredTool], *, ends_after_one_call: bool = False
 ) -> Format:
     """At least one call of these tools and nothing else; at most one with `ends_after_one_call`."""
     return {
@@ -59,7 +59,7 @@ def required_calls_format(
 
 
 def possible_calls_format(
-    tools: Iterable[CallFormat], *, ends_after_one_call: bool = False
+    tools: Iterable[HonoredTool], *, ends_after_one_call: bool = False
 ) -> Format:
     """Free text, in which a call must be of one of these tools; with `ends_after_one_call`, the
     answer ends after the first call.
@@ -72,24 +72,24 @@ def possible_calls_format(
     }
 
 
-def format_after_thinking(answer: Format, state: AnswerState) -> Format:
+def format_after_thinking(answer_format: Format, state: AnswerState) -> Format:
     """The format of the answer after reasoning, which the prompt or the answer begins."""
     reasoning_text = {"type": "any_text", "excludes": [THINK, END_THINK]}
     blank_line = {"type": "const_string", "value": "\n\n"}
     if state is AnswerState.REASONING:
         thinking = {"type": "tag", "begin": "", "content": reasoning_text, "end": END_THINK}
-        return {"type": "sequence", "elements": [thinking, blank_line, answer]}
+        return {"type": "sequence", "elements": [thinking, blank_line, answer_format]}
     if state is AnswerState.UNDECIDED:
         thinking = {"type": "tag", "begin": THINK, "content": reasoning_text, "end": END_THINK}
         reasoning_block = {"type": "sequence", "elements": [thinking, blank_line]}
         optional_block = {"type": "optional", "content": reasoning_block}
-        return {"type": "sequence", "elements": [optional_block, answer]}
-    return answer
+        return {"type": "sequence", "elements": [optional_block, answer_format]}
+    return answer_format
 
 
-def structural_tag_of(answer: Format) -> str:
+def structural_tag_of(answer_format: Format) -> str:
     """The structural tag, as JSON, the same for the same format."""
-    return json.dumps({"type": "structural_tag", "format": answer}, ensure_ascii=False)
+    return json.dumps({"type": "structural_tag", "format": answer_format}, ensure_ascii=False)
 
 
 def _parsed_schema(schema: object) -> Any:
@@ -104,7 +104,7 @@ def _parsed_schema(schema: object) -> Any:
     return schema
 
 
-def _call_format(tool: CallFormat) -> Format:
+def _call_format(tool: HonoredTool) -> Format:
     name = json.dumps(tool.name, ensure_ascii=False)
     return {
         "type": "tag",

@@ -49,7 +49,9 @@ _OBJECT_KEYWORDS = (
     *("properties", "required", "additionalProperties", "patternProperties"),
     *("propertyNames", "minProperties", "maxProperties"),
 )
-_PROPERTY_NAMES_OBSTACLE = "but for a pattern, lengths or a list"  # what propertyNames may ask for
+_PROPERTY_NAMES_EXCEPTIONS = (
+    "but for a pattern, lengths or a list"  # what propertyNames may ask for
+)
 # Without a type these would have no effect.
 _TYPES_BY_KEYWORD = {
     **dict.fromkeys(_STRING_KEYWORDS, ("string",)),
@@ -214,7 +216,7 @@ def _object(schema: Schema, path: str) -> Schema:
             properties[name] = True if additional_schema is None else additional_schema
     _check_false_properties(properties, required_names, additional_schema, path)
     if "patternProperties" in schema:
-        _check_patterns(schema, properties, additional_schema, path)
+        _rewrite_pattern_properties(schema, properties, additional_schema, path)
         additional_schema = False
     possible_properties = {name: part for name, part in properties.items() if part is not False}
     if additional_schema is None and properties and not possible_properties:
@@ -247,7 +249,7 @@ def _names_schema(schema: Schema, path: str) -> Schema | None:
     other_keywords = ("properties", "required", "patternProperties")
     conflicting_keyword = next((name for name in other_keywords if schema.get(name)), None)
     if conflicting_keyword or not is_enforceable or schema.get("additionalProperties") is False:
-        obstacle = _PROPERTY_NAMES_OBSTACLE
+        obstacle = _PROPERTY_NAMES_EXCEPTIONS
         if conflicting_keyword:
             obstacle = f"together with {conflicting_keyword!r}"
         raise NotHonoredError(f"{path}.propertyNames cannot be honored {obstacle}", "propertyNames")
@@ -272,8 +274,12 @@ def _check_false_properties(
             )
 
 
-def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, path: str) -> None:
-    """A property has one schema, and names may come twice, so no two schemas may concern one."""
+def _rewrite_pattern_properties(
+    schema: Schema, properties: Schema, additional_schema: Any, path: str
+) -> None:
+    """Rewrite the pattern of `patternProperties`. A property has one schema, and names may come
+    twice, so no two schemas may concern one.
+    """
     pattern_properties = schema["patternProperties"]
     if len(pattern_properties) > 1 or additional_schema not in (None, True, False):
         obstacle = "other patterns" if len(pattern_properties) > 1 else "'additionalProperties'"
@@ -297,7 +303,9 @@ def _check_patterns(schema: Schema, properties: Schema, additional_schema: Any, 
 def _check_property_count(
     schema: Schema, num_required_names: int, num_named_properties: int | None, path: str
 ) -> None:
-    """A name may come twice, and counts once. `num_named_properties`: None for any names."""
+    """Check the bounds, and drop a `minProperties` that asks for nothing. A name may come twice,
+    and counts once. `num_named_properties`: None for any names.
+    """
     minimum = schema.get("minProperties", 0)
     if minimum > schema.get("maxProperties", minimum):
         raise NotHonoredError(f"{path}.minProperties is more than maxProperties", "minProperties")

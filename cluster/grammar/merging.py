@@ -19,9 +19,9 @@ _MAX_REFERENCE_CHAIN = 16  # on the way to one schema
 _OBJECT_KEYWORDS = {"properties", "required", "additionalProperties", "patternProperties"}
 _OBJECT_KEYWORDS |= {"propertyNames", "minProperties", "maxProperties", "unevaluatedProperties"}
 _ARRAY_KEYWORDS = {"items", "prefixItems", "minItems", "maxItems"}
-# Keywords that apply other schemas to the same value.
-IN_PLACE_APPLICATORS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
-IN_PLACE_APPLICATORS |= {"dependentSchemas", "contains", "patternProperties"}
+# Beside these, `unevaluated...` may not mean what `additional...` does.
+EVALUATING_KEYWORDS = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
+EVALUATING_KEYWORDS |= {"dependentSchemas", "contains", "patternProperties"}
 _LISTING_KEYWORDS = ("type", "enum", "const", "required")
 _LOWER_BOUNDS = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
@@ -292,8 +292,8 @@ def _check_arrays(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
 def _merged_properties(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(first)
     for name, value in second.items():
-        is_new = name not in merged or merged[name] is value
-        merged[name] = value if is_new else {"allOf": [merged[name], value]}
+        is_new_or_same = name not in merged or merged[name] is value
+        merged[name] = value if is_new_or_same else {"allOf": [merged[name], value]}
     return merged
 
 

@@ -129,7 +129,7 @@ def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> st
     any_character = f"[^{escaped}]" if escaped else "."
     alternatives = [] if "" in names else [""]
     if rests_by_character:
-        characters = _listed([(ord(each), ord(each)) for each in rests_by_character])
+        characters = _class_text([(ord(each), ord(each)) for each in rests_by_character])
         alternatives.append(f"[^{characters}{escaped}]{any_character}*")
     else:
         alternatives.append(f"{any_character}+")
@@ -142,31 +142,31 @@ def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> st
 
 
 def leading_tokens(pattern: str) -> list[str]:
-    """What every text that has a match of a pattern begins with: the tokens of single characters,
+    """What every text that has a match of a pattern begins with: the tokens of single leading,
     as far as that is plain to see, but no more than are compared. The pattern is one that can be
     rewritten.
     """
     tokens = _TOKEN.findall(pattern)
     if tokens[:1] != ["^"] or "|" in tokens:
         return []
-    characters: list[str] = []
+    leading: list[str] = []
     for token, next_token in zip(tokens[1:], [*tokens[2:], ""], strict=True):
         is_repeated = _is_repetition(next_token)
         may_be_left_out = is_repeated and next_token[:1] != "+"
         if token in _NON_CHARACTER_TOKENS or may_be_left_out:
             break
-        characters.append(token)
+        leading.append(token)
         if is_repeated:
             break
-    return characters[: _MAX_COMPARED_CHARACTERS + 1]
+    return leading[: _MAX_COMPARED_CHARACTERS + 1]
 
 
-def cannot_begin_with(text: str, characters: list[str]) -> bool:
-    """Whether a text certainly does not begin with these characters. No more than one character is
-    matched with a class at a time: some patterns take Python years for a short text.
+def cannot_begin_with(text: str, tokens: list[str]) -> bool:
+    """Whether a text certainly does not begin with these tokens of a pattern. No more than one
+    character is matched with a class at a time: some patterns take Python years for a short text.
     """
-    return len(text) < len(characters) or any(
-        not _may_match(character, token) for character, token in zip(text, characters, strict=False)
+    return len(text) < len(tokens) or any(
+        not _may_match(character, token) for character, token in zip(text, tokens, strict=False)
     )
 
 
@@ -304,10 +304,10 @@ def _rewritten_class(token: str, path: str, *, is_json_string: bool) -> str:
         raise refusal(f"{path}: the class {token!r} has no character that is not escaped in JSON")
     if matched == [(ord("^"), ord("^"))]:
         return _spelled("^")
-    return f"[^{_listed(_complement(matched))}]" if is_negated else f"[{_listed(matched)}]"
+    return f"[^{_class_text(_complement(matched))}]" if is_negated else f"[{_class_text(matched)}]"
 
 
-def _listed(ranges: _Ranges) -> str:
+def _class_text(ranges: _Ranges) -> str:
     """Ranges as a class lists them. Before xgrammar 0.2.8 reads a class, it writes escapes as
     characters, and control characters as hexadecimal numbers that end where no digit follows: so
     '^' is not the first, and what is a digit comes before all that is escaped.

@@ -22,7 +22,9 @@ _INTEGER_FORMATS |= {"int": (-(2**63), 2**63 - 1)}
 
 
 class NotHonoredError(Exception):
-    """A schema that cannot be honored; the message says why. Without `keyword` it could be."""
+    """A schema that cannot be honored; the message says why. `keyword`: the one in the way, which
+    may be dropped; None if no single one is.
+    """
 
     def __init__(self, reason: str, keyword: str | None = None) -> None:
         super().__init__(reason)

@@ -157,18 +157,18 @@ def _satisfiable_ids(schemas: list[Mapping[str, Any]], targets: Mapping[str, Any
     """
     satisfiable_ids = {id(True)}
     waiting: dict[int, list[tuple[int, list[int]]]] = {}  # by what they wait for
-    unvisited = [
+    ways_to_check = [
         (id(schema), needed_ids) for schema in schemas for needed_ids in _ways(schema, targets)
     ]
-    while unvisited:
-        schema_id, needed_ids = unvisited.pop()
+    while ways_to_check:
+        schema_id, needed_ids = ways_to_check.pop()
         while needed_ids and needed_ids[-1] in satisfiable_ids:
             needed_ids.pop()
         if needed_ids:
             waiting.setdefault(needed_ids[-1], []).append((schema_id, needed_ids))
         elif schema_id not in satisfiable_ids:
             satisfiable_ids.add(schema_id)
-            unvisited += waiting.pop(schema_id, ())
+            ways_to_check += waiting.pop(schema_id, ())
     return satisfiable_ids
 
 

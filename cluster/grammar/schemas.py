@@ -150,18 +150,18 @@ class _Rewriter:
                 return merged
             if "$ref" in merged:
                 return self._rewritten_reference(merged, path)
-            parts = {
+            rewritten = {
                 name: self._rewritten_value(name, value, f"{path}.{name}", depth)
                 for name, value in merged.items()
                 if name in _HONORED_KEYWORDS
             }
-            if "oneOf" in parts:
+            if "oneOf" in rewritten:
                 self._check_one_of(merged["oneOf"], path)
             for name in ("oneOf", "anyOf"):
-                if name in parts:
-                    return _alternatives(parts[name])
+                if name in rewritten:
+                    return _alternatives(rewritten[name])
             return self._rewrite_or_drop_keywords(
-                parts, lambda parts: keywords.enforceable_schema(dict(parts), path)
+                rewritten, lambda kept: keywords.enforceable_schema(dict(kept), path)
             )
         except NotHonoredError:
             if not self._drops_keywords:
@@ -371,7 +371,7 @@ def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
         if (
             old_name in normalized
             and new_name not in normalized
-            and not normalized.keys() & merging.IN_PLACE_APPLICATORS
+            and not normalized.keys() & merging.EVALUATING_KEYWORDS
         ):
             normalized[new_name] = normalized.pop(old_name)
     return normalized

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.client.client import NUM_GRAMMAR_SENDERS, NUM_SENDERS, Client
+from cluster.client.client import NUM_KNOWN_GRAMMAR_SENDERS, NUM_SENDERS, Client
 from cluster.client.outputs import Generation, OutputFollower
 from cluster.grammar.compiler import MAX_SLOW_COMPILES, NewGrammarError
 from scheduler.params import SamplingParams, StructuredOutputs
@@ -225,4 +225,4 @@ def test_requests_with_known_grammars_do_not_wait_while_others_are_compiled() ->
 
 
 def test_requests_without_grammars_do_not_wait_while_schemas_are_rewritten() -> None:
-    check_that_another_is_submitted(NUM_GRAMMAR_SENDERS, None, in_second_attempt=False)
+    check_that_another_is_submitted(NUM_KNOWN_GRAMMAR_SENDERS, None, in_second_attempt=False)

@@ -88,7 +88,7 @@ class Owner:
 @pytest.fixture
 def owner(monkeypatch: pytest.MonkeyPatch) -> Owner:
     monkeypatch.setattr(driver_handle, "result_of", lambda ref, what, limit_s=0.0: ref())
-    monkeypatch.setattr(driver_handle, "LOST_CALL_PAUSE_S", 0.01)
+    monkeypatch.setattr(driver_handle, "RETRY_PAUSE_S", 0.01)
     return Owner()
 
 

@@ -33,7 +33,7 @@ def structure(tools: dict[str, Any], strict: tuple[str, ...] = ()) -> CallStruct
             CallableTool(name=name, parameters=parameters, is_strict=name in strict)
             for name, parameters in tools.items()
         ),
-        is_required=True,
+        excludes_free_text=True,
     )
 
 

@@ -19,7 +19,7 @@ from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.compiler import GrammarCompiler
 from cluster.grammar.follower import CHILD_MEMORY_BYTES
 from cluster.grammar.formats import (
-    CallFormat,
+    HonoredTool,
     format_after_thinking,
     format_of,
     possible_calls_format,
@@ -258,7 +258,7 @@ def test_choices(
 
 
 TOOLS = [
-    CallFormat(
+    HonoredTool(
         name="add",
         schema={
             "type": "object",
@@ -267,7 +267,7 @@ TOOLS = [
             "additionalProperties": False,
         },
     ),
-    CallFormat(name="no_arguments", schema=ANY_OBJECT),
+    HonoredTool(name="no_arguments", schema=ANY_OBJECT),
 ]
 CALLS = re.compile(r"<tool_call>\n(\{.*?\})\n</tool_call>", re.DOTALL)
 

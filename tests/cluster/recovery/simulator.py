@@ -526,7 +526,7 @@ def run_seed(seed: int, parts: Parts | None = None) -> None:
     checkpoint_s = loop_module.MAX_HOLD_BACK_S
     try:
         world = World(seed, parts or Parts())
-        with patch.multiple(driver_handle, result_of=world.call, LOST_CALL_PAUSE_S=0.0):
+        with patch.multiple(driver_handle, result_of=world.call, RETRY_PAUSE_S=0.0):
             world.run()
             world.frontend.close()
     except Exception as error:
