@@ -2,8 +2,8 @@
 
 The ranks share the work of the start and load what the others compiled from the cache. A process of
 low priority compiles what only other kinds of sampling need; whichever process is first compiles a
-kernel, and the other finds it in the cache. `python -m workers.compilation` fills the cache before
-anything is served (`make` runs it after installing).
+kernel, and the other finds it in the cache. `python -m workers.compilation first-step`, and
+`other-steps`, fill the cache before anything is served (`make` runs them after installing).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def compile_first_step(
     calls = _first_step_calls(kernels, config)
     for call in group.claim_tasks("compile", calls):  # the slowest come first
         call()
-        group.progress.num_compiled_kernels += 1
+        group.progress.num_warmup_calls += 1
     group.barrier()
     for call in calls:
         call()
-        group.progress.num_compiled_kernels += 1
+        group.progress.num_warmup_calls += 1
 
 
 def load_first_step(kernels: Kernels, config: ResolvedConfig) -> None:
@@ -152,7 +152,7 @@ def main() -> None:
 
 
 def _marker(dtype: str) -> Path:
-    """A file that exists if the kernels of all steps are cached for this version and processor."""
+    """A file that exists if the kernels of other steps are cached for this dtype and processor."""
     from kernels.cpu.cache import version_dir
 
     return version_dir() / f"other-steps-{dtype}"

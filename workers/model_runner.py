@@ -1,12 +1,13 @@
 """One step on one rank: batch state, model, sampler, in this order.
 
-Owns the KV cache, the batch state and the sampler; the model is passed in.
-`run` only launches work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits
-are computed only for the last token of sampling rows, and for prompts whose log probabilities are
-wanted. Where the device has graphs, the model is one graph in a decode step and in a step with
-prompts of few tokens, and sampling is another. Never talks to the driver. Legend: T tokens of the
-step, B rows, M rows of the largest graph, padding included, R sampling rows, E hidden size, V this
-rank's shard of the vocabulary.
+Owns the KV cache, the batch state and the sampler; the model is passed in. `run` only launches
+work: on a GPU it never waits for the device; `PendingStep.finish` does. Logits are computed only
+for the last token of sampling rows, and for prompts whose log probabilities are wanted. Where the
+device has graphs, the model is one graph in a decode step and in a step with prompts of few tokens,
+and sampling is another. Never talks to the driver. Legend: T tokens of the step, B rows, M rows of
+the largest graph, padding included, R sampling rows, E hidden size, V this rank's shard of the
+vocabulary, S prompt positions scored at a time, P all of them, K KV heads of this rank, W blocks in
+a row's table.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ from workers.sampling.state import PARAMETERS_DTYPE
 # for sampling, some of them twice, since those that graphs read are kept apart. Rare parameters,
 # like a logit bias, may need more and are sent on their own.
 _BYTES_PER_TOKEN = 12
-_MEDIUM_STEP_TOKENS = 64  # neither few nor many
 _BYTES_PER_ROW = 128 + 2 * PARAMETERS_DTYPE.itemsize
+# Tokens of a step for which quantized products have kernels of their own.
+_MEDIUM_STEP_TOKENS = 64
 _Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 
 
@@ -330,7 +332,7 @@ def warm_up(config: ResolvedConfig, model: Qwen3) -> None:
     Every rank runs it at the same time.
     """
     max_row_len = min(config.max_num_batched_tokens, config.max_model_len)
-    sampling_kinds = [
+    samplings = [
         ResolvedSampling(seed=0, max_tokens=1, top_k=top_k, top_p=top_p, presence_penalty=penalty)
         for penalty in (0.0, 1.0)
         for top_k, top_p in ((0, 1.0), (MAX_LISTED_TOP_K, 1.0), (MAX_LISTED_TOP_K + 1, 0.9))
@@ -343,14 +345,14 @@ def warm_up(config: ResolvedConfig, model: Qwen3) -> None:
         (1, 1, 1),
         (1, 1, config.max_model_len),
     )
-    for num_rows, row_len, bound in steps:
-        _run_step(config, model, num_rows, row_len, bound, [])
+    for num_rows, row_len, max_seq_len in steps:
+        _run_step(config, model, num_rows, row_len, max_seq_len, [])
     quantization = config.quantization
     if config.device == "cuda" and quantization and quantization.name != INT8:
         # These have kernels for some rows too, and others for the head.
         row_len = min(_MEDIUM_STEP_TOKENS, max_row_len)
         model.logits(_run_step(config, model, 1, row_len, max_row_len, []))
-    for sampling in sampling_kinds:
+    for sampling in samplings:
         _run_step(config, model, 1, 1, 1, [sampling])
     table = torch.zeros(1, 1, dtype=torch.int32, device=model.group.device)
     zeros = table[0].clone()

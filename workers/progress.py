@@ -12,13 +12,13 @@ class Progress:
     phase: str = "start"
     step_id: int = -1
     layer: int = 0
-    num_layers_run: int = 0  # layers run so far, over all steps
+    num_layers_run: int = 0  # layers begun, over all steps; not by replays of CUDA graphs
     num_all_reduces: int = 0  # begun so far
     num_download_updates: int = 0  # how often a part of a file has come
     loaded_bytes: int = 0
-    allocated_bytes: int = 0
+    allocated_bytes: int = 0  # of a KV cache that outlives the rank
     num_packed_matrices: int = 0
-    num_compiled_kernels: int = 0
+    num_warmup_calls: int = 0  # of kernels, which are compiled or found in the cache
 
     def enter_layer(self, layer: int) -> None:
         """A layer of the forward pass begins."""

@@ -80,14 +80,14 @@ def probe_cpu(dtype: str, quantization: Quantization | None = None) -> Machine:
     )
 
 
-def make_workload(prompts: Sequence[list[int]], num_outputs: Sequence[int]) -> list[OutputWork]:
+def make_workload(prompts: Sequence[list[int]], output_lens: Sequence[int]) -> list[OutputWork]:
     """The work for each output, from its prompt's token ids and its number of tokens, in sorted
     order.
 
     In sorted order, a prompt shares its longest prefix with the prompt just before it.
     """
     workload, previous_prompt = [], list[int]()
-    for prompt, num_output_tokens in sorted(zip(prompts, num_outputs, strict=True)):
+    for prompt, num_output_tokens in sorted(zip(prompts, output_lens, strict=True)):
         pairs = enumerate(zip(prompt, previous_prompt, strict=False))
         shared_len = next(
             (i for i, (a, b) in pairs if a != b), min(len(prompt), len(previous_prompt))

@@ -40,7 +40,7 @@ class StepMailbox:
         key = (epoch, step_id)
         with self._change_condition:
             while key not in self._outcomes and self._change_condition.wait(limit_s + STEP_GRACE_S):
-                pass  # a new step was launched: the time limit starts again
+                pass  # a step was launched, or a mask came: the time limit starts again
             outcome = self._outcomes.pop(key, None)
         if outcome is None:
             raise StepTimeoutError(

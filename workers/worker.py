@@ -75,7 +75,7 @@ class Worker:
         self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
         self._close_event = threading.Event()
-        self._makes_huge_pages = False
+        self._has_begun_huge_pages = False
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -215,7 +215,7 @@ class Worker:
         self._begin_steps(self._runner)
 
     def start_background_compilation(self) -> None:
-        """On the first CPU rank: fill the cache with the kernels that only other steps need."""
+        """On the first CPU rank: compile the kernels that only other steps need."""
         if self.rank == 0 and self.config.attention_backend == "cpu":
             self._compiler_process = start_background_compilation(self.config.dtype)
 
@@ -299,8 +299,8 @@ class Worker:
         """
         runner.cache.allow_writing()
         weights = self._loaded_model.memory if self._loaded_model is not None else None
-        if weights is not None and not self._makes_huge_pages:
-            self._makes_huge_pages = True
+        if weights is not None and not self._has_begun_huge_pages:
+            self._has_begun_huge_pages = True
             thread = threading.Thread(
                 target=_use_huge_pages,
                 args=(weights, runner.cache.memory, self._close_event),

@@ -15,8 +15,8 @@ HUB_ID_PATTERN = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
 def find_model(model: str, revision: str | None = None, *, option: str = "model") -> Path:
-    """The directory of a checkpoint, or of a tokenizer; a hub id is downloaded first. `option`: which of
-    the two was given so, "model" or "tokenizer". Raises `ConfigError`.
+    """The directory of a checkpoint, or of a tokenizer; a hub id is downloaded first. `option`:
+    which of the two it names, "model" or "tokenizer". Raises `ConfigError`.
     """
     if (path := find_directory(model, option=option)) is not None:
         if revision is not None:

@@ -55,7 +55,7 @@ def gpu_budget(
     own_bytes = memory.reserved + _CUDA_CONTEXT_BYTES
     budget_terms = [
         ("share of the device", share_bytes),
-        ("weights", own_bytes),
+        ("weights and CUDA context", own_bytes),
         ("largest step", peak_bytes),
         ("batch state and graphs", runner_bytes),
     ]

@@ -76,8 +76,8 @@ def plan_kv_cache(
         num_wanted_blocks = engine_config.num_kv_blocks
     elif config.device == "cpu":
         num_ranks = engine_config.tensor_parallel_size
-        budget_bytes = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
-        budget_terms = [(f"kv_cache_bytes over {num_ranks} ranks", budget_bytes // num_ranks)]
+        total_cache_bytes = engine_config.kv_cache_bytes or DEFAULT_KV_CACHE_BYTES
+        budget_terms = [(f"kv_cache_bytes over {num_ranks} ranks", total_cache_bytes // num_ranks)]
         if engine_config.kv_cache_bytes is None:
             default_blocks = -(-DEFAULT_KV_CACHE_TOKENS // config.block_size)
             num_wanted_blocks = min(

@@ -3,8 +3,8 @@ replayed by the steps that follow, since calling each kernel takes as long as th
 
 Owns the tensors that a recording reads, into which each step copies its own. The embedding before
 the layers and the head behind them are not recorded. Used by the model runner; where kernels do not
-record, and for all other steps, it just calls the model. Legend: T tokens of the step, W blocks in
-a row's table, E hidden size.
+record, and for all other steps, it just calls the model. Legend: T tokens of the step, B its
+rows, W blocks in a row's table, E hidden size.
 """
 
 from __future__ import annotations

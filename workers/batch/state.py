@@ -71,13 +71,13 @@ class StepRows:
         last row is always padding. It owns the tokens of padding, which follow all others and count
         as stored, so that they are never written. The other rows of padding have no queries.
         """
-        num_live_rows = self.num_decode_rows
+        num_live_decode_rows = self.num_decode_rows
 
         def pad(numbers: Int32Array, length: int, value: int = 0) -> Int32Array:
             return np.pad(numbers, (0, length - len(numbers)), constant_values=value)
 
         def pad_rows(numbers_B: Int32Array) -> Int32Array:
-            front, others = numbers_B[:num_live_rows], numbers_B[num_live_rows:]
+            front, others = numbers_B[:num_live_decode_rows], numbers_B[num_live_decode_rows:]
             return np.concatenate(
                 (pad(front, num_decode_rows), pad(others, num_rows - num_decode_rows))
             )
@@ -104,7 +104,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What one step computes, on the device, for a step that is launched kernel by kernel.
+    """What one step computes, on the device.
 
     token_ids_T, positions_T : int32. logits_indices_R : int32.
     """
@@ -146,9 +146,9 @@ class BatchState:
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
         # Of tokens: all that are known or in flight, prompt, stored, computed; of blocks.
-        self._counts_NS = np.zeros((5, num_slots), np.int32)
-        self.num_tokens_S, self.num_prompt_tokens_S, self.num_stored_tokens_S = self._counts_NS[:3]
-        self.num_computed_tokens_S, self.num_table_blocks_S = self._counts_NS[3:]
+        self._counts_5S = np.zeros((5, num_slots), np.int32)
+        self.num_tokens_S, self.num_prompt_tokens_S, self.num_stored_tokens_S = self._counts_5S[:3]
+        self.num_computed_tokens_S, self.num_table_blocks_S = self._counts_5S[3:]
 
     def apply(self, plan: StepPlan) -> None:
         """Release rows, admit rows, then append blocks."""
@@ -220,10 +220,10 @@ class BatchState:
         logits_indices_R = put(rows.logits_indices_R)
         num_decode_rows = rows.num_decode_rows
         # Without padding, which has no queries.
-        num_live_rows = int(rows.query_start_B1[num_decode_rows])
+        num_live_decode_rows = int(rows.query_start_B1[num_decode_rows])
         max_parts = self.max_decode_parts(num_decode_rows, rows.max_decode_len)
-        live_lens_B = rows.seq_lens_B[:num_live_rows]
-        decode_parts = self.stage_decode(live_lens_B, max_parts, put, num_decode_rows)
+        live_decode_lens_B = rows.seq_lens_B[:num_live_decode_rows]
+        decode_parts = self.stage_decode(live_decode_lens_B, max_parts, put, num_decode_rows)
 
         def make_inputs() -> StepInputs:
             token_ids_T, kv_places_T = self.look_up_tokens(
@@ -305,7 +305,7 @@ class BatchState:
     def check(self) -> None:
         """Raise `WorkerError` unless every law holds. Waits for the device."""
         is_used_S, table = self.is_used_S, self.block_table_SW.cpu().numpy()
-        _demand(self._counts_NS[:, ~is_used_S] == 0, "a free slot holds nothing")
+        _demand(self._counts_5S[:, ~is_used_S] == 0, "a free slot holds nothing")
         _demand(
             self.num_computed_tokens_S <= self.num_tokens_S, "a row computes only tokens it has"
         )
@@ -328,7 +328,7 @@ class BatchState:
         self._check_slots(slots_N, "released")
         _demand(self.is_used_S[slots_N], "a released slot is in use", slots_N)
         self.is_used_S[slots_N] = False
-        self._counts_NS[:, slots_N] = 0
+        self._counts_5S[:, slots_N] = 0
 
     def _admit(self, rows: AdmittedRows) -> _Entries:
         """Admit rows. Returns the entries to write to the token table. The caller appends the
@@ -343,12 +343,12 @@ class BatchState:
         _demand(~self.is_used_S[slots_A], "an admitted slot is free", slots_A)
         fits_A = (num_tokens_A >= 1) & (num_tokens_A < self.max_tokens)
         _demand(fits_A, "a row has 1 to max_model_len - 1 tokens", num_tokens_A)
-        has_prompt_A = (num_prompt_tokens_A >= 1) & (num_prompt_tokens_A <= num_tokens_A)
-        _demand(has_prompt_A, "the prompt is part of the tokens", num_prompt_tokens_A)
-        has_stored_A = (num_stored_tokens_A >= 0) & (num_stored_tokens_A <= num_tokens_A)
-        _demand(has_stored_A, "stored tokens are part of the tokens", num_stored_tokens_A)
-        has_blocks_A = num_stored_tokens_A <= num_blocks_A * self.block_size
-        _demand(has_blocks_A, "stored tokens lie in the row's blocks", num_stored_tokens_A)
+        prompt_fits_A = (num_prompt_tokens_A >= 1) & (num_prompt_tokens_A <= num_tokens_A)
+        _demand(prompt_fits_A, "the prompt is part of the tokens", num_prompt_tokens_A)
+        stored_fits_A = (num_stored_tokens_A >= 0) & (num_stored_tokens_A <= num_tokens_A)
+        _demand(stored_fits_A, "stored tokens are part of the tokens", num_stored_tokens_A)
+        blocks_fit_A = num_stored_tokens_A <= num_blocks_A * self.block_size
+        _demand(blocks_fit_A, "stored tokens lie in the row's blocks", num_stored_tokens_A)
         _demand(int(num_tokens_A.sum()) == len(rows.token_ids), "token_ids holds num_tokens each")
         _demand(int(num_blocks_A.sum()) == len(rows.block_ids), "block_ids holds num_blocks each")
         self.is_used_S[slots_A] = True

@@ -8,6 +8,8 @@ sealed before another can see it: whoever writes where it should not, through a 
 purpose, gets an error or a SIGSEGV, and the weights stay what they were.
 
 The processes must run the same code with the same libraries, as those of one engine do.
+
+Legend: B bytes of the file.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class WeightsFile:
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
         """name: at most 249 bytes of the kernel's lists."""
         self._owner = _owner(group, kernels)
-        self._parts = _parts_of_own_process(kernels, group)
+        self._own_objects = _objects_of_own_process(kernels, group)
         self._end = 0  # of what is written
         self._error: OSError | None = None
         try:
@@ -117,7 +119,7 @@ class WeightsFile:
 
     def _move(self, part: object) -> _Contents:
         file = io.BytesIO()
-        pickler = _ModelPickler(file, self._parts)
+        pickler = _ModelPickler(file, self._own_objects)
         pickler.dump(part)
         first_bytes: dict[tuple[int, int], int] = {}  # by where the bytes were
         stored_tensors = []
@@ -179,8 +181,8 @@ def adopt_weights(
     tensors = [
         tensor_from_buffer(_bytes_of(piece, memory_B), piece.layout) for piece in contents.tensors
     ]
-    parts = _parts_of_own_process(kernels, group)
-    model = _ModelUnpickler(contents.pickled_model, tensors, parts).load()
+    own_objects = _objects_of_own_process(kernels, group)
+    model = _ModelUnpickler(contents.pickled_model, tensors, own_objects).load()
     assert isinstance(model, Qwen3)
     if model.model_config != config:
         raise ValueError(f"the memory holds the weights of {model.model_config}, not of {config}")
@@ -192,7 +194,7 @@ def _owner(group: TensorParallelGroup, kernels: Kernels) -> str:
     return f"rank {group.rank} of {group.size} with {kernels.capabilities.description}"
 
 
-def _parts_of_own_process(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
+def _objects_of_own_process(kernels: Kernels, group: TensorParallelGroup) -> dict[str, object]:
     """What a model refers to, but each process has its own of."""
     return {
         "group": group,
@@ -206,13 +208,13 @@ def _parts_of_own_process(kernels: Kernels, group: TensorParallelGroup) -> dict[
 
 
 class _ModelPickler(pickle.Pickler):
-    """Leaves out tensors, which it lists, and `parts`, whose names it writes."""
+    """Leaves out tensors, which it lists, and `own_objects`, whose names it writes."""
 
-    def __init__(self, file: io.BytesIO, parts: dict[str, object]) -> None:
+    def __init__(self, file: io.BytesIO, own_objects: dict[str, object]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._numbers: dict[int, int] = {}  # by the identity of a tensor
-        self._names = {id(part): name for name, part in parts.items() if part is not None}
+        self._names = {id(each): name for name, each in own_objects.items() if each is not None}
 
     def persistent_id(self, obj: Any) -> int | str | None:
         if not isinstance(obj, Tensor):
@@ -224,14 +226,16 @@ class _ModelPickler(pickle.Pickler):
 
 
 class _ModelUnpickler(pickle.Unpickler):
-    """Puts in the tensors, and the parts of this process."""
+    """Puts in the tensors, and the objects of this process."""
 
-    def __init__(self, pickled: bytes, tensors: list[Tensor], parts: dict[str, object]) -> None:
+    def __init__(
+        self, pickled: bytes, tensors: list[Tensor], own_objects: dict[str, object]
+    ) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._tensors, self._parts = tensors, parts
+        self._tensors, self._own_objects = tensors, own_objects
 
     def persistent_load(self, pid: Any) -> Any:
-        return self._parts[pid] if isinstance(pid, str) else self._tensors[pid]
+        return self._own_objects[pid] if isinstance(pid, str) else self._tensors[pid]
 
 
 # -- the file --------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.de
     float32 `cos` or `sin` of a process may return low-accuracy values (errors to 1.5e-4) when it
     runs on several threads, and this table is that first call.
     """
-    frequencies_F, attention_factor = inverse_frequencies(rope, head_dim)
+    frequencies_F, attention_factor = rotary_frequencies(rope, head_dim)
     angles_LF = (torch.arange(length, dtype=torch.float32).unsqueeze(1) * frequencies_F).to(
         torch.float64
     )
@@ -35,15 +35,19 @@ def cos_sin_table(rope: RopeConfig, head_dim: int, length: int, device: torch.de
     return cos_sin_LD.mul_(attention_factor).to(device)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+def rotary_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """(float32 [F] radians per position, factor on cosines and sines)."""
-    wavelengths_F = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    positions_per_radian_F = rope.theta ** (
+        torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    )
     if rope.rope_type == "linear":
-        return 1.0 / wavelengths_F / rope.factor, 1.0
+        return 1.0 / positions_per_radian_F / rope.factor, 1.0
     if rope.rope_type == "yarn":
-        return _yarn_frequencies(rope, head_dim, wavelengths_F), yarn_attention_factor(rope)
+        return _yarn_frequencies(rope, head_dim, positions_per_radian_F), yarn_attention_factor(
+            rope
+        )
     assert rope.rope_type in ("default", "dynamic"), rope.rope_type
-    return 1.0 / wavelengths_F, 1.0
+    return 1.0 / positions_per_radian_F, 1.0
 
 
 def yarn_attention_factor(rope: RopeConfig) -> float:
@@ -61,28 +65,30 @@ def _mscale(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _yarn_frequencies(rope: RopeConfig, head_dim: int, wavelengths_F: Tensor) -> Tensor:
+def _yarn_frequencies(rope: RopeConfig, head_dim: int, positions_per_radian_F: Tensor) -> Tensor:
     """Fast frequencies unchanged, slow ones divided by the factor, and a linear ramp between the
     two.
     """
-    low, high = (
+    ramp_start, ramp_end = (
         _feature_of_rotations(rope, head_dim, rotations)
         for rotations in (rope.beta_fast, rope.beta_slow)
     )
     if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    if low == high:
-        high += 0.001  # a ramp of zero width would divide by zero
-    ramp_F = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+        ramp_start, ramp_end = math.floor(ramp_start), math.ceil(ramp_end)
+    ramp_start, ramp_end = max(ramp_start, 0), min(ramp_end, head_dim - 1)
+    if ramp_start == ramp_end:
+        ramp_end += 0.001  # a ramp of zero width would divide by zero
+    ramp_F = (
+        (torch.arange(head_dim // 2, dtype=torch.float32) - ramp_start) / (ramp_end - ramp_start)
+    ).clamp(0, 1)
     unscaled_share_F = 1 - ramp_F
     return (
-        1.0 / (rope.factor * wavelengths_F) * (1 - unscaled_share_F)
-        + 1.0 / wavelengths_F * unscaled_share_F
+        1.0 / (rope.factor * positions_per_radian_F) * (1 - unscaled_share_F)
+        + 1.0 / positions_per_radian_F * unscaled_share_F
     )
 
 
 def _feature_of_rotations(rope: RopeConfig, head_dim: int, rotations: float) -> float:
     """The (fractional) feature that completes `rotations` turns over the original length."""
-    turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-    return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+    positions_per_radian = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return head_dim * math.log(positions_per_radian) / (2 * math.log(rope.theta))

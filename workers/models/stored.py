@@ -84,8 +84,8 @@ class StoredMatrix:
         """(codes, zero points, scales) of a part, where these inputs are so many groups of one
         size: [rows, inputs], uint8 [rows, groups], float32 [rows, groups]. e4m3 codes are uint8.
         """
-        step = len(inputs) // num_groups
-        groups = self._group_X[inputs.start : inputs.stop : step]
+        held_group_size = len(inputs) // num_groups
+        groups = self._group_X[inputs.start : inputs.stop : held_group_size]
         zeros = torch.full((len(rows), num_groups), self._format.zero_offset, dtype=torch.uint8)
         if self._zeros_YG is not None:
             zeros = self._zeros_YG[rows.start : rows.stop][:, groups]
@@ -95,18 +95,18 @@ class StoredMatrix:
 
     def _scale(self, rows: range, groups: Tensor) -> Tensor:
         """[rows, groups]"""
-        row_of_scale = torch.zeros(len(rows), dtype=torch.int64)
+        scale_row_Y = torch.zeros(len(rows), dtype=torch.int64)
         if self._format.block_rows != -1:
-            row_of_scale = torch.arange(rows.start, rows.stop) // self._format.block_rows
-        return self._scale_RG[row_of_scale][:, groups]
+            scale_row_Y = torch.arange(rows.start, rows.stop) // self._format.block_rows
+        return self._scale_RG[scale_row_Y][:, groups]
 
     def _window(self, spans: list[range]) -> Tensor:
         """The codes of these rows and columns."""
         packed_dim = 0 if self._format.words_span_rows else 1
-        num_codes = len(self._format.code_order) or 1
+        codes_per_word = len(self._format.code_order) or 1
         span = spans[packed_dim]
-        first_word = span.start // num_codes
-        spans[packed_dim] = range(first_word, -(-span.stop // num_codes))
+        first_word = span.start // codes_per_word
+        spans[packed_dim] = range(first_word, -(-span.stop // codes_per_word))
         slices = [slice(words.start, words.stop) for words in spans]
         if self._format.is_transposed:
             slices.reverse()
@@ -115,7 +115,7 @@ class StoredMatrix:
             codes = unpack(codes, self._format.code_order, self._format.bits, packed_dim)
         elif self._format.is_fp8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
             raise self._error(self._format.codes_suffix, "holds codes that are not numbers")
-        return codes.narrow(packed_dim, span.start - first_word * num_codes, len(span))
+        return codes.narrow(packed_dim, span.start - first_word * codes_per_word, len(span))
 
     def _read_zeros(self) -> Tensor | None:
         """uint8 [Y, G]"""
@@ -184,8 +184,8 @@ def unpack(words: Tensor, order: tuple[int, ...], bits: int, dim: int) -> Tensor
     shape = list(words.shape)
     shape.insert(dim + 1, len(order))
     codes = torch.empty(shape, dtype=torch.uint8)
-    for place, code in enumerate(order):
+    for place, code_index in enumerate(order):
         byte, shift = divmod(bits * place, 8)
         shifted_AB = bytes_AB4[:, :, byte] >> shift if shift else bytes_AB4[:, :, byte]
-        torch.bitwise_and(shifted_AB, (1 << bits) - 1, out=codes.select(dim + 1, code))
+        torch.bitwise_and(shifted_AB, (1 << bits) - 1, out=codes.select(dim + 1, code_index))
     return codes.flatten(dim, dim + 1)

@@ -5,7 +5,7 @@ and codes with scales of groups of inputs. A layer asks `WeightFormat` for its m
 know which form it got. Memory is uninitialized until the loader has filled every slice; then
 `packed` gives the form with which products are fastest.
 
-Legend: T tokens, X features in, Y features out (rows).
+Legend: T tokens, X features in, Y features out (rows), G groups of inputs.
 """
 
 from __future__ import annotations

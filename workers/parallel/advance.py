@@ -41,8 +41,8 @@ BUFFER_BYTES = _LINE_BYTES + PART_BYTES
 _TILE_ELEMENTS = 1024
 _MAX_SPINS = 40  # about 1 us; then Python checks peers and the time limit
 
-# What `advance` returns when it has to wait: one of these and the rank it is about, as `outcome *
-# OUTCOME + rank`.
+# What `advance` returns when it is not done: a code of one of these outcomes and the rank it is
+# about, as `outcome * OUTCOME_FACTOR + rank`.
 OUTCOME_FACTOR = 1 << 16
 OUTCOME_WAITS, OUTCOME_CLOSED, OUTCOME_DIFFERS = 1, 2, 3
 
@@ -92,7 +92,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
     """Continue an operation from `source` to `target` (addresses), waiting for at most `_MAX_SPINS`
     turns.
 
-    Returns 0 when it is done, otherwise an outcome; called again with the same arguments, it
+    Returns 0 when it is done, otherwise a code; called again with the same arguments, it
     continues where it was.
     """
     base, rank, size, spins = state[BASE_INDEX], state[RANK_INDEX], state[SIZE_INDEX], _MAX_SPINS
@@ -112,7 +112,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
         for peer in range(size):
             while load_acquire(_published_address(base, peer)) < part:
                 if spins <= 0:
-                    return _waiting_outcome(base, size, peer, part)  # type: ignore[no-any-return]
+                    return _waiting_code(base, size, peer, part)  # type: ignore[no-any-return]
                 spins -= 1
                 pause()
         for peer in range(size):
@@ -129,7 +129,7 @@ def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> 
 
 
 @inlined_jit
-def _waiting_outcome(base: int, size: int, awaited_peer: int, part: int) -> int:
+def _waiting_code(base: int, size: int, awaited_peer: int, part: int) -> int:
     for peer in range(size):
         if (
             load_acquire(_closed_address(base, peer))

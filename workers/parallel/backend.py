@@ -1,7 +1,7 @@
 """Ranks that reach each other through a torch backend: gloo on CPU, NCCL on CUDA.
 
 Built directly over a TCPStore, never torch.distributed's default process group: nothing here is
-global, so any number of engines can run on one machine or in one process.
+global, so any number of engines can run on one machine or in one process. Legend: R ranks.
 """
 
 from __future__ import annotations

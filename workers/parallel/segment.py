@@ -1,10 +1,10 @@
-"""The memory that CPU ranks of one host share: made by rank 0, opened by the others.
+"""The memory that CPU ranks of one host share: made by the first of them, opened by the others.
 
 Nothing is left behind, whichever process dies: on Linux the segment has no name (a memfd, which the
 others open through /proc); elsewhere its file is removed as soon as every rank has mapped it. It is
 written in full before it is mapped, so that a lack of memory is an error there and not a SIGBUS
-later. The *info* of a rank is what it tells its peers about itself: host, process id, and from rank
-0 the path and token of the segment.
+later. The *info* of a rank is what it tells its peers about itself: host, process id, and from the
+first rank of the host the path and token of the segment.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def remove(path: str) -> None:
         Path(path).unlink()
 
 
-def open_segment(rank_0_info: list[Any], own_info: list[Any]) -> int:
-    """The file descriptor of rank 0's segment, found by its info and ours. Raises `OSError` if it
-    is out of reach.
+def open_segment(first_rank_info: list[Any], own_info: list[Any]) -> int:
+    """The file descriptor of the first rank's segment, found by its info and ours. Raises `OSError`
+    if it is out of reach.
     """
-    if own_info[0] != rank_0_info[0]:
+    if own_info[0] != first_rank_info[0]:
         raise OSError("it runs on another host or in another container")
-    path, token = rank_0_info[2:]
+    path, token = first_rank_info[2:]
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     if os.pread(descriptor, len(token), 0) != token.encode():
         os.close(descriptor)
-        raise OSError(f"{path} is not the segment of rank 0")
+        raise OSError(f"{path} is not the segment of the first rank")
     return descriptor
 
 

@@ -6,7 +6,7 @@ rounded once at the end, so every rank gets the same bits, regardless of which c
 `advance.py` holds the loop and the ordering argument. Called by the tensor-parallel group, from one
 thread; `close` may come from another.
 
-Legend: R ranks of the group.
+Legend: R ranks that share the memory.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SharedMemoryReducer:
         self._unusable_reason = ""
         self._leave_lock = threading.Lock()
         self._yield_s = _MAX_YIELD_S
-        self._peer_by_pidfd: dict[int, int] = {}  # index in the group by file descriptor
+        self._peer_by_pidfd: dict[int, int] = {}  # index of a rank by file descriptor
         self._poll = select.poll()
         try:
             for peer in range(self._size):

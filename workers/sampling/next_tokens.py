@@ -8,7 +8,7 @@ uses the next larger captured size; a row of padding is sampled like the others,
 written nowhere. A step whose rows ask for anything else, such as penalties, masks or log
 probabilities, is launched kernel by kernel. Owns its static tensors. Legend: B rows of a captured
 batch, S rows of the largest, M rows of the largest graph of steps, padding included, R sampling
-rows, E hidden size.
+rows, E hidden size, V this rank's shard of the vocabulary.
 """
 
 from __future__ import annotations

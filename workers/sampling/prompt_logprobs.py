@@ -6,7 +6,7 @@ of the next chunk, which the token table has had since the row was admitted. Log
 `POSITIONS_AT_ONCE` positions exist at a time. A step without such rows costs nothing.
 Legend: P positions to be scored, S those of one slice, V this rank's shard of the vocabulary, M
 alternatives, E hidden size, T tokens of the step. In tables of the batch S is its slots and L their
-tokens, as in `workers/batch/state.py`, and R is the scored rows.
+tokens, as in `workers/batch/state.py`, B its rows, and R the scored ones.
 """
 
 from __future__ import annotations

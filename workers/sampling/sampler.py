@@ -9,9 +9,9 @@ nothing here makes the host wait for the device. All ranks call in the same orde
 Order of the stages: penalties, `logit_bias`, `min_tokens` mask, mask of the grammar, temperature,
 top-k, top-p, min-p, pick. Filters compare gaps: by how much a token's logit, divided by the
 temperature, is below the row's largest. Logprobs are of the raw logits.
-Legend: B sampling rows, R rows of one draw, L rows with logprobs, V columns of this rank's shard, X
-blocks of columns or histogram bins, S slots, M alternatives, N ranks, O
-tokens of a row's output.
+Legend: B sampling rows, R rows of one draw, with penalties, or with a mask, L rows with logprobs, V
+columns of this rank's shard, X blocks of columns or histogram bins, S slots, M alternatives, N
+ranks, O tokens of a row's output, K the largest top-k, W words of a mask.
 """
 
 from __future__ import annotations
@@ -242,30 +242,30 @@ class Sampler:
         """
         infinite_gap_limit_R = torch.full_like(gap_rows.max_R, torch.inf)
         empty_gap_limit_R = torch.full_like(gap_rows.max_R, -1.0)
-        search_gap_limit_R, gap_limit_R = infinite_gap_limit_R, filters.min_p_gap_limit_R
+        top_k_gap_limit_R, gap_limit_R = infinite_gap_limit_R, filters.min_p_gap_limit_R
         if filters.max_top_k > 0:
-            has_filter_R = filters.top_k_R > 0
-            bound_R = torch.where(has_filter_R, infinite_gap_limit_R, empty_gap_limit_R)
-            top_k_gap_limit_R = self._find_gap_limit(
+            has_top_k_R = filters.top_k_R > 0
+            bound_R = torch.where(has_top_k_R, infinite_gap_limit_R, empty_gap_limit_R)
+            found_gap_limit_R = self._find_gap_limit(
                 gap_rows, bound_R, filters.top_k_R, by_weight=False
             )
-            search_gap_limit_R = torch.where(has_filter_R, top_k_gap_limit_R, infinite_gap_limit_R)
+            top_k_gap_limit_R = torch.where(has_top_k_R, found_gap_limit_R, infinite_gap_limit_R)
         if filters.uses_top_p:
-            has_filter_R = filters.top_p_R < sampling.TOP_P_ONE
+            has_top_p_R = filters.top_p_R < sampling.TOP_P_ONE
             bound_R = torch.where(
-                has_filter_R,
-                torch.minimum(search_gap_limit_R, filters.top_p_bound_R),
+                has_top_p_R,
+                torch.minimum(top_k_gap_limit_R, filters.top_p_bound_R),
                 empty_gap_limit_R,
             )
             _, kept_weight_R = self._kernels.block_weights(
-                gap_rows, torch.where(has_filter_R, search_gap_limit_R, empty_gap_limit_R)
+                gap_rows, torch.where(has_top_p_R, top_k_gap_limit_R, empty_gap_limit_R)
             )
             target_R = sampling.top_p_target(self._group.all_reduce(kept_weight_R), filters.top_p_R)
             top_p_gap_limit_R = self._find_gap_limit(gap_rows, bound_R, target_R, by_weight=True)
             gap_limit_R = torch.minimum(
-                gap_limit_R, torch.where(has_filter_R, top_p_gap_limit_R, infinite_gap_limit_R)
+                gap_limit_R, torch.where(has_top_p_R, top_p_gap_limit_R, infinite_gap_limit_R)
             )
-        return torch.minimum(gap_limit_R, search_gap_limit_R)
+        return torch.minimum(gap_limit_R, top_k_gap_limit_R)
 
     def _find_gap_limit(
         self, gap_rows: GapRows, search_gap_limit_R: Tensor, target_R: Tensor, by_weight: bool

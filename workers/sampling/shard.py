@@ -2,8 +2,8 @@
 
 Logits are never gathered: ranks exchange integer weights, lists of the best tokens, and the logit
 of the token from the rank that has it, so every rank ends with the same bits, at every number of
-ranks. On a GPU, nothing here makes the host wait for the device.
-Legend: L rows, V columns of this rank's shard, M alternatives.
+ranks. On a GPU, nothing here makes the host wait for the device. Legend: L rows, V columns of this
+rank's shard, X blocks of them, M alternatives, C those of all ranks.
 """
 
 from __future__ import annotations
@@ -154,5 +154,5 @@ class VocabularyShard:
         local_LM = torch.nn.functional.pad(
             local_LM, (0, num_top_logprobs - num_local), value=torch.iinfo(torch.int64).min
         )
-        gathered_LM = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
-        return sampling.unpack_value_and_id(gathered_LM.topk(num_top_logprobs, dim=1).values)
+        gathered_LC = self._group.all_gather(local_LM).transpose(0, 1).flatten(1)
+        return sampling.unpack_value_and_id(gathered_LC.topk(num_top_logprobs, dim=1).values)

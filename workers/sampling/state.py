@@ -5,8 +5,8 @@ the engine may run a step ahead. `batch` picks the rows of a step and gathers th
 same stages into one draw: a stage that no row uses is absent from the batch and costs nothing. All
 ranks build the same draws, so that their all-reduces pair up; only the entries of `bias` and
 `masked_N` differ, because each rank holds those of its own shard. Legend: B sampling rows of the
-step, R rows of one draw, L rows that report logprobs, N flat entries, S rows of the largest batch
-that graphs sample.
+step, R rows of one draw, or with penalties, L rows that report logprobs, N flat entries, S rows of
+the largest batch that graphs sample.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from workers.sampling.shard import Int64Array, VocabularyShard
 class Filters:
     """Top-k, top-p and min-p of one draw.
 
-    top_k_R           : int64, 0 keeps all; `max_top_k` is the largest of them, known to the host.
+    top_k_R           : int64, 0 keeps all; `max_top_k` is a bound of them, known to the host.
     top_p_R           : int64 in units of 2**-30, `TOP_P_ONE` keeps all; `uses_top_p` where some row
-        does not.
+        may not.
     min_p_gap_limit_R : float32, how large (largest logit - logit) / temperature may be, by
         `min_p`: -log(min_p); infinite where the row has none.
     top_p_bound_R     : float32, a gap beyond which top-p keeps no token.
@@ -376,8 +376,8 @@ class SamplingState:
     def _masked_columns(
         self, slots_B: Int64Array, positions_B: Int64Array, put: PutFunction
     ) -> Tensor | None:
-        """Stop ids of rows with fewer than `min_tokens` of output; a row's output so far follows
-        from its position.
+        """Flat indices of the stop ids of rows with fewer than `min_tokens` of output; a row's
+        output so far follows from its position.
         """
         if not self._stop_columns:
             return None

@@ -19,7 +19,7 @@ from tests.stored_checkpoints import SINGLE_FILE_NAME
 from tests.workers.test_grouped import stored_model
 from workers.configuration import find_kernels, resolve_config
 from workers.loading import load_model
-from workers.memory.weights import _ModelPickler, _parts_of_own_process
+from workers.memory.weights import _ModelPickler, _objects_of_own_process
 from workers.parallel.group import TensorParallelGroup
 from workers.progress import Progress
 
@@ -73,7 +73,7 @@ def held_bytes(model_dir: Path, rank: int, num_ranks: int) -> int:
     kernels = find_kernels(config)
     group = TensorParallelGroup(rank, num_ranks, torch.device("cpu"))
     model = load_model(config, group, kernels, Progress()).model
-    pickler = _ModelPickler(io.BytesIO(), _parts_of_own_process(kernels, group))
+    pickler = _ModelPickler(io.BytesIO(), _objects_of_own_process(kernels, group))
     pickler.dump(model)
     bytes_by_address = dict(map(tensor_address_range, pickler.tensors))
     return sum(bytes_by_address.values()) - model.cos_sin_LD.nbytes

@@ -298,7 +298,7 @@ def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
     assert steps == ["largest"]
     assert dict(budget_terms) == {
         "share of the device": total // 2,
-        "weights": weights + 768 * MIB,
+        "weights and CUDA context": weights + 768 * MIB,
         "largest step": 7 * MIB,
         "batch state and graphs": 20 * MIB + driver,
     }

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from configs.model import ModelConfig
-from workers.models.rope import cos_sin_table, inverse_frequencies
+from workers.models.rope import cos_sin_table, rotary_frequencies
 
 HEAD_DIM = 32
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -44,7 +44,7 @@ def reference(scaling: dict[str, Any], theta: float) -> Any:
 def test_frequencies_and_table_equal_those_of_transformers(name: str, theta: float) -> None:
     config, embedding = reference(SCALINGS[name], theta)
     rope = ModelConfig.from_dict(config.to_dict()).rope
-    frequencies_F, factor = inverse_frequencies(rope, HEAD_DIM)
+    frequencies_F, factor = rotary_frequencies(rope, HEAD_DIM)
     torch.testing.assert_close(frequencies_F, embedding.inv_freq, rtol=1e-6, atol=0)
     assert factor == pytest.approx(embedding.attention_scaling)
 
