@@ -27,7 +27,7 @@ from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
-from kernels.reference.grouped import MIDDLE_CODE
+from kernels.reference.grouped import MIDDLE_INT4_CODE
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
@@ -179,8 +179,8 @@ def near_zero(piece: WeightSlice) -> None:
         return
     assert piece.scale is not None
     piece.target.random_()
-    piece.zeros.fill_(MIDDLE_CODE)
-    piece.scale.fill_(0.05 / MIDDLE_CODE)
+    piece.zeros.fill_(MIDDLE_INT4_CODE)
+    piece.scale.fill_(0.05 / MIDDLE_INT4_CODE)
 
 
 def wide(piece: WeightSlice) -> None:

@@ -17,7 +17,7 @@ from configs.quantization import FP8, INT4
 from kernels.gpu import grouped
 from kernels.interface import GroupedCodes
 from kernels.reference.fp8 import to_fp8
-from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped
+from kernels.reference.grouped import INT4_CODES_PER_WORD, ReferenceGrouped
 
 # Of Qwen3-8B: features of each product of a layer, in and out.
 _PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
@@ -57,7 +57,7 @@ def drawn(check: Check, form: str, size_in: int, size_out: int, group: int) -> G
     if form == FP8:
         codes_YX = to_fp8(4 * check.normal(size_out, size_in))
         return GroupedCodes(words=codes_YX, zeros=None, scale=scale_YG, num_rows=size_out)
-    shape = (size_out, size_in // CODES_PER_WORD)
+    shape = (size_out, size_in // INT4_CODES_PER_WORD)
     return GroupedCodes(
         words=ints(-(2**31), 2**31 - 1, shape, dtype=torch.int32),
         zeros=ints(4, 12, (size_out, groups), dtype=torch.uint8),

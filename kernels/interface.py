@@ -8,8 +8,8 @@ nor a backend, so a client can ask what would run without loading it.
 
 Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, E or X
 features in, Y features out, F features of the MLP, L positions of the rotary table, or columns of
-the token table; J = H + 2 K heads of queries, keys and values; S slots, W blocks in a row's table.
-`ExpertKernels` and `SamplingKernels` have legends of their own.
+the token table; J = H + 2 K heads of queries, keys and values; S slots, R sampling rows, W blocks
+in a row's table. `ExpertKernels` and `SamplingKernels` have legends of their own.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeParts:
-    """The first rows of a step, with exactly one query each, and the programs they are divided
-    between (`kernels/decode_parts.py`).
+    """The first rows of a step, with one query each (those of a graph's padding may have none, and
+    then no part), and the programs they are divided between (`kernels/decode_parts.py`).
 
     num_rows             : how many rows.
     max_parts            : how many parts the launch has programs for; those past the last part end
@@ -36,7 +36,8 @@ class AttentionMetadata:
     sequence.
 
     query_start_B1    : int32 [B+1], first token of each row, then T.
-    seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`.
+    seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`; arbitrary where every
+        row has one query, since nobody reads it then.
     seq_lens_B        : int32 [B], tokens of the sequence up to the end of this step's chunk (what
         the last query sees).
     block_table_BW    : int32 [B, W], block ids of each sequence; entries past its length are
@@ -62,5 +63,5 @@ class AttentionMetadata:
 
     @property
     def is_decode(self) -> bool:
-        """Every row has exactly one query token."""
+        """Every row has one query at most, by the bound; False says nothing."""
         return self.max_query_len == 1

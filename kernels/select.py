@@ -69,9 +69,9 @@ def quantization_backends_text(quantization: str) -> str:
     )
 
 
-def _has_quantization(backend: Backend, name: str) -> bool:
+def _has_quantization(backend: Backend, quantization: str) -> bool:
     try:
-        return name in backend.describe().quantizations
+        return quantization in backend.describe().quantizations
     except ValueError:
         return False  # it is not installed
 

@@ -7,7 +7,8 @@ rounded to bfloat16, as they are on a GPU.
 
 Legend: T tokens of the step, B rows (B1: B + 1 entries), H query heads, K KV heads, G = H / K, D
 head dim, N blocks, P block size, W elements side by side in a cache, in tables blocks of a row, M
-queries of a tile times G. A task is one tile of queries of one row and one KV head.
+queries of a tile times G; in products (`_add_product`), K is the depth and N columns. A task is one
+tile of queries of one row and one KV head.
 """
 
 from __future__ import annotations
@@ -101,11 +102,11 @@ def _add_widened_product(
     a_MK: Array, b_KNW: Array, c_MN: Array, depth: int, prefetch_address: int
 ) -> None:
     """See `_add_product`."""
-    rows, columns = c_MN.shape
+    num_rows, num_columns = c_MN.shape
     _add_tiles(a_MK, 0, b_KNW, c_MN, depth, prefetch_address)
-    for row in range(rows):
+    for row in range(num_rows):
         for k in range(depth):
-            for n in range(columns // LANES * LANES, columns):
+            for n in range(num_columns // LANES * LANES, num_columns):
                 c_MN[row, n] += a_MK[row, k] * widen(b_KNW[k, n, 0])
 
 
@@ -113,23 +114,23 @@ def _add_widened_product(
 def _add_tiles(
     a_MK: Array, step_of_a: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
 ) -> None:
-    """c += a @ b for a's elements from its step `step_of_a` on, for whole vectors of columns. A
+    """c += a @ b for a's elements from its step `step_of_a` on, for whole vectors of num_columns. A
     step is `STEP_BYTES` of a row of a, as in `tile.py`.
     """
-    rows, columns = c_MN.shape
+    num_rows, num_columns = c_MN.shape
     a = a_MK.ctypes.data + STEP_BYTES * step_of_a, a_MK.itemsize * a_MK.shape[1], a_MK[0, 0]
     b_bytes = b_KNW.itemsize * b_KNW.shape[2]
-    c_stride = c_MN.itemsize * columns
+    c_stride = c_MN.itemsize * num_columns
     column = 0
-    while column + LANES <= columns:
-        b = b_KNW.ctypes.data + b_bytes * column, b_bytes * columns, b_KNW[0, 0, 0]
+    while column + LANES <= num_columns:
+        b = b_KNW.ctypes.data + b_bytes * column, b_bytes * num_columns, b_KNW[0, 0, 0]
         c = c_MN.ctypes.data + c_MN.itemsize * column, c_stride
         next_address = prefetch_address + b_bytes * num_steps * column
-        if column + 4 * LANES <= columns:
-            add_64_columns(rows, a, b, c, num_steps, next_address)
+        if column + 4 * LANES <= num_columns:
+            add_64_columns(num_rows, a, b, c, num_steps, next_address)
             column += 4 * LANES
         else:
-            add_16_columns(rows, a, b, c, num_steps, next_address)
+            add_16_columns(num_rows, a, b, c, num_steps, next_address)
             column += LANES
 
 
@@ -150,16 +151,16 @@ def _softmax_block(
     max_M: Array,
     sum_M: Array,
     ends_M: Array,
-    first_token: int,
+    block_first_position: int,
 ) -> None:
     """From products `s_MP` to weights `p_MP` relative to the running maximum; what was accumulated
     so far is rescaled when the maximum grows.
 
-    Row m sees tokens before `ends_M[m]`; the block starts at token `first_token`.
+    Row m sees tokens before `ends_M[m]`; the block starts at token `block_first_position`.
     """
     num_rows, block_size = s_MP.shape
     for m in range(num_rows):
-        num_visible_tokens = max(0, min(block_size, ends_M[m] - first_token))
+        num_visible_tokens = max(0, min(block_size, ends_M[m] - block_first_position))
         ordered_max = ordered_bits(max_M[m])
         for p in range(num_visible_tokens):
             s_MP[m, p] *= scale
@@ -248,7 +249,7 @@ def _attend_tile(
 def _attend(
     index: int,
     tiles: Array,
-    heads_per_group: int,
+    heads_per_share: int,
     q_THD: Array,
     k_NKDPW: Array,
     v_NKPDW: Array,
@@ -259,22 +260,22 @@ def _attend(
     scale: np.float32,
     dtype_example: Array,
 ) -> None:
-    """Task `index`: the tiles of the first `heads_per_group` heads come first, by tile, then by
+    """Task `index`: the tiles of the first `heads_per_share` heads come first, by tile, then by
     head.
     """
     num_tiles = len(tiles)
-    head_group = index // (num_tiles * heads_per_group)
-    place_in_group = index % (num_tiles * heads_per_group)
-    row, first_query, num_queries = tiles[place_in_group // heads_per_group]
+    head_share = index // (num_tiles * heads_per_share)
+    place_in_share = index % (num_tiles * heads_per_share)
+    row, first_query, num_queries = tiles[place_in_share // heads_per_share]
     first_token = np.int64(query_start_B1[row])
     end_token = np.int64(query_start_B1[row + 1])
-    head = head_group * heads_per_group + place_in_group % heads_per_group
-    next_place_in_group = (
-        place_in_group + 1 if place_in_group + 1 < num_tiles * heads_per_group else place_in_group
+    head = head_share * heads_per_share + place_in_share % heads_per_share
+    next_place_in_share = (
+        place_in_share + 1 if place_in_share + 1 < num_tiles * heads_per_share else place_in_share
     )
-    next_row = tiles[next_place_in_group // heads_per_group, 0]
+    next_row = tiles[next_place_in_share // heads_per_share, 0]
     next_block = np.int64(block_table_BW[next_row, 0])
-    next_head = head_group * heads_per_group + next_place_in_group % heads_per_group
+    next_head = head_share * heads_per_share + next_place_in_share % heads_per_share
     _attend_tile(
         q_THD,
         k_NKDPW,
@@ -309,13 +310,13 @@ def _paged_attention(
     # Threads take whole heads, so that each has an equal part of every row, whatever the row
     # lengths. A thread reads the heads of a row one after the other, as they lie in a block.
     num_kv_heads = k_NKDPW.shape[1]
-    heads_per_group = num_kv_heads // num_threads if num_kv_heads % num_threads == 0 else 1
+    heads_per_share = num_kv_heads // num_threads if num_kv_heads % num_threads == 0 else 1
     parallel_for(
         num_kv_heads * len(tiles),
         _attend,
         (
             tiles,
-            heads_per_group,
+            heads_per_share,
             q_THD,
             k_NKDPW,
             v_NKPDW,

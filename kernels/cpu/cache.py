@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 _NumbaIndexFile = caching.IndexDataCacheFile
 _optimize_final_module = codegen.CPUCodeLibrary._optimize_final_module
 _OUR_PACKAGE = "7kernels3cpu"  # in mangled names
-_KERNELS_DIR = Path(__file__).resolve().parent
-_CHECKOUT_DIR = _KERNELS_DIR.parent.parent
-# Functions of these files are inlined into compiled functions of other files.
+_CPU_KERNELS_DIR = Path(__file__).resolve().parent
+_CHECKOUT_DIR = _CPU_KERNELS_DIR.parent.parent
+# Functions and constants of these files are compiled into functions of other files.
 _SHARED_SOURCES = (
-    *sorted(_KERNELS_DIR.glob("*.py")),
-    _KERNELS_DIR.parent / "reference" / "sampling.py",
+    *sorted(_CPU_KERNELS_DIR.glob("*.py")),
+    *sorted((_CPU_KERNELS_DIR.parent / "reference").glob("*.py")),
 )
 _NUMBA_LOCATORS = ("UserProvidedCacheLocator", "InTreeCacheLocator", "UserWideCacheLocator")
 
@@ -85,7 +85,10 @@ def version_dir() -> Path:
     processor. It may not exist, and creating it may fail.
     """
     return (
-        cache_dir() / "numba" / source_hash(_KERNELS_DIR / "jit.py") / str(llvm.get_host_cpu_name())
+        cache_dir()
+        / "numba"
+        / source_hash(_CPU_KERNELS_DIR / "jit.py")
+        / str(llvm.get_host_cpu_name())
     )
 
 

@@ -34,7 +34,7 @@ def _flags() -> set[str] | None:
 
 
 def has_bfloat16() -> bool:
-    """Whether oneDNN multiplies in bfloat16 with the processor's own instructions."""
+    """Whether oneDNN has fast products in bfloat16 for this processor."""
     flags = _flags()
     if flags is not None:
         return any(required_flags <= flags for required_flags in _X86_BFLOAT16_FLAGS)

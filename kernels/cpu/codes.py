@@ -33,7 +33,7 @@ from kernels.cpu.tile import (
     Emitter,
     has_wide_registers,
 )
-from kernels.reference.grouped import INT4_SHIFTS, MAX_CODE, MIDDLE_CODE
+from kernels.reference.grouped import INT4_SHIFTS, MAX_INT4_CODE, MIDDLE_INT4_CODE
 
 PANEL_FEATURES = 64
 E4M3_SHIFTS = (0, 16, 8, 24)  # where the codes of four inputs lie in a word
@@ -186,8 +186,10 @@ def _look_up_floats(builder: Any, shift: int, words: Any) -> Any:
 
 
 def _compute_floats(builder: Any, shift: int, words: Any) -> Any:
-    codes = builder.and_(_shift_right(builder, shift, words), _INT32_LANES([MAX_CODE] * LANES))
-    return builder.sitofp(builder.sub(codes, _INT32_LANES([MIDDLE_CODE] * LANES)), _FLOAT_LANES)
+    codes = builder.and_(_shift_right(builder, shift, words), _INT32_LANES([MAX_INT4_CODE] * LANES))
+    return builder.sitofp(
+        builder.sub(codes, _INT32_LANES([MIDDLE_INT4_CODE] * LANES)), _FLOAT_LANES
+    )
 
 
 def _e4m3_pairs(builder: Any, shift: int, words: Any) -> Any:
@@ -231,7 +233,7 @@ def _shift_right(builder: Any, shift: int, words: Any) -> Any:
 
 def _code_values() -> Any:
     """What the codes stand for, float32."""
-    return np.arange(MAX_CODE + 1, dtype=np.float32) - np.float32(MIDDLE_CODE)
+    return np.arange(MAX_INT4_CODE + 1, dtype=np.float32) - np.float32(MIDDLE_INT4_CODE)
 
 
 def _look_up(builder: Any, instruction: str, table: Any, indices: Any) -> Any:

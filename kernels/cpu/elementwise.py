@@ -63,8 +63,8 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """As `qk_norm_rope_store_reference`, into the caches of `kv_layout.py`."""
     k_view, v_view = kernel_cache_views(k_cache, v_cache, qkv_TXD.dtype)
-    num_tokens, num_rows, dim = qkv_TXD.shape
-    q_THD = empty((num_tokens, num_rows - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
+    num_tokens, num_qkv_heads, dim = qkv_TXD.shape
+    q_THD = empty((num_tokens, num_qkv_heads - 2 * k_cache.shape[1], dim), qkv_TXD.dtype)
     weights = as_array(q_weight_D), as_array(k_weight_D), np.float32(eps)
     rotary = cos_sin_LD.numpy(), positions_T.numpy()
     cache_arguments = as_array(k_view), as_array(v_view), kv_places_T.numpy()

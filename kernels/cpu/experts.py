@@ -7,9 +7,9 @@ memory that they were loaded to: bfloat16 in pairs or float32, 64 output feature
 float32 is multiplied by bfloat16, 16, as in `mixed.py`. A row's sums are taken in one order, along
 its features and then along its experts, so they do not depend on the other rows.
 
-Legend: T tokens, X experts, K experts of a token, P = T * K pairs, E features, F features of an
-expert, Y output features, A experts that have tokens, N panels, S steps of a panel, C elements of a
-step in a panel.
+Legend: T tokens, X experts (in x_PX: features in), K experts of a token, P = T * K pairs, E
+features, F features of an expert, Y output features, A experts that have tokens, N panels, S steps
+of a panel, C elements of a step in a panel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kernels.cpu.jit import (
     narrow,
     widen,
 )
-from kernels.cpu.panel import CACHED_ROWS, multiply_bfloat16_panel, multiply_widened_panel
+from kernels.cpu.panel import CACHED_ROWS, multiply_unwidened_panel, multiply_widened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import refuse_recording
@@ -96,15 +96,15 @@ class CpuExperts:
         gate_up, down = weights.gate_up, weights.down
         is_mixed = gate_up.dtype is not dtype
         is_bfloat16 = dtype is torch.bfloat16
-        step = 1 if is_mixed else STEP_BYTES // gate_up.itemsize
-        if gate_up.shape[2] % step or down.shape[2] % step:
+        step_elements = 1 if is_mixed else STEP_BYTES // gate_up.itemsize
+        if gate_up.shape[2] % step_elements or down.shape[2] % step_elements:
             return weights
         if is_bfloat16 and (is_mixed or not has_dot_products()):
             return weights
         panel_features = mixed.PANEL_FEATURES if is_mixed else packed.PANEL_FEATURES
         return PackedExperts(
-            gate_up=_pack(gate_up, panel_features, step),
-            down=_pack(down, panel_features, step),
+            gate_up=_pack(gate_up, panel_features, step_elements),
+            down=_pack(down, panel_features, step_elements),
             panel_features=panel_features,
             num_features=down.shape[2],
         )
@@ -123,12 +123,18 @@ class CpuExperts:
         gate_up_P2F = torch.empty(num_pairs, 2 * num_features, dtype=x_TE.dtype)
         hidden_PF = torch.empty(num_pairs, num_features, dtype=x_TE.dtype)
         buffers = tuple(map(as_array, (rows_PE, gate_up_P2F, hidden_PF)))
-        tokens = map(as_array, (x_TE.contiguous(), weights_TK, ids_TK))
-        _mlp(*tokens, as_array(experts.gate_up), as_array(experts.down), buffers, as_array(out_TE))
+        input_arrays = map(as_array, (x_TE.contiguous(), weights_TK, ids_TK))
+        _mlp(
+            *input_arrays,
+            as_array(experts.gate_up),
+            as_array(experts.down),
+            buffers,
+            as_array(out_TE),
+        )
         return out_TE
 
 
-def _pack(weight_XYE: Tensor, panel_features: int, step: int) -> Tensor:
+def _pack(weight_XYE: Tensor, panel_features: int, step_elements: int) -> Tensor:
     """The panels of `PackedExperts`, in the memory of the weight if there are only whole ones.
     Otherwise in a copy: the weight is held twice until the caller lets go of it.
     """
@@ -137,10 +143,13 @@ def _pack(weight_XYE: Tensor, panel_features: int, step: int) -> Tensor:
         weight_XYE = functional.pad(weight_XYE, (0, 0, 0, padding))
     num_experts, size_out, size_in = weight_XYE.shape
     # A step is moved whole: two numbers of bfloat16 as one of 32 bits, which a float32 is too.
-    steps = weight_XYE.view(torch.int32) if step * weight_XYE.itemsize == 4 else weight_XYE
-    mixed.transpose_panels(as_array(steps.view(-1, size_in // step, panel_features)))
+    steps = weight_XYE.view(torch.int32) if step_elements * weight_XYE.itemsize == 4 else weight_XYE
+    mixed.transpose_panels(as_array(steps.view(-1, size_in // step_elements, panel_features)))
     panels_XNSC = weight_XYE.view(
-        num_experts, size_out // panel_features, size_in // step, panel_features * step
+        num_experts,
+        size_out // panel_features,
+        size_in // step_elements,
+        panel_features * step_elements,
     )
     return panels_XNSC.data  # a view would keep the memory of its base when it moves to another
 
@@ -199,7 +208,7 @@ def _choose_multiply_panel(panel, x_PX, weight, no_bias, out_PY):  # type: ignor
             panel, x_PX, weight, no_bias, (), out_PY
         )
     # It multiplies rows and weights of one dtype: bfloat16 in pairs, or float32.
-    return lambda panel, x_PX, weight, no_bias, out_PY: multiply_bfloat16_panel(
+    return lambda panel, x_PX, weight, no_bias, out_PY: multiply_unwidened_panel(
         panel, x_PX, weight, no_bias, (), out_PY
     )
 

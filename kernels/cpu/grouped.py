@@ -37,7 +37,7 @@ from kernels.cpu.parallel import parallel_for
 from kernels.cpu.recording import contiguous, empty, keep, refuse_recording
 from kernels.cpu.tile import STEP_BYTES, add_64_columns, has_dot_products
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, MIDDLE_CODE
+from kernels.reference.grouped import INT4_CODES_PER_WORD, MIDDLE_INT4_CODE
 
 _CHUNK_BYTES = 16384  # of widened weights: half a first-level cache
 _ALIGNMENT_BYTES = 64
@@ -54,8 +54,8 @@ class CpuGrouped:
 
     def warmup_calls(self, dtype: torch.dtype, /) -> list[Callable[[], object]]:
         """A product, for scales of each kind."""
-        kinds = (torch.float32,) if self._is_e4m3 else (torch.float16, torch.bfloat16)
-        return [partial(self._run_dummy_product, dtype, kind) for kind in kinds]
+        scale_dtypes = (torch.float32,) if self._is_e4m3 else (torch.float16, torch.bfloat16)
+        return [partial(self._run_dummy_product, dtype, each) for each in scale_dtypes]
 
     def _run_dummy_product(self, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
         words, zero = torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.uint8)
@@ -65,7 +65,7 @@ class CpuGrouped:
             scale=torch.zeros(1, 1, dtype=scale_dtype),
             num_rows=1,
         )
-        x = torch.zeros(1, len(E4M3_SHIFTS) if self._is_e4m3 else CODES_PER_WORD, dtype=dtype)
+        x = torch.zeros(1, len(E4M3_SHIFTS) if self._is_e4m3 else INT4_CODES_PER_WORD, dtype=dtype)
         self.linear(x, self.pack_weight(weight), None)
 
     def pack_weight(self, weight: GroupedCodes, /) -> GroupedCodes:
@@ -97,19 +97,19 @@ class CpuGrouped:
             as_array(scale_NGP.view(torch.int16) if is_half else scale_NGP),
         )
         x, out = as_array(contiguous(x_TX)), as_array(out_TY)
-        sums = keep(np.zeros((len(x), scale_NGP.shape[1]), np.float32))
+        input_sums = keep(np.zeros((len(x), scale_NGP.shape[1]), np.float32))
         bias = keep(as_array(_NO_BIAS if bias_Y is None else bias_Y.to(torch.float32)))
         for first_row in range(0, len(x), CACHED_ROWS):
             rows = slice(first_row, first_row + CACHED_ROWS)
-            _linear(x[rows], sums[rows], packed_arrays, bias, out[rows])
+            _linear(x[rows], input_sums[rows], packed_arrays, bias, out[rows])
         return out_TY
 
 
 def _pack_panels(tensor_YA: Tensor) -> Tensor:
     """[Y, A] as [N, A, P]; the last panel is filled with zeros."""
-    rows, columns = tensor_YA.shape
-    num_panels = -(-rows // PANEL_FEATURES)
-    panels_NAP = torch.zeros(num_panels, columns, PANEL_FEATURES, dtype=tensor_YA.dtype)
+    num_rows, num_columns = tensor_YA.shape
+    num_panels = -(-num_rows // PANEL_FEATURES)
+    panels_NAP = torch.zeros(num_panels, num_columns, PANEL_FEATURES, dtype=tensor_YA.dtype)
     for panel in range(num_panels):
         part = tensor_YA[panel * PANEL_FEATURES : (panel + 1) * PANEL_FEATURES]
         panels_NAP[panel, :, : len(part)] = part.T
@@ -137,7 +137,7 @@ def _scale_of_bits(typing_context: object, bits: object) -> object:
 def _multiply_panel(
     panel: int,
     x_TX: Array,
-    sums_TG: Array,
+    input_sums_TG: Array,
     weight: tuple[Array, Array, Array],
     bias_Y: Array,
     out_TY: Array,
@@ -148,10 +148,12 @@ def _multiply_panel(
     num_groups = scale_NGP.shape[1]
     group_size, codes_per_word = size_in // num_groups, size_in // words_NWP.shape[1]
     sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT_BYTES, np.float32)
-    first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
-    sums_address = sums.ctypes.data + 4 * first_sum
+    first_sum_index = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
+    sums_address = sums.ctypes.data + 4 * first_sum_index
     totals = np.zeros_like(sums)
-    scale_P, zeros_P = np.empty(PANEL_FEATURES, np.float32), np.zeros(PANEL_FEATURES, np.float32)
+    scale_P = np.empty(PANEL_FEATURES, np.float32)
+    # Zero points of the numbers, which are codes less `MIDDLE_INT4_CODE`.
+    zeros_P = np.zeros(PANEL_FEATURES, np.float32)
     buffer = np.empty(_CHUNK_BYTES + _ALIGNMENT_BYTES, np.uint8)
     words_address = words_NWP.ctypes.data + panel * words_NWP.strides[0]
     for group in range(num_groups):
@@ -172,9 +174,11 @@ def _multiply_panel(
         if len(zeros_NGP):
             codes_P = zeros_NGP[panel, group]
             for p in range(np.uint64(PANEL_FEATURES)):
-                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE_CODE))
-        _add_scaled_sums(num_rows, group, sums, totals, first_sum, sums_TG, zeros_P, scale_P)
-    _write_output(panel * PANEL_FEATURES, totals, first_sum, bias_Y, out_TY)
+                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE_INT4_CODE))
+        _add_scaled_sums(
+            num_rows, group, sums, totals, first_sum_index, input_sums_TG, zeros_P, scale_P
+        )
+    _write_output(panel * PANEL_FEATURES, totals, first_sum_index, bias_Y, out_TY)
 
 
 @exact_jit
@@ -196,12 +200,14 @@ def _add_group_product(
     rows_per_chunk = _CHUNK_BYTES // (steps_per_word_row * PANEL_FEATURES * STEP_BYTES)
     widened = buffer_address, PANEL_FEATURES * STEP_BYTES, element
     for first in range(0, num_word_rows, rows_per_chunk):
-        rows = min(rows_per_chunk, num_word_rows - first)
+        num_chunk_word_rows = min(rows_per_chunk, num_word_rows - first)
         chunk = words_address + first * PANEL_FEATURES * STEP_BYTES, word
-        widen_codes(chunk, rows, buffer_address, element)
+        widen_codes(chunk, num_chunk_word_rows, buffer_address, element)
         part = x_address + first * steps_per_word_row * STEP_BYTES, x_stride, element
         sums = sums_address, PANEL_FEATURES * STEP_BYTES
-        add_64_columns(num_rows, part, widened, sums, rows * steps_per_word_row, buffer_address)
+        add_64_columns(
+            num_rows, part, widened, sums, num_chunk_word_rows * steps_per_word_row, buffer_address
+        )
 
 
 @exact_jit
@@ -210,40 +216,40 @@ def _add_scaled_sums(
     group: int,
     sums: Array,
     totals: Array,
-    first_sum: int,
-    sums_TG: Array,
+    first_sum_index: int,
+    input_sums_TG: Array,
     zeros_P: Array,
     scale_P: Array,
 ) -> None:
     """Add a group's products with (number - zero) * scale to the totals."""
     for t in range(num_rows):
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
-        row_start_index = np.uint64(first_sum + t * PANEL_FEATURES)
-        sum_of_inputs = sums_TG[t, group]
+        row_start_index = np.uint64(first_sum_index + t * PANEL_FEATURES)
+        sum_of_inputs = input_sums_TG[t, group]
         for p in range(np.uint64(PANEL_FEATURES)):
             product = sums[row_start_index + p] - zeros_P[p] * sum_of_inputs
             totals[row_start_index + p] += product * scale_P[p]
 
 
 @fast_jit
-def _sum_groups(t: int, x_TX: Array, sums_TG: Array) -> None:
+def _sum_groups(t: int, x_TX: Array, input_sums_TG: Array) -> None:
     """The sum of the inputs of each group of a row."""
-    group_size = x_TX.shape[1] // sums_TG.shape[1]
-    for group in range(sums_TG.shape[1]):
+    group_size = x_TX.shape[1] // input_sums_TG.shape[1]
+    for group in range(input_sums_TG.shape[1]):
         total = np.float32(0)
         for x in range(group * group_size, (group + 1) * group_size):
             total += widen(x_TX[t, x])
-        sums_TG[t, group] = total
+        input_sums_TG[t, group] = total
 
 
 @exact_jit
 def _write_output(
-    first_feature: int, totals: Array, first_sum: int, bias_Y: Array, out_TY: Array
+    first_feature: int, totals: Array, first_sum_index: int, bias_Y: Array, out_TY: Array
 ) -> None:
     first = np.uint64(first_feature)
     num_features = min(np.uint64(PANEL_FEATURES), np.uint64(out_TY.shape[1]) - first)
     for t in range(len(out_TY)):
-        row_start_index = np.uint64(first_sum + t * PANEL_FEATURES)
+        row_start_index = np.uint64(first_sum_index + t * PANEL_FEATURES)
         for p in range(num_features):
             value = totals[row_start_index + p]
             if len(bias_Y):
@@ -253,8 +259,12 @@ def _write_output(
 
 @exact_entry_jit
 def _linear(
-    x_TX: Array, sums_TG: Array, weight: tuple[Array, Array, Array], bias_Y: Array, out_TY: Array
+    x_TX: Array,
+    input_sums_TG: Array,
+    weight: tuple[Array, Array, Array],
+    bias_Y: Array,
+    out_TY: Array,
 ) -> None:
     if len(weight[1]):
-        parallel_for(len(x_TX), _sum_groups, (x_TX, sums_TG))
-    parallel_for(len(weight[0]), _multiply_panel, (x_TX, sums_TG, weight, bias_Y, out_TY))
+        parallel_for(len(x_TX), _sum_groups, (x_TX, input_sums_TG))
+    parallel_for(len(weight[0]), _multiply_panel, (x_TX, input_sums_TG, weight, bias_Y, out_TY))

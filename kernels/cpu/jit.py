@@ -36,8 +36,8 @@ _jit = functools.partial(
 )
 # `exact_*` for loops whose results must not depend on where a loop is cut into vectors: without
 # reassociation or contraction. `*_entry_jit` is for what Python calls, since a wrapper for Python
-# takes time to compile. `inlined_jit` is for helpers that are called in one place: each function
-# that is compiled on its own is compiled again as a part of its callers.
+# takes time to compile. `inlined_jit` is for small helpers, and those called in one place: each
+# function that is compiled on its own is compiled again as a part of its callers.
 exact_entry_jit = _jit
 exact_jit = functools.partial(_jit, no_cpython_wrapper=True)
 fast_entry_jit = functools.partial(_jit, fastmath=FAST_MATH)

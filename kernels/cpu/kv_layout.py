@@ -4,7 +4,7 @@ Scores then vectorize over the tokens of a block, and the weighted sum over the 
 neither needs a sum across a vector. Where the processor multiplies pairs of bfloat16
 (`tile.py`), two consecutive dimensions of keys lie side by side, and so do two consecutive
 tokens of values: keys [N, K, D/2, P, 2], values [N, K, P/2, D, 2], in the same memory. Legend: N
-blocks, K KV heads, D head dim, P block size, W elements side by side (1 or 2).
+blocks, K KV leading_sizes, D head dim, P block size, W elements side by side (1 or 2).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def head_major_shapes(
     """Keys [blocks, num_kv_heads, head_dim, block_size], values [blocks, num_kv_heads, block_size,
     head_dim].
     """
-    heads = (num_blocks, num_kv_heads)
-    return (*heads, head_dim, block_size), (*heads, block_size, head_dim)
+    leading_sizes = (num_blocks, num_kv_heads)
+    return (*leading_sizes, head_dim, block_size), (*leading_sizes, block_size, head_dim)
 
 
 def kernel_cache_views(
@@ -35,11 +35,11 @@ def kernel_cache_views(
     P/W, D, W]. `dtype`: that of the products, which is the caches' own unless they hold 8-bit
     numbers.
     """
-    *heads, head_dim, block_size = k_cache.shape
+    *leading_sizes, head_dim, block_size = k_cache.shape
     group_width = width(dtype, head_dim, block_size)
     return (
-        k_cache.view(*heads, head_dim // group_width, block_size, group_width),
-        v_cache.view(*heads, block_size // group_width, head_dim, group_width),
+        k_cache.view(*leading_sizes, head_dim // group_width, block_size, group_width),
+        v_cache.view(*leading_sizes, block_size // group_width, head_dim, group_width),
     )
 
 

@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from kernels.cpu.jit import Array, as_array, exact_entry_jit
 from kernels.cpu.packed import PANEL_FEATURES, max_few_rows, packed_address, row_bytes
-from kernels.cpu.panel import multiply_bfloat16_panel
+from kernels.cpu.panel import multiply_unwidened_panel
 from kernels.cpu.parallel import parallel_for
 from kernels.cpu.pool import put_helpers_to_sleep
 from kernels.cpu.recording import contiguous, empty, refuse_recording
@@ -45,7 +45,7 @@ def packs_dtype(dtype: torch.dtype) -> bool:
     """Whether weights of this dtype are packed on this processor."""
     if dtype is torch.float32:
         return torch.backends.mkldnn.is_available() and platform.machine() == "x86_64"
-    # Whether oneDNN multiplies in bfloat16 with the processor's own instructions.
+    # Whether oneDNN has fast products in bfloat16 for this processor.
     return dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -97,7 +97,9 @@ def _multiply_few_rows(
 ) -> None:
     arguments = (x_TX, (address, panel_bytes, np.uint16(0)), bias_Y, (), out_TY)
     parallel_for(
-        (out_TY.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES, multiply_bfloat16_panel, arguments
+        (out_TY.shape[1] + PANEL_FEATURES - 1) // PANEL_FEATURES,
+        multiply_unwidened_panel,
+        arguments,
     )
 
 

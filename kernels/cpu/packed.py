@@ -45,30 +45,33 @@ def packed_address(weight_YX: Tensor, packed_YX: Tensor) -> int | None:
     above. `weight_YX`: the same weight, not packed.
     """
     (size_out, size_in), element_bytes = weight_YX.shape, weight_YX.itemsize
-    lane_elements, padded_rows = _LANE_BYTES // element_bytes, _padded(size_out, PANEL_FEATURES)
+    elements_per_lane, num_padded_rows = (
+        _LANE_BYTES // element_bytes,
+        _padded(size_out, PANEL_FEATURES),
+    )
     bytes_per_row = row_bytes(size_in * element_bytes)
     # The sum of each row of codes follows the codes.
-    num_bytes = padded_rows * bytes_per_row + (
-        0 if weight_YX.dtype is torch.bfloat16 else 4 * padded_rows
+    num_bytes = num_padded_rows * bytes_per_row + (
+        0 if weight_YX.dtype is torch.bfloat16 else 4 * num_padded_rows
     )
-    if size_in % lane_elements or torch.ops.mkldnn._nbytes(packed_YX) != num_bytes:
+    if size_in % elements_per_lane or torch.ops.mkldnn._nbytes(packed_YX) != num_bytes:
         return None
     address = data_pointer(packed_YX)
     if address is None:
         return None
     weight_array_YX = as_array(weight_YX)
     packed_bytes = np.ctypeslib.as_array(
-        (ctypes.c_uint8 * (padded_rows * bytes_per_row)).from_address(address)
+        (ctypes.c_uint8 * (num_padded_rows * bytes_per_row)).from_address(address)
     )
     panels = packed_bytes.view(weight_array_YX.dtype).reshape(
-        padded_rows // PANEL_FEATURES, -1, PANEL_FEATURES, lane_elements
+        num_padded_rows // PANEL_FEATURES, -1, PANEL_FEATURES, elements_per_lane
     )
     # The first and the last panel show the order of all of them.
     for panel_index in {0, len(panels) - 1}:
         expected_rows = weight_array_YX[
             panel_index * PANEL_FEATURES : (panel_index + 1) * PANEL_FEATURES
         ]
-        packed_rows = panels[panel_index, : size_in // lane_elements, : len(expected_rows)]
+        packed_rows = panels[panel_index, : size_in // elements_per_lane, : len(expected_rows)]
         if not np.array_equal(
             packed_rows.transpose(1, 0, 2).reshape(expected_rows.shape), expected_rows
         ):

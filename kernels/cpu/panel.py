@@ -1,10 +1,10 @@
 """A product of few rows with a weight that is stored in panels, one panel after the other.
 
 A weight is panels of as many output features as a tile has columns (`tile.py`): `linear.py`
-(bfloat16) and `int8.py` read oneDNN's (`packed.py`), `mixed.py` (float32 with bfloat16) packs its
-own. A panel is read in chunks, each once from memory and then, for each tile of rows, from the
-first-level cache, while the next one is fetched. Each sum is taken in one order, along X, so a
-row's results do not depend on the other rows or on the number of threads.
+(bfloat16) and `int8.py` read oneDNN's (`packed.py`), `mixed.py` (float32 with bfloat16) and
+`experts.py` pack their own. A panel is read in chunks, each once from memory and then, for each
+tile of rows, from the first-level cache, while the next one is fetched. Each sum is taken in one
+order, along X, so a row's results do not depend on the other rows or on the number of threads.
 
 Legend: T tokens, X features in, Y features out. A step multiplies 4 bytes of each row of x.
 """
@@ -62,8 +62,8 @@ def _panel_product(
         num_rows, x_stride = len(x_TX), x_TX.shape[1] * x_TX.itemsize
         num_steps = x_stride // STEP_BYTES
         sums = np.zeros(num_rows * width + _ALIGNMENT_BYTES, sum_type)
-        first_sum = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
-        sums_operand = sums.ctypes.data + 4 * first_sum, 4 * width
+        first_sum_index = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
+        sums_operand = sums.ctypes.data + 4 * first_sum_index, 4 * width
         if widens:
             totals, widened = np.zeros_like(sums), np.empty(steps_per_chunk * width, np.float32)
         for first_step in range(0, num_steps, steps_per_chunk):
@@ -83,7 +83,7 @@ def _panel_product(
                 add_64_columns(num_rows, *operands)
         if widens:
             sums = totals
-        _apply_epilogue(panel * width, sums, first_sum, width, bias_Y, scales, out_TY)
+        _apply_epilogue(panel * width, sums, first_sum_index, width, bias_Y, scales, out_TY)
 
     return multiply_panel  # type: ignore[no-any-return]
 
@@ -123,7 +123,7 @@ _add_other_rows = loop_over_rows((_MAX_HEIGHT + 1) // 2, _MAX_HEIGHT, 1)
 def _apply_epilogue(
     first_feature: int,
     sums: Array,
-    first_sum: int,
+    first_sum_index: int,
     width: int,
     bias_Y: Array,
     scales: tuple[Array, ...],
@@ -134,15 +134,15 @@ def _apply_epilogue(
 
 
 @overload(_apply_epilogue)  # the signatures must match exactly, so none is annotated
-def _choose_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
+def _choose_epilogue(first_feature, sums, first_sum_index, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
     is_scaled = len(scales) > 0
 
-    def apply_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
+    def apply_epilogue(first_feature, sums, first_sum_index, width, bias_Y, scales, out_TY):  # type: ignore[no-untyped-def]
         # Unsigned, because an index that may be negative keeps a loop from being vectorized.
         first = np.uint64(first_feature)
         num_features = min(np.uint64(width), np.uint64(out_TY.shape[1]) - first)
         for t in range(len(out_TY)):
-            row_start_index = np.uint64(first_sum + t * width)
+            row_start_index = np.uint64(first_sum_index + t * width)
             if is_scaled:
                 scale_t = scales[2][t]
             for p in range(num_features):
@@ -160,6 +160,6 @@ def _choose_epilogue(first_feature, sums, first_sum, width, bias_Y, scales, out_
 # Tasks: out = x @ weight.T + bias for one panel, with `weight` as (address, bytes of a panel, an
 # element) and the bias [Y] or empty. scales: (excess_Y, scale_Y, scale_T) for 8-bit numbers, with
 # what the sums have too much; otherwise empty.
-multiply_bfloat16_panel = _panel_product(4, np.float32, False)
+multiply_unwidened_panel = _panel_product(4, np.float32, False)
 multiply_int8_panel = _panel_product(4, np.int32, False)
 multiply_widened_panel = _panel_product(1, np.float32, True)

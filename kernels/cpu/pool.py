@@ -227,18 +227,24 @@ def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
 
 @exact_jit
 def _record_loop(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
-    """Behind the loops that have been written down; if it does not fit, at the end is 0."""
-    record = _line_address(_RECORD_LINE)
-    entry_address = load_acquire(record + _NEXT_LOOP_OFFSET)
-    if entry_address + _HEADER_BYTES + argument_bytes > load_acquire(record + _RECORD_END_OFFSET):
-        store_release(record + _RECORD_END_OFFSET, 0)
+    """Behind the loops that have been written down. If it does not fit, it is left out, and the end
+    of the record becomes 0.
+    """
+    record_address = _line_address(_RECORD_LINE)
+    entry_address = load_acquire(record_address + _NEXT_LOOP_OFFSET)
+    if entry_address + _HEADER_BYTES + argument_bytes > load_acquire(
+        record_address + _RECORD_END_OFFSET
+    ):
+        store_release(record_address + _RECORD_END_OFFSET, 0)
         return
     store_release(entry_address, function)
     store_release(entry_address + _WORD_BYTES, num_tasks)
     store_release(entry_address + 2 * _WORD_BYTES, argument_bytes)
     for offset in range(0, argument_bytes, _WORD_BYTES):
         store_release(entry_address + _HEADER_BYTES + offset, load_acquire(argument + offset))
-    store_release(record + _NEXT_LOOP_OFFSET, entry_address + _HEADER_BYTES + argument_bytes)
+    store_release(
+        record_address + _NEXT_LOOP_OFFSET, entry_address + _HEADER_BYTES + argument_bytes
+    )
 
 
 @numba.cfunc(types.void(*[types.int64] * 4), cache=True, error_model="numpy")

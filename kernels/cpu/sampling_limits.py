@@ -118,6 +118,7 @@ def list_nearest(gap_rows: GapArrays, top_k_R: Array, lists_RK: Array) -> None:
 
 @exact_jit
 def _gap_of_entry(entry: Any) -> Any:
+    """The gap of an entry of `list_nearest`: its bits, and below them how many tokens have it."""
     return float_of_bits(np.uint32(entry >> 32))
 
 

@@ -6,10 +6,10 @@ query heads of a KV head share every read of its keys and values: they are adjac
 dimension of a tile. Decode divides the tokens of rows between programs (Dao et al. 2023,
 "Flash-Decoding for long-context inference"). Grids depend on shapes and bounds that the host knows,
 so a CUDA graph can hold them; what a program does depends on lengths on the device.
-Legend: T tokens of the step, B rows, H query heads, K KV heads, G = H / K, D head dim, N blocks, P
-block size, W blocks of a row, M query rows of a tile (queries times G), C cached tokens of a tile,
-X parts of decode rows. In kernels D is padded to a power of two, and the name of a
-tensor in memory stands for the pointer to it.
+Legend: T tokens of the step, B rows (B1: B + 1 entries), H query heads, K KV heads, G = H / K, D
+head dim, N blocks, P block size, W blocks of a row, M query rows of a tile (queries times G), C
+cached tokens of a tile, X parts of decode rows. In kernels D is padded to a power of two, and the
+name of a tensor in memory stands for the pointer to it.
 """
 
 from __future__ import annotations
@@ -382,8 +382,8 @@ def decode_kernel(
     head_M = kv_head * GROUP_SIZE + g_M
     d_D = tl.arange(0, TILE_D)
     mask_MD = (g_M < GROUP_SIZE)[:, None] & (d_D < HEAD_DIM)[None, :]
-    q_D = q_THD + row.to(tl.int64) * q_stride_t
-    q_MD = tl.load(q_D + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
+    q_HD = q_THD + row.to(tl.int64) * q_stride_t
+    q_MD = tl.load(q_HD + (head_M * q_stride_h)[:, None] + d_D[None, :], mask=mask_MD, other=0.0)
     table_W = block_table_BW + row.to(tl.int64) * table_stride
     acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
     max_M = tl.full([TILE_M], float("-inf"), tl.float32)

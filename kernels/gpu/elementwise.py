@@ -21,7 +21,7 @@ from kernels.gpu.fp8 import to_cache_dtype
 
 # Enough that a thread loads 8 adjacent elements at once, 16 bytes of a 16-bit dtype.
 _HEADS_PER_PROGRAM = 8  # heads of one token, with head dim 128, that a program of two warps rotates
-_FEATURES_PER_PROGRAM = 1024  # features that a program of four warps gates or stores
+_FEATURES_PER_PROGRAM = 1024  # features that a program of four warps gates
 
 
 def rms_norm(x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
@@ -100,11 +100,11 @@ def qk_norm_rope_store(
     assert (
         k_cache_NPKD.is_contiguous() and v_cache_NPKD.is_contiguous() and cos_sin_LD.is_contiguous()
     )
-    num_tokens, num_rows, dim = qkv_TXD.shape
+    num_tokens, num_qkv_heads, dim = qkv_TXD.shape
     num_kv_heads = k_cache_NPKD.shape[2]
-    num_heads = num_rows - 2 * num_kv_heads
+    num_heads = num_qkv_heads - 2 * num_kv_heads
     q_THD = torch.empty(num_tokens, num_heads, dim, dtype=qkv_TXD.dtype, device=qkv_TXD.device)
-    _qk_norm_rope_store[(num_tokens * triton.cdiv(num_rows, _HEADS_PER_PROGRAM),)](
+    _qk_norm_rope_store[(num_tokens * triton.cdiv(num_qkv_heads, _HEADS_PER_PROGRAM),)](
         qkv_TXD,
         q_weight_D,
         k_weight_D,

@@ -295,7 +295,9 @@ def _combine_products(  # type: ignore[no-untyped-def]
     total = tl.zeros([FEATURES], tl.float32)
     for k in range(K):
         weight = tl.load(weights_TK + token * K + k)
-        num_products = tl.where(weight == 0.0, 0, E)  # padding has none
-        product = tl.load(product_PE + (token * K + k) * E + e, mask=e < num_products, other=0.0)
+        num_stored_features = tl.where(weight == 0.0, 0, E)  # padding has none
+        product = tl.load(
+            product_PE + (token * K + k) * E + e, mask=e < num_stored_features, other=0.0
+        )
         total += weight * product.to(tl.float32)
     tl.store(out_TE + token * E + e, total, mask=e < E)

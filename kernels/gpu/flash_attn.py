@@ -11,8 +11,8 @@ dimension; int32 tables. FlashAttention-2 needs blocks of a multiple of 256 toke
 takes any block size, and reads multiples of 128 by TMA where many queries attend. In the last tile
 of a row, FlashAttention-3 multiplies what lies beyond the end by the weight 0, so the cache must
 hold finite numbers everywhere.
-Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head dim, N
-blocks, P block size. Caches are token-major, [N, P, K, D].
+Legend: T tokens of the step, B rows (B1: B + 1 entries), H query heads of this rank, K its KV
+heads, D head dim, N blocks, P block size. Caches are token-major, [N, P, K, D].
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
         if requires_tma:
             max_query_len = max(max_query_len, _TILE_ROWS // (num_heads // num_kv_heads) + 1)
         num_rows = len(attn.seq_lens_B) - first_row
-        splits_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, num_kv_heads)
+        may_split_keys = may_split(len(q_THD), num_rows, max_query_len, num_heads, num_kv_heads)
         operator(
             q_THD,
             k_cache_NPKD,
@@ -272,7 +272,7 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
             page_table=attn.block_table_BW[first_row:],
             softmax_scale=scale,
             is_causal=True,
-            num_splits=0 if splits_keys else 1,
+            num_splits=0 if may_split_keys else 1,
         )
 
     def paged_attention(

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.interface import GroupedCodes
-from kernels.reference.grouped import CODES_PER_WORD, ReferenceGrouped, int4_device_shifts
+from kernels.reference.grouped import INT4_CODES_PER_WORD, ReferenceGrouped, int4_device_shifts
 
 # Above it, products in registers cost more than writing the codes once in 16 bits: each program
 # reads its rows again, which by the bytes that an H100's second-level cache moves (5.5 TB/s) takes
@@ -47,12 +47,12 @@ _SUBBLOCKS_PER_BLOCK = 4  # of a block: the codes of a word
 _SUBBLOCK_INPUTS = _BLOCK_INPUTS // _SUBBLOCKS_PER_BLOCK
 # Several on each processor of a chip with up to 144, so that enough bytes are on their way; but
 # parts with less to read than what they write are of no use.
-_MAX_PROGRAMS = 512
-_BLOCKS_PER_PART = 4
+_TARGET_PROGRAMS = 512
+_MIN_BLOCKS_PER_PART = 4
 _FEATURES_PER_PROGRAM = 256
 _FEATURES_PER_WIDENING = 32  # of a program that writes widened codes
 _WIDENED_TILE_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
-_ROWS_AT_ONCE = 1024  # at a time
+_ROWS_AT_ONCE = 1024  # output features of a weight that are packed at a time
 
 # How codes become numbers; both ways give the same.
 # "pairs": two codes at a time are cut out and completed to bfloat16 or float16 numbers. There are
@@ -90,7 +90,7 @@ class TritonGrouped(ReferenceGrouped):
         groups that `_packed_group_size` gives; no other zero points.
         """
         num_groups, scale_YG = weight.scale.shape[1], weight.scale.to(torch.float32)
-        codes_per_word = 1 if weight.zeros is None else CODES_PER_WORD
+        codes_per_word = 1 if weight.zeros is None else INT4_CODES_PER_WORD
         group_size = codes_per_word * weight.words.shape[1] // num_groups
         repeats = 1 if num_groups == 1 else group_size // _packed_group_size(group_size)
         scale_YG = scale_YG.view(torch.int32)
@@ -138,7 +138,7 @@ def _group_size(weight: GroupedCodes, size_in: int) -> int:
 def _pack_blocks(weight: GroupedCodes) -> Tensor:
     """The words [Y, W] of a weight that is not packed; the last block is filled with zeros."""
     words_YW, is_e4m3 = weight.words, weight.zeros is None
-    size_in = words_YW.shape[1] * (1 if is_e4m3 else CODES_PER_WORD)
+    size_in = words_YW.shape[1] * (1 if is_e4m3 else INT4_CODES_PER_WORD)
     num_input_blocks = triton.cdiv(size_in, _BLOCK_INPUTS)
     dtype, bits_per_code = (torch.int32, 8) if is_e4m3 else (torch.int16, 4)
     packed_YW = words_YW.new_empty(len(words_YW), num_input_blocks * _SUBBLOCK_INPUTS, dtype=dtype)
@@ -203,7 +203,9 @@ def choose_split(num_panels: int, num_input_blocks: int) -> tuple[int, int]:
     """(blocks of a part, parts): those of a weight are the same for every number of rows that has
     the same tiles, so a row's results do not depend on the others.
     """
-    num_parts = max(1, min(num_input_blocks // _BLOCKS_PER_PART, _MAX_PROGRAMS // num_panels))
+    num_parts = max(
+        1, min(num_input_blocks // _MIN_BLOCKS_PER_PART, _TARGET_PROGRAMS // num_panels)
+    )
     blocks_per_part = triton.cdiv(num_input_blocks, num_parts)
     return blocks_per_part, triton.cdiv(num_input_blocks, blocks_per_part)
 
@@ -350,7 +352,7 @@ def _widen_subblock(  # type: ignore[no-untyped-def]
 def _multiply_codes(  # type: ignore[no-untyped-def]
     x_TX,
     words_YW,
-    scale_GY,
+    scale_and_zero_GY,
     bias_Y,
     out_PTY,
     num_rows,
@@ -391,7 +393,7 @@ def _multiply_codes(  # type: ignore[no-untyped-def]
                 ) * size_out + y
                 is_group = is_feature & (HAS_WHOLE_BLOCKS | (start < size_in))
                 scale, zeros = _scale_and_zero(
-                    tl.load(scale_GY + place, mask=is_group, other=0), IS_E4M3
+                    tl.load(scale_and_zero_GY + place, mask=is_group, other=0), IS_E4M3
                 )
                 product = tl.zeros([FEATURES, ROWS], tl.float32)
             mask = is_row[None, :] & (HAS_WHOLE_BLOCKS | (start + i < size_in)[:, None])
@@ -424,7 +426,7 @@ def _add_parts(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["first_feature", "num_features", "num_input_blocks"])
 def _widen_codes(  # type: ignore[no-untyped-def]
     words_YW,
-    scale_GY,
+    scale_and_zero_GY,
     out_YX,
     first_feature,
     num_features,
@@ -450,6 +452,8 @@ def _widen_codes(  # type: ignore[no-untyped-def]
         x = subblock * 32 + i
         mask = is_feature & (block * 128 + x < size_in)
         place = (block // BLOCKS_PER_GROUP * (128 // GROUP_SIZE) + x // GROUP_SIZE) * size_out + y
-        scale, zeros = _scale_and_zero(tl.load(scale_GY + place, mask=mask, other=0), IS_E4M3)
+        scale, zeros = _scale_and_zero(
+            tl.load(scale_and_zero_GY + place, mask=mask, other=0), IS_E4M3
+        )
         values = _widen_singly(words, zeros, subblock) * scale
         tl.store(out_YX + feature * size_in + block * 128 + x, values, mask=mask)

@@ -33,7 +33,7 @@ from kernels.reference.sampling import mask_columns as mask_columns
 
 # 8 logits for each of the 128 threads of a program, one load of 16 bytes in bfloat16.
 _BLOCKS_PER_TILE = 8
-_MAX_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
+_TARGET_PROGRAMS = 4096  # 16 programs on each of 132 processors, twice
 # number of histograms over which few rows are spread, because additions to the same place wait for
 # each other
 _NUM_HISTOGRAMS = 64
@@ -248,7 +248,7 @@ def _grid(num_rows: int, num_vocab_blocks: int) -> tuple[int, int]:
     """(rows, programs that share the tiles of a row)."""
     return num_rows, min(
         triton.cdiv(num_vocab_blocks, _BLOCKS_PER_TILE),
-        triton.cdiv(_MAX_PROGRAMS, max(1, num_rows)),
+        triton.cdiv(_TARGET_PROGRAMS, max(1, num_rows)),
     )
 
 

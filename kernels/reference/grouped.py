@@ -3,7 +3,7 @@
     "int4": weight[y, x] = (code[y, x] - zero[y, group of x]) * scale[y, group of x]
     "fp8":  weight[y, x] = code[y, x] * scale[y, group of x]
 
-Legend: T tokens, X features in, Y features out, G groups, W words of several inputs, B blocks.
+Legend: T tokens, X features in, Y features out, G groups, W words of one or more inputs, B blocks.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8
 
 # Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
 INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
-CODES_PER_WORD = len(INT4_SHIFTS)
-MAX_CODE, MIDDLE_CODE = 15, 8
+INT4_CODES_PER_WORD = len(INT4_SHIFTS)
+MAX_INT4_CODE, MIDDLE_INT4_CODE = 15, 8
 FP8_SCALE_BLOCK_ROWS = 128  # output features per scale, where a rank rounds weights to e4m3
 _MIN_SCALE = 2.0**-100  # of groups of zeros too; every dtype of scales but float16 holds it
 
@@ -29,7 +29,7 @@ def int4_device_shifts(device: torch.device) -> Tensor:
     """`INT4_SHIFTS`, int32, computed there: a copy from the host could be no part of a
     CUDA graph.
     """
-    place = torch.arange(CODES_PER_WORD, dtype=torch.int32, device=device)
+    place = torch.arange(INT4_CODES_PER_WORD, dtype=torch.int32, device=device)
     return place % 2 * 16 + place // 2 * 4
 
 
@@ -51,10 +51,12 @@ def quantize_groups(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor,
     """
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
     min_value_YG, max_value_YG = values_YGX.amin(2).clamp(max=0), values_YGX.amax(2).clamp(min=0)
-    scale_YG = ((max_value_YG - min_value_YG) / MAX_CODE).clamp(min=_MIN_SCALE).to(torch.bfloat16)
-    step_YG1 = scale_YG.to(torch.float32).unsqueeze(2)
-    zeros_YG1 = torch.round(-min_value_YG.unsqueeze(2) / step_YG1).clamp(0, MAX_CODE)
-    codes_YGX = torch.round(values_YGX / step_YG1 + zeros_YG1).clamp(0, MAX_CODE)
+    scale_YG = (
+        ((max_value_YG - min_value_YG) / MAX_INT4_CODE).clamp(min=_MIN_SCALE).to(torch.bfloat16)
+    )
+    scale_YG1 = scale_YG.to(torch.float32).unsqueeze(2)
+    zeros_YG1 = torch.round(-min_value_YG.unsqueeze(2) / scale_YG1).clamp(0, MAX_INT4_CODE)
+    codes_YGX = torch.round(values_YGX / scale_YG1 + zeros_YG1).clamp(0, MAX_INT4_CODE)
     return codes_YGX.flatten(1), zeros_YG1.squeeze(2).to(torch.uint8), scale_YG
 
 
@@ -63,13 +65,13 @@ def quantize_blocks(values_YX: Tensor, group_size: int) -> tuple[Tensor, Tensor]
     `FP8_SCALE_BLOCK_ROWS` rows and `group_size` inputs, the largest number becomes the largest
     code.
     """
-    rows = len(values_YX)
+    num_rows = len(values_YX)
     values_YGX = values_YX.to(torch.float32).unflatten(1, (-1, group_size))
     max_magnitude_YG = functional.pad(
-        values_YGX.abs().amax(2), (0, 0, 0, -rows % FP8_SCALE_BLOCK_ROWS)
+        values_YGX.abs().amax(2), (0, 0, 0, -num_rows % FP8_SCALE_BLOCK_ROWS)
     )
     scale_BG = max_magnitude_YG.unflatten(0, (-1, FP8_SCALE_BLOCK_ROWS)).amax(1) / MAX_FP8
-    scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(FP8_SCALE_BLOCK_ROWS, 0)[:rows]
+    scale_YG = scale_BG.clamp(min=_MIN_SCALE).repeat_interleave(FP8_SCALE_BLOCK_ROWS, 0)[:num_rows]
     return to_fp8(values_YGX / scale_YG.unsqueeze(2)).flatten(1), scale_YG
 
 
@@ -84,7 +86,7 @@ def dequantize(weight: GroupedCodes) -> Tensor:
         unscaled_YGX = numbers_YX.unflatten(1, group_shape)
     else:
         shifts = int4_device_shifts(weight.words.device)
-        codes_YX = ((weight.words.unsqueeze(2) >> shifts) & MAX_CODE).flatten(1)
+        codes_YX = ((weight.words.unsqueeze(2) >> shifts) & MAX_INT4_CODE).flatten(1)
         unscaled_YGX = codes_YX.unflatten(1, group_shape) - weight.zeros.unsqueeze(2)
     scale_YG1 = weight.scale.to(torch.float32).unsqueeze(2)
     values_YGX: Tensor = unscaled_YGX.to(torch.float32) * scale_YG1

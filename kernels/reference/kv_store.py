@@ -3,7 +3,7 @@
 Owns nothing; the cache belongs to the worker. Called once per layer, before the layer attends.
 Legend: T tokens of the step, K KV heads of this rank, D head dim, N blocks, P block size. Caches
 here are token-major, [N, P, K, D]; a KV place is `block_id * P + offset`, and -1
-writes nothing. Entries are int64: a cache may hold more than 2**31 elements.
+writes nothing. Places are int64: a cache may hold more than 2**31 elements.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from it computes what it computed when it was compiled.
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from numba.core import caching
 
 from configs.paths import SOURCE_ROOT
+from kernels.cpu import cache
 from kernels.cpu.cache import FilePerSignature
 from kernels.cpu.jit import exact_entry_jit
 
@@ -97,6 +99,20 @@ class LooksAlike:
 
     def __repr__(self) -> str:
         return "a type"
+
+
+def test_constants_of_other_files_are_part_of_the_version() -> None:
+    """Compiled functions hold the values of the constants that they name."""
+    files = set()
+    for path in Path(cache.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if (
+                isinstance(node, ast.ImportFrom)
+                and str(node.module).startswith("kernels.")
+                and any(alias.name.isupper() for alias in node.names)
+            ):
+                files.add(SOURCE_ROOT / f"{str(node.module).replace('.', '/')}.py")
+    assert len(files) > 10 and files <= set(cache._SHARED_SOURCES)
 
 
 def test_code_for_a_type_of_the_same_name_is_not_found(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def test_kernels_give_what_the_reference_gives(
 def test_how_rows_are_chosen_and_spread_changes_no_weight_and_no_count(
     monkeypatch: pytest.MonkeyPatch, rows: list[int], num_programs: int
 ) -> None:
-    monkeypatch.setattr(GPU, "_MAX_PROGRAMS", num_programs)
+    monkeypatch.setattr(GPU, "_TARGET_PROGRAMS", num_programs)
     monkeypatch.setattr(GPU, "_NUM_HISTOGRAMS", min(num_programs, 2))
     gaps = with_rows(make_rows("masked", 3001, torch.float32), rows)
     assert_same_best(GPU.row_best(gaps.logits_BV), reference.row_best(gaps.logits_BV))

@@ -21,8 +21,8 @@ from configs.formats.stored import I8, tensor_name
 from configs.model import ModelConfig
 from configs.quantization import Quantization
 from kernels.reference.grouped import (
-    CODES_PER_WORD,
     FP8_SCALE_BLOCK_ROWS,
+    INT4_CODES_PER_WORD,
     pack_codes,
     quantize_blocks,
     quantize_groups,
@@ -166,7 +166,7 @@ def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash
     """
     assert piece.scale is not None
     num_rows, num_words = piece.target.shape
-    num_inputs = num_words if piece.zeros is None else num_words * CODES_PER_WORD
+    num_inputs = num_words if piece.zeros is None else num_words * INT4_CODES_PER_WORD
     first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
     inputs = range(first_input, first_input + num_inputs)
     for first in range(0, num_rows, _ROWS_AT_ONCE):

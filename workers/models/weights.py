@@ -23,7 +23,7 @@ from torch.nn import functional
 from configs.formats.stored import BFLOAT16, FLOAT16
 from configs.quantization import FP8, INT4, INT8, Quantization
 from kernels.interface import GroupedCodes, Kernels, MixedPrecisionKernels, QuantizedKernels
-from kernels.reference.grouped import CODES_PER_WORD, dequantize
+from kernels.reference.grouped import INT4_CODES_PER_WORD, dequantize
 from workers.parallel.group import TensorParallelGroup
 
 _CODE_DTYPES = {INT8: torch.int8, INT4: torch.int32, FP8: torch.uint8}
@@ -252,7 +252,7 @@ class WeightFormat:
     def _codes(self, num_rows: int, size_in: int, quantization: Quantization) -> GroupedWeight:
         num_groups = size_in // quantization.held_group_size(size_in)
         is_int4 = quantization.name == INT4
-        num_words = size_in // CODES_PER_WORD if is_int4 else size_in
+        num_words = size_in // INT4_CODES_PER_WORD if is_int4 else size_in
         scale_dtype = _SCALE_DTYPES[quantization.scale_dtype] if is_int4 else torch.float32
 
         def empty(columns: int, dtype: torch.dtype) -> Tensor:

@@ -11,7 +11,12 @@ from tests.kernels.compile_cases import CompileCase, compile_case
 
 _ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _WORDS = {"int4": "*i16", "fp8": "*i32"}
-_TYPES = {"scale_GY": "*i32", "sums_PTY": "*fp32", "size_in": "i32:16", "size_out": "i32:16"}
+_TYPES = {
+    "scale_and_zero_GY": "*i32",
+    "sums_PTY": "*fp32",
+    "size_in": "i32:16",
+    "size_out": "i32:16",
+}
 _INTEGERS = ("num_rows", "num_input_blocks", "blocks_per_part", "blocks_per_group")
 _TYPES |= dict.fromkeys(_INTEGERS, "i32")
 _TYPES |= dict.fromkeys(("num_parts", "first_feature", "num_features"), "i32")

@@ -60,7 +60,7 @@ def test_replayed_steps_give_what_eager_ones_give_with_the_reference(
     """Single rows with sums in several parts, two with codes that are widened in memory."""
     monkeypatch.setattr(mixed_graphs, "_SIZES", ())  # large, so slow in the interpreter
     monkeypatch.setattr(grouped, "MAX_FUSED_ROWS", 1)
-    monkeypatch.setattr(grouped, "_BLOCKS_PER_PART", 1)
+    monkeypatch.setattr(grouped, "_MIN_BLOCKS_PER_PART", 1)
     assert grouped.choose_split(1, SIZES["intermediate"] // 128)[1] > 1
     options = make(tmp_path)
     kernels = cast(Kernels, Replaced(REFERENCE, quantized=TRITON_KERNELS.quantized))
