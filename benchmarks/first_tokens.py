@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.common import write_result
 from benchmarks.http_load import quantile
 from cluster.engine.loop import PLAN_LEAD_S, PLAN_LEAD_SHARE
-from configs.engine import DEFAULT_NUM_BATCHED_TOKENS, DEFAULT_NUM_SEQS, DEFAULT_STEPS_AHEAD
+from configs.engine import DEFAULT_MAX_NUM_BATCHED_TOKENS, DEFAULT_MAX_NUM_SEQS, DEFAULT_STEPS_AHEAD
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
 from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_array
@@ -73,7 +73,7 @@ class Policy:
 
     name: str
     max_decode_slowdown: float
-    max_num_batched_tokens: int = DEFAULT_NUM_BATCHED_TOKENS["cpu"]
+    max_num_batched_tokens: int = DEFAULT_MAX_NUM_BATCHED_TOKENS["cpu"]
     num_steps_ahead: int = DEFAULT_STEPS_AHEAD["cpu"]
 
 
@@ -158,7 +158,7 @@ def limits_of(policy: Policy) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=1024,
         block_size=64,
-        max_num_seqs=DEFAULT_NUM_SEQS["cpu"],
+        max_num_seqs=DEFAULT_MAX_NUM_SEQS["cpu"],
         max_num_batched_tokens=policy.max_num_batched_tokens,
         max_model_len=4096,
         vocab_size=10**9,

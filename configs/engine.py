@@ -28,12 +28,12 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # Tokens in one step. On a CPU, matrix products gain nothing from more rows, and every running
 # sequence waits for the step. On a GPU, a small model would compute fewer tokens in less time than
 # the host needs to launch the step.
-DEFAULT_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
+DEFAULT_MAX_NUM_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 # A GPU reads the weights once for all rows of a step, and it finishes a step of a small model
 # sooner than the host can read its result and send the next one (`benchmarks/dispatch`).
-DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
+DEFAULT_MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_STEPS_AHEAD = {"cpu": 1, "cuda": 3}
-DEFAULT_MAX_MODEL_LEN = 40960
+DEFAULT_MAX_MODEL_LEN = 40960  # less if the checkpoint has fewer positions
 # The cache on a CPU has at most both of these, but enough for one sequence if the bytes allow: of a
 # tiny model, a gigabyte would hold far more than it is used for.
 DEFAULT_KV_CACHE_BYTES = 2**30
@@ -234,8 +234,10 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig:
-    """What the driver and the workers run: options and checkpoint, with every choice made.
-    `model_dir` is a local directory.
+    """What the driver and the workers run: options and checkpoint, with every choice made for which
+    the weight files are not needed; these may change `weight_dtype` and `quantization`.
+
+    engine: the options as given. model_dir: a local directory. dtype: of activations and vectors.
     """
 
     engine: EngineConfig
@@ -261,7 +263,7 @@ class ResolvedConfig:
 
 def resolve_max_num_seqs(engine_config: EngineConfig, device: str) -> int:
     """Sequences that run at once on device "cpu" or "cuda"."""
-    default = DEFAULT_NUM_SEQS[device]
+    default = DEFAULT_MAX_NUM_SEQS[device]
     if engine_config.max_num_seqs is not None:
         return engine_config.max_num_seqs
     if engine_config.max_num_batched_tokens is None:

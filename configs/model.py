@@ -146,7 +146,7 @@ class ModelConfig:
         return self.experts is not None and self.experts.is_moe_layer(layer)
 
     def input_sizes(self, num_ranks: int) -> tuple[int, ...]:
-        """Inputs of the matrices of a layer on one of `num_ranks` ranks."""
+        """Inputs of the matrices of a layer without experts on one of `num_ranks` ranks."""
         attention_size = self.num_attention_heads * self.head_dim
         return self.hidden_size, attention_size // num_ranks, self.intermediate_size // num_ranks
 

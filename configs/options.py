@@ -66,7 +66,7 @@ def check_option(field: dataclasses.Field[Any], value: object) -> None:
     elif metadata["above"] is not None:
         if not (metadata["or_zero"] and value == 0 and not isinstance(value, bool)):
             zero_wording = "0, or " if metadata["or_zero"] else ""
-            _check_fraction(name, value, metadata["above"], metadata["at_most"], zero_wording)
+            _check_real(name, value, metadata["above"], metadata["at_most"], zero_wording)
     elif not isinstance(value, str):
         raise ConfigError(f"{name} must be text, got {value!r}")
 
@@ -80,9 +80,7 @@ def _check_whole(name: str, value: object, at_least: int, at_most: int | None) -
         raise ConfigError(f"{name} must be a whole number of {range_wording}, got {value!r}")
 
 
-def _check_fraction(
-    name: str, value: object, above: float, at_most: float, zero_wording: str
-) -> None:
+def _check_real(name: str, value: object, above: float, at_most: float, zero_wording: str) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not above < value <= at_most:  # type: ignore[arg-type,operator]
         unit = " seconds" if name.endswith("_s") else ""

@@ -19,7 +19,7 @@ from configs.formats.stored import BFLOAT16, INT32, StoredFormat
 INT8, INT4, FP8 = "int8", "int4", "fp8"
 QUANTIZATIONS = (INT8, INT4, FP8)
 _GROUP_SIZE = 128  # of codes that are computed while weights are loaded
-_INPUTS_PER_WORD = {INT8: 1, INT4: 8, FP8: 4}
+_GROUP_MULTIPLES = {INT8: 1, INT4: 8, FP8: 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +45,12 @@ class Quantization:
     def fits(self, input_sizes: tuple[int, ...]) -> bool:
         """Whether matrices of so many inputs can be held: groups are whole words."""
         held_group_sizes = (self.held_group_size(size) for size in input_sizes)
-        return all(size % self.inputs_per_word == 0 for size in held_group_sizes)
+        return all(size % self.group_multiple == 0 for size in held_group_sizes)
 
     @property
-    def inputs_per_word(self) -> int:
+    def group_multiple(self) -> int:
         """A group is a multiple of so many inputs."""
-        return _INPUTS_PER_WORD[self.name]
+        return _GROUP_MULTIPLES[self.name]
 
     @property
     def bytes_per_weight(self) -> float:

@@ -78,7 +78,7 @@ class BlockManager:
         self.block_size = block_size
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.num_evictions = 0  # blocks that were taken for new content while the index had them
-        # By last use.
+        # By block id, the least recently used first.
         self._free_blocks = OrderedDict((block.block_id, block) for block in self.blocks)
         self._caches_prefixes = enable_prefix_caching
         self._hash_function = hash_function

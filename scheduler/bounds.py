@@ -30,7 +30,7 @@ class Bound:
     reason: str
 
 
-# Bounds of the bytes of an HTTP request.
+# Bounds of connections and of requests, before the JSON is read.
 HTTP_BOUNDS: Mapping[str, Bound] = {
     "head": Bound(
         65_536,
@@ -97,8 +97,9 @@ HTTP_BOUNDS: Mapping[str, Bound] = {
         "large uploads must not lock out others; most requests are smaller",
     ),
 }
-# Bounds of the JSON of a body, counted before it is parsed. They bound the time for which the
-# parser holds the interpreter: at most about 30 ms, where each character of a text is escaped.
+# Bounds of the JSON of a body, most of them counted before it is parsed. They bound the time for
+# which the parser holds the interpreter: at most about 30 ms, where each character of a text is
+# escaped.
 JSON_BOUNDS: Mapping[str, Bound] = {
     "values": Bound(
         524_288,
@@ -138,7 +139,7 @@ JSON_BOUNDS: Mapping[str, Bound] = {
         "each is compared with all known ones",
     ),
 }
-# Bounds of single fields. The engine checks those of `SamplingParams`.
+# Bounds of fields, and of what they ask for together. `SamplingParams` checks its own.
 FIELD_BOUNDS: Mapping[str, Bound] = {
     "messages": Bound(
         2_048, "messages", "`messages` (`max_messages`)", "the template runs over all of them"
@@ -312,7 +313,7 @@ def check_unicode(text: str, place: str, parameter: str) -> None:
 
 
 class _ShortRepr(reprlib.Repr):
-    """Shows the first items of what is long. Other than its base, it does not sort keys."""
+    """Shows the first items of what is long. Unlike its base, it does not sort keys."""
 
     def repr_dict(self, mapping: Mapping[object, object], level: int) -> str:
         if mapping and level <= 0:
@@ -334,6 +335,8 @@ _SHORT_REPR.maxlevel = 3
 
 
 def short_repr(value: object) -> str:
-    """A value in an error message: at most 100 characters, made without reading all of it."""
+    """A value in an error message: at most 100 characters, or 100 and "...", made without
+    reading all of it.
+    """
     text = _SHORT_REPR.repr(value)
     return text if len(text) <= 100 else text[:100] + "..."

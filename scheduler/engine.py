@@ -188,6 +188,7 @@ class Engine:
             for seq in self.scheduler.submitted_steps[-1].sampling_sequences
             if seq.structural_tag
         ]
+        # Nothing before the masked token is in flight, so its mask can be asked for.
         if ready_sequences := [seq for seq in constrained_sequences if seq.num_pending_tokens == 1]:
             self.grammars.masks(ready_sequences, 0.0)
         for seq in constrained_sequences:
@@ -217,19 +218,19 @@ class Engine:
         if step.has_mask:
             return
         step.has_mask = True
-        sequence_by_row = {
+        sequence_by_sampling_row = {
             row: seq
             for row, seq in enumerate(step.sampling_sequences)
             if seq.structural_tag
             and seq.status is not SequenceStatus.FINISHED
             and step.step_id >= seq.first_kept_step_id
         }
-        sequences = list(sequence_by_row.values())
+        sequences = list(sequence_by_sampling_row.values())
         if quick_sequences := [seq for seq in sequences if self.grammars.is_quick(seq)]:
             self.grammars.masks(quick_sequences, MASK_WAIT_S)
         answers = self.grammars.masks(sequences, 0.0) if sequences else []
         rows, masks = int32_array(), list[bytes]()
-        for (row, seq), answer in zip(sequence_by_row.items(), answers, strict=True):
+        for (row, seq), answer in zip(sequence_by_sampling_row.items(), answers, strict=True):
             if isinstance(answer, EaglerayError):
                 self._fail(seq, answer)
             elif answer is MASK_LATE:

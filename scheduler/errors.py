@@ -1,4 +1,4 @@
-"""Every error Eagleray raises on purpose.
+"""The errors that callers handle; packages add their own.
 
     EaglerayError
     ├── ClientError              the caller asked for something impossible
@@ -27,7 +27,7 @@ OTHER_OPERATION_PHRASE = "runs another operation"
 
 
 class EaglerayError(Exception):
-    """Base of every error raised on purpose."""
+    """Base of the errors that callers handle."""
 
 
 class ClientError(EaglerayError):

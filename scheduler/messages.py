@@ -28,13 +28,12 @@ class Request:
     """One sequence to generate. Tokens after `num_prompt_tokens` were generated before and sent
     again.
 
-    The first token is sent at once, then `num_tokens_per_news` at a time; with 0 nothing is sent
-    until the request ends, then all tokens at once. Meanwhile the engine loop sends everything held
-    back every 2 s (`MAX_HOLD_BACK_S` in `cluster.engine.loop`). `arrival_s` is when the driver
-    got it, by its scheduler's clock; until then it says nothing. Only requests with the same
-    `cache_salt` share blocks. `structural_tag` is the grammar that its output must match, for the
-    driver's `Grammars`, in whatever form it was given: the JSON of a structural tag of xgrammar;
-    empty if any output will do.
+    The first token is sent at once, then `num_tokens_per_news` at a time; with 0 all tokens at the
+    end. Besides, the engine loop sends everything held back every 2 s (`MAX_HOLD_BACK_S` in
+    `cluster.engine.loop`). `arrival_s` is when the driver got it, by its scheduler's clock; until
+    then it says nothing. Only requests with the same `cache_salt` share blocks. `structural_tag` is
+    the grammar that its output must match, for the driver's `Grammars`, in whatever form it was
+    given: the JSON of a structural tag of xgrammar; empty if any output will do.
     """
 
     request_id: str
@@ -95,8 +94,8 @@ class StepMask:
     """Which tokens a step may sample, for `rows` among its sampling rows; all other rows may sample
     any token.
 
-    `masks` has one entry per row: bits by token id, from the lowest bit of the first byte on, in
-    whole 32-bit words.
+    `rows`: indices among the sampling rows. `masks` has one entry per row: bits by token id, from
+    the lowest bit of the first byte on, in whole 32-bit words.
     """
 
     step_id: int
@@ -107,9 +106,9 @@ class StepMask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural-log probabilities under the raw logits: of the sampled token, and of the best
-    alternatives. `rank` is how many tokens are at least as probable, itself included; 0 where it is
-    not counted, as for sampled tokens.
+    """Natural-log probabilities under the raw logits: of a sampled token, or one of a prompt, and
+    of the best alternatives. `rank` is how many tokens are at least as probable, itself included; 0
+    where it is not counted, as for sampled tokens.
     """
 
     logprob: float
@@ -188,7 +187,7 @@ class PromptLogprobs:
 class StepResult:
     """Tokens of the sampling rows in batch order; if any row asked for logprobs, `logprobs` has one
     entry per sampling row. `prompt_logprobs` has one entry per scored row: of the prompt tokens
-    that follow those of its chunk.
+    that follow those of its chunk. Only rank 0 has these two.
 
     `digest` is a CRC-32 of the token ids: every rank computes one, and all must agree. `seconds`
     holds the time of each part of the step on the host by name, `device_s` the time on a device
@@ -222,10 +221,11 @@ class EngineStats:
     other tokens. queue_s adds up the time from arrival to first admission of num_admitted
     sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds the whole
     steps of each rank. is_ready: the ranks answer, and work, if there is any, makes progress. state
-    and num_recoveries are those of the group of ranks; step_age_s is the time since the last result
-    while there is work, also while ranks are replaced. recovery_waits_for names the missing
-    resources while ranks cannot be placed, or says why the last start failed while another one
-    follows. driver_id: of the driver that counts, which no later one has.
+    (the value of a `RecoveryState`) and num_recoveries are those of the group of ranks; step_age_s
+    is the time since the last result while there is work, also while ranks are replaced.
+    recovery_waits_for names the missing resources while ranks cannot be placed, or says why the
+    last start failed while another one follows. driver_id: of the driver that counts, which no
+    later one has.
 
     num_recomputed_tokens counts what running sequences lost with ranks and compute again. Not
     counted are steps in flight, cached prefixes of waiting sequences, and what an earlier driver
@@ -261,8 +261,9 @@ class EngineStats:
 class Deltas:
     """Everything new for one frontend, which acknowledges `reply_number` with its next poll.
 
-    One entry per request; `token_ids` is flat, with `num_tokens` per request. `finish_reasons`,
-    `errors`, `logprobs` and `prompt_logprobs` hold only the requests that have any.
+    One entry per request; `token_ids` is flat, with `num_tokens` per request; `first_indices`: the
+    index in its output of the first of them. `finish_reasons`, `errors`, `logprobs` and
+    `prompt_logprobs` hold only the requests that have any.
     """
 
     reply_number: int

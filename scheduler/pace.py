@@ -45,9 +45,9 @@ class Pace:
     was planned. With `max_decode_slowdown` 0 there is no limit.
     """
 
-    def __init__(self, max_decode_slowdown: float, max_prompt_tokens: int) -> None:
+    def __init__(self, max_decode_slowdown: float, max_num_batched_tokens: int) -> None:
         self.max_decode_slowdown = max_decode_slowdown
-        self.max_prompt_tokens = max_prompt_tokens
+        self.max_num_batched_tokens = max_num_batched_tokens
         self._decode_s_by_rows: dict[int, deque[float]] = {}  # by number of rows
         self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
         self._base_s_by_rows: dict[int, float] = {}
@@ -100,7 +100,7 @@ class Pace:
     def budget(self, num_decoding: int) -> int:
         """The most prompt tokens that a step may hold beside this many decoding rows."""
         if num_decoding * TOKENS_PER_LONG_GAP <= self._num_saved_tokens:
-            return self.max_prompt_tokens
+            return self.max_num_batched_tokens
         return self._smooth_budget(num_decoding)
 
     def account_for_step(self, num_decoding: int, num_prompt_tokens: int) -> None:
@@ -118,15 +118,17 @@ class Pace:
     def _smooth_budget(self, num_decoding: int) -> int:
         """The most prompt tokens with which a step takes no longer than usual ones may."""
         if not self.max_decode_slowdown or not num_decoding or not self._prompt_token_s:
-            return self.max_prompt_tokens
+            return self.max_num_batched_tokens
         base_s = self.base_s(num_decoding)
         if base_s is None or self._is_new_row_count(num_decoding):
-            return min(self.max_prompt_tokens, MIN_PROMPT_TOKENS)
+            return min(self.max_num_batched_tokens, MIN_PROMPT_TOKENS)
         allowed_prompt_s = self._max_step_s(num_decoding) - base_s
         token_s = median(self._prompt_token_s)
-        if not token_s or self.max_prompt_tokens * token_s <= allowed_prompt_s:
-            return self.max_prompt_tokens
-        return min(self.max_prompt_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s)))
+        if not token_s or self.max_num_batched_tokens * token_s <= allowed_prompt_s:
+            return self.max_num_batched_tokens
+        return min(
+            self.max_num_batched_tokens, max(MIN_PROMPT_TOKENS, int(allowed_prompt_s / token_s))
+        )
 
     def _max_step_s(self, num_decoding: int) -> float:
         """Seconds that a step with so many decoding rows may take."""

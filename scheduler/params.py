@@ -1,8 +1,8 @@
 """What a caller may ask of sampling, and what the engine receives.
 
-`SamplingParams` is the caller's: every field may be left unset. `resolve` fills unset fields from
-layers of defaults (flags, then the checkpoint's `generation_config`, then
-`DEFAULT_SAMPLING_PARAMS`) and returns `ResolvedSampling`, the complete message to the engine. Stop
+`SamplingParams` is the caller's: every field may be left unset. `with_defaults` lays it over the
+flags and the checkpoint's `generation_config`; `resolve` fills the rest from
+`DEFAULT_SAMPLING_PARAMS` and returns `ResolvedSampling`, which the engine gets in a `Request`. Stop
 strings, `n` and `ignore_eos` stay in the frontend, which is the only part that knows text and
 end-of-sequence ids; `stream_interval` and `structured_outputs` become fields of the `Request`.
 """
@@ -321,7 +321,7 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def resolve(self, *, seed: int, eos_token_ids: Iterable[int] = ()) -> ResolvedSampling:
-        """The engine's message for the first output; `seed` is the request's, or drawn if it had
+        """What the engine gets for the first output; `seed` is the request's, or drawn if it had
         none. Unset fields get the value in `DEFAULT_SAMPLING_PARAMS`.
         """
         params = self.with_defaults(DEFAULT_SAMPLING_PARAMS)
@@ -346,7 +346,7 @@ class SamplingParams:
     def resolve_all(
         self, *, seed: int, eos_token_ids: Iterable[int] = ()
     ) -> list[ResolvedSampling]:
-        """The engine's messages, one per output: as `resolve`, and sharing all but their seeds.
+        """What the engine gets for each output: as `resolve`, and sharing all but their seeds.
         Only the first asks for the log probabilities of the prompt, which are the same for all.
         """
         first_sampling = self.resolve(seed=seed, eos_token_ids=eos_token_ids)

@@ -16,7 +16,9 @@ Scores = list[tuple[Sequence, PromptLogprobs]]
 
 
 def needs_scoring(seq: Sequence) -> bool:
-    """Whether prompt tokens follow those of the next chunk whose log probabilities are wanted."""
+    """Whether the next chunk gives log probabilities: they are wanted, and a prompt token follows
+    its first token.
+    """
     return seq.needs_prompt_logprobs and seq.num_computed_tokens + 1 < seq.num_prompt_tokens
 
 

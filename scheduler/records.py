@@ -26,7 +26,8 @@ class StepRecord:
     num_rows, num_tokens: what the step runs. num_decoding: rows that run one token.
     head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
     num_preempted: in this step; num_recomputed_tokens: of rows admitted in it, lost with ranks.
-    seconds: `StepResult.seconds`.
+    num_admitted: rows new to the ranks, also of sequences that were admitted before.
+    num_prompt_tokens: of rows that run several. seconds: by part of the step on rank 0.
     """
 
     step_id: int
@@ -67,7 +68,10 @@ class StepRecords:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, as in `EngineStats`."""
+    """Counters since the start, as in `EngineStats`. num_prompt_tokens: of sequences when first
+    admitted, with what they bring of their output. queue_s: the sum over these; step_seconds: by
+    part of the step, on rank 0; rank_seconds: by rank.
+    """
 
     num_steps: int = 0
     num_preemptions: int = 0

@@ -43,7 +43,7 @@ from scheduler.steps import StepDraft, StepOutput, SubmittedStep, step_of
 from scheduler.suspects import Suspects
 
 # Of admitted sequences, in a step: the host looks up each block and sends every token to the ranks,
-# which takes a few ms for so many.
+# which takes a few ms for so many. With so many, a step admits no more; the last may bring more.
 MAX_CACHED_TOKENS = 65_536
 
 
@@ -147,27 +147,27 @@ class Scheduler:
         """Plan the next step and count it as submitted; None if nothing can run before a result."""
         if not self.submitted_steps and (idle_suspect := self.suspects.pop_idle()):
             self.queues.requeue(idle_suspect, self._last_step_id)
-        step = StepDraft(budget=self.limits.max_num_batched_tokens)
+        draft = StepDraft(budget=self.limits.max_num_batched_tokens)
         suspect = self.suspects.first
         if suspect is not None and suspect.status is WAITING:  # no sequence has a slot
             if self.submitted_steps:
                 return None  # if steps of the one before kill a rank, this one is not to blame
             num_cached_tokens = self.queues.admit(suspect)
             assert num_cached_tokens is not None, "every block is free"
-            self._begin(suspect, num_cached_tokens, step)
+            self._begin(suspect, num_cached_tokens, draft)
         else:
-            self._schedule_running(step)
-            if step.num_preempted:
-                step.head_wait_reason = records.WAITS_FOR_BLOCKS
+            self._schedule_running(draft)
+            if draft.num_preempted:
+                draft.head_wait_reason = records.WAITS_FOR_BLOCKS
             elif suspect is None:
-                self._schedule_waiting(step)
+                self._schedule_waiting(draft)
         if suspect is not None and self.waiting:
-            step.head_wait_reason = records.WAITS_FOR_SUSPECT
-        if not step.slots:
+            draft.head_wait_reason = records.WAITS_FOR_SUSPECT
+        if not draft.slots:
             return None
         self._last_step_id += 1
-        plan = step.plan(self._last_step_id, self.epoch, self.queues.take_released_slots())
-        submitted_step = step.to_submitted_step(plan, self.queues, self._clock())
+        plan = draft.plan(self._last_step_id, self.epoch, self.queues.take_released_slots())
+        submitted_step = draft.to_submitted_step(plan, self.queues, self._clock())
         self.submitted_steps.append(submitted_step)
         record = submitted_step.record
         self.records.add(record)
@@ -175,14 +175,14 @@ class Scheduler:
         self.stats.num_steps += 1
         return plan
 
-    def _schedule_running(self, step: StepDraft) -> None:
+    def _schedule_running(self, draft: StepDraft) -> None:
         """Plan every running sequence with tokens to compute. Hot: once per sequence and step."""
         block_manager = self.block_manager
         block_size = self.limits.block_size
         step_id = self._last_step_id + 1
-        slots, num_new_tokens = step.slots, step.num_new_tokens
-        sampling_flags, sampling_sequences = step.sampling_flags, step.sampling_sequences
-        running, budget, index = self.running, step.budget, 0
+        slots, num_new_tokens = draft.slots, draft.num_new_tokens
+        sampling_flags, sampling_sequences = draft.sampling_flags, draft.sampling_sequences
+        running, budget, index = self.running, draft.budget, 0
         while index < len(running) and budget > 0:
             seq = running[index]
             num_total_tokens = seq.num_total_tokens
@@ -192,14 +192,14 @@ class Scheduler:
                 index += 1
                 continue
             num_planned_tokens = num_total_tokens - seq.num_computed_tokens
-            if num_planned_tokens > 1 and slots and step.is_paced is None:
-                budget = step.paced_budget(self.pace, budget)
+            if num_planned_tokens > 1 and slots and draft.is_paced is None:
+                budget = draft.paced_budget(self.pace, budget)
             if num_planned_tokens > budget:
                 num_planned_tokens = budget
             num_computed_tokens = seq.num_computed_tokens + num_planned_tokens
             if num_computed_tokens > len(
                 seq.block_table
-            ) * block_size and not self._grow_block_table(seq, num_computed_tokens, step):
+            ) * block_size and not self._grow_block_table(seq, num_computed_tokens, draft):
                 break  # it was the latest arrival and was itself preempted
             index += 1
             budget -= num_planned_tokens
@@ -207,13 +207,13 @@ class Scheduler:
                 seq.lacks_row = False
                 # What is published may be shared, and is not written again.
                 num_published_tokens = seq.num_published_blocks * block_size
-                step.admitted_sequences.append(
+                draft.admitted_sequences.append(
                     (seq, max(seq.num_computed_tokens, num_published_tokens))
                 )
             if (
                 num_planned_tokens > 1 or num_computed_tokens < num_total_tokens
             ):  # otherwise no prompt token follows
-                step.request_scoring(seq)
+                draft.request_scoring(seq)
             slots.append(seq.slot)
             num_new_tokens.append(num_planned_tokens)
             seq.num_computed_tokens = num_computed_tokens
@@ -226,49 +226,49 @@ class Scheduler:
                 sampling_flags.append(0)
             if num_planned_tokens > 1 or num_computed_tokens % block_size == 0:
                 block_manager.publish(seq, min(num_computed_tokens, len(seq.token_ids)), step_id)
-        step.budget = budget
+        draft.budget = budget
 
-    def _grow_block_table(self, seq: Sequence, num_tokens: int, step: StepDraft) -> bool:
+    def _grow_block_table(self, seq: Sequence, num_tokens: int, draft: StepDraft) -> bool:
         """Give a running sequence the blocks for `num_tokens`; False if it was itself preempted."""
         block_manager = self.block_manager
         while not block_manager.can_append(seq, num_tokens):
             latest_sequence = self.running[-1]
             self.queues.requeue(latest_sequence, self._last_step_id)
             self.stats.num_preemptions += 1
-            step.num_preempted += 1
+            draft.num_preempted += 1
             if latest_sequence is seq:
                 return False
         new_block_ids = block_manager.append(seq, num_tokens)
         if not seq.lacks_row:  # otherwise they come with its row
             for block_id in new_block_ids:
-                step.appended_slots.append(seq.slot)
-                step.appended_block_ids.append(block_id)
+                draft.appended_slots.append(seq.slot)
+                draft.appended_block_ids.append(block_id)
         return True
 
-    def _schedule_waiting(self, step: StepDraft) -> None:
+    def _schedule_waiting(self, draft: StepDraft) -> None:
         """Admit waiting sequences in order, while there are slots, blocks and budget."""
-        if step.slots and step.is_paced is None and self.waiting:
-            step.budget = step.paced_budget(self.pace, step.budget)
+        if draft.slots and draft.is_paced is None and self.waiting:
+            draft.budget = draft.paced_budget(self.pace, draft.budget)
         while self.waiting:
             seq = self.waiting[0]
             if not self.queues.free_slots:
-                step.head_wait_reason = records.WAITS_FOR_SLOT
-            elif step.budget <= 0:
-                step.head_wait_reason = (
-                    records.WAITS_FOR_PACE if step.is_paced else records.WAITS_FOR_TOKEN_BUDGET
+                draft.head_wait_reason = records.WAITS_FOR_SLOT
+            elif draft.budget <= 0:
+                draft.head_wait_reason = (
+                    records.WAITS_FOR_PACE if draft.is_paced else records.WAITS_FOR_TOKEN_BUDGET
                 )
-            elif step.num_cached_tokens >= MAX_CACHED_TOKENS:
-                step.head_wait_reason = records.WAITS_FOR_CACHED_TOKENS
+            elif draft.num_cached_tokens >= MAX_CACHED_TOKENS:
+                draft.head_wait_reason = records.WAITS_FOR_CACHED_TOKENS
             elif seq.num_pending_tokens:
-                step.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
+                draft.head_wait_reason = records.WAITS_FOR_LAST_TOKEN
             elif (num_cached_tokens := self.queues.admit(seq)) is None:
-                step.head_wait_reason = records.WAITS_FOR_BLOCKS
+                draft.head_wait_reason = records.WAITS_FOR_BLOCKS
             else:
-                self._begin(seq, num_cached_tokens, step)
+                self._begin(seq, num_cached_tokens, draft)
                 continue
             return
 
-    def _begin(self, seq: Sequence, num_cached_tokens: int, step: StepDraft) -> None:
+    def _begin(self, seq: Sequence, num_cached_tokens: int, draft: StepDraft) -> None:
         """Plan the first tokens of a sequence that was admitted."""
         num_tokens = len(seq.token_ids)
         # Cached to the end: the last token runs as a query only.
@@ -281,22 +281,22 @@ class Scheduler:
             )
         if seq.num_lost_tokens:
             num_recomputed_tokens = max(0, seq.num_lost_tokens - seq.num_computed_tokens)
-            step.num_recomputed_tokens += num_recomputed_tokens
+            draft.num_recomputed_tokens += num_recomputed_tokens
             self.stats.num_recomputed_tokens += num_recomputed_tokens
             seq.num_lost_tokens = 0
         seq.admitted_step_id = self._last_step_id + 1
-        step.admitted_sequences.append((seq, num_cached_tokens))
-        step.num_cached_tokens += num_cached_tokens
-        num_planned_tokens = min(num_tokens - seq.num_computed_tokens, step.budget)
-        step.budget -= num_planned_tokens
-        step.request_scoring(seq)
-        step.slots.append(seq.slot)
-        step.num_new_tokens.append(num_planned_tokens)
+        draft.admitted_sequences.append((seq, num_cached_tokens))
+        draft.num_cached_tokens += num_cached_tokens
+        num_planned_tokens = min(num_tokens - seq.num_computed_tokens, draft.budget)
+        draft.budget -= num_planned_tokens
+        draft.request_scoring(seq)
+        draft.slots.append(seq.slot)
+        draft.num_new_tokens.append(num_planned_tokens)
         seq.num_computed_tokens += num_planned_tokens
         samples_token = seq.num_computed_tokens == num_tokens
-        step.sampling_flags.append(samples_token)
+        draft.sampling_flags.append(samples_token)
         if samples_token:
-            step.sampling_sequences.append(seq)
+            draft.sampling_sequences.append(seq)
             seq.num_pending_tokens = 1
             seq.num_total_tokens = num_tokens + 1
         self.block_manager.publish(seq, seq.num_computed_tokens, seq.admitted_step_id)

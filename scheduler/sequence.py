@@ -74,7 +74,7 @@ class Sequence:
     num_retracted_tokens: int = (
         0  # tokens that they compute, but that `num_computed_tokens` counts no more
     )
-    admitted_step_id: int = -1  # -1: in an earlier epoch, whose cache has survived
+    admitted_step_id: int = -1  # -1: not in this epoch
     # It has a slot and blocks, but no row at the ranks: the next step that runs it brings one.
     lacks_row: bool = False
     num_lost_tokens: int = 0  # computed tokens that were lost with the ranks

@@ -26,11 +26,11 @@ class StepDraft:
     scored_sequence_by_row: dict[int, Sequence] = field(default_factory=dict)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
-    # Each with its number of cached tokens.
+    # Each with its number of stored tokens (`AdmittedRows.num_stored_tokens`).
     admitted_sequences: list[tuple[Sequence, int]] = field(default_factory=list)
     num_cached_tokens: int = 0  # of admitted sequences
     num_preempted: int = 0
-    num_recomputed_tokens: int = 0
+    num_recomputed_tokens: int = 0  # of admitted sequences, lost with ranks
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     head_wait_reason: str = ""  # why the first sequence in line was not admitted
 
@@ -153,9 +153,11 @@ def step_of(result: StepResult, submitted_steps: deque[SubmittedStep]) -> Submit
             f" {expected_step}"
         )
     num_tokens = len(result.token_ids)
-    num_rows = len(oldest_step.sampling_sequences)
-    if num_tokens != num_rows:
-        raise EngineError(f"step {result.step_id} sampled {num_tokens} tokens for {num_rows} rows")
+    num_sampling_rows = len(oldest_step.sampling_sequences)
+    if num_tokens != num_sampling_rows:
+        raise EngineError(
+            f"step {result.step_id} sampled {num_tokens} tokens for {num_sampling_rows} rows"
+        )
     if result.logprobs is not None and len(result.logprobs) != num_tokens:
         raise EngineError(
             f"step {result.step_id} has {len(result.logprobs)} logprobs for {num_tokens} tokens"

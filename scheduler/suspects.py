@@ -24,7 +24,7 @@ from scheduler.sequence import Sequence, SequenceStatus
 CLEARING_TOKENS = 4
 # Losses in a row, with fewer than `CLEARING_TOKENS` tokens from one to the next; without any.
 SUSPECT_STRIKES, FAIL_STRIKES, FAIL_STRIKES_WITHOUT_TOKEN = 2, 6, 4
-MAX_STRIKES_BESIDE_OTHERS = 2  # of a suspect, until it keeps its turn
+KEEP_TURN_STRIKES = 2  # of a suspect beside others, from which on it keeps its turn
 # How often it is asked for, twice every 0.03 s, until it gives up that turn too: about a minute.
 MAX_IDLE_POLLS = 4000
 
@@ -89,7 +89,7 @@ class Suspects:
         if seq is None or not seq.waits_for_mask:
             self._num_idle_polls = 0
             return None
-        if seq.strikes_beside_others >= MAX_STRIKES_BESIDE_OTHERS:
+        if seq.strikes_beside_others >= KEEP_TURN_STRIKES:
             self._num_idle_polls += 1
             if self._num_idle_polls <= MAX_IDLE_POLLS:
                 return None

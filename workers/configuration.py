@@ -12,7 +12,7 @@ from pathlib import Path
 
 from configs.engine import (
     DEFAULT_MAX_MODEL_LEN,
-    DEFAULT_NUM_BATCHED_TOKENS,
+    DEFAULT_MAX_NUM_BATCHED_TOKENS,
     DEFAULT_STEPS_AHEAD,
     EngineConfig,
     ResolvedConfig,
@@ -88,7 +88,7 @@ def resolve(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=engine_config.max_num_batched_tokens
         # Where nearly all sequences decode, a prompt has at least half of a step.
-        or max(DEFAULT_NUM_BATCHED_TOKENS[device], 2 * max_num_seqs),
+        or max(DEFAULT_MAX_NUM_BATCHED_TOKENS[device], 2 * max_num_seqs),
         max_model_len=_max_model_len(engine_config, model),
         num_steps_ahead=DEFAULT_STEPS_AHEAD[device] if num_steps_ahead is None else num_steps_ahead,
     )
@@ -224,7 +224,7 @@ def _quantization(
         raise ConfigError(
             f"quantization {quantization.name!r} is not possible for matrices of"
             f" {', '.join(map(str, input_sizes))} inputs on a rank: these must be multiples of"
-            f" {quantization.inputs_per_word}."
+            f" {quantization.group_multiple}."
             f" {_advice(choices, quantization, input_sizes, backend)}"
         )
     return quantization

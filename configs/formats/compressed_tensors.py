@@ -26,25 +26,26 @@ _SCALE = "weight_scale"
 def read(config: Section) -> StoredFormat:
     """The format that `quantization_config` describes. Raises `ConfigError`."""
     reader = _READERS[config.require("format", *_READERS)]
-    group_names = list(config.section("config_groups").values)
-    if len(group_names) != 1:
-        raise config.error("number of config_groups", len(group_names), "1")
-    group = config.section("config_groups").section(group_names[0])
-    group.require("targets", ["Linear"])
-    group.require("output_activations", None)
-    weights = group.section("weights")  # of which some formats and strategies do not read these
+    config_group_names = list(config.section("config_groups").values)
+    if len(config_group_names) != 1:
+        raise config.error("number of config_groups", len(config_group_names), "1")
+    config_group = config.section("config_groups").section(config_group_names[0])
+    config_group.require("targets", ["Linear"])
+    config_group.require("output_activations", None)
+    # Checked here, since not every reader below looks at these.
+    weights = config_group.section("weights")
     weights.require("actorder", None, "group", "dynamic", "weight", "static", False, True)
     if weights.values.get("group_size") is not None:
         weights.group_size()
     config.require("kv_cache_scheme", None)
     config.require("transform_config", None, {})  # rotations that a rank would have to compute
     config.section("sparsity_config").require("format", "dense", default="dense")
-    return reader(group, config)
+    return reader(config_group, config)
 
 
-def _int_quantized(group: Section, config: Section) -> StoredFormat:
+def _int_quantized(config_group: Section, config: Section) -> StoredFormat:
     config.require("ignore", ["lm_head"])  # codes and values cannot be in one product
-    weights, inputs = group.section("weights"), group.section("input_activations")
+    weights, inputs = config_group.section("weights"), config_group.section("input_activations")
     weights.require("num_bits", 8)
     inputs.require("num_bits", 8)
     for operand in (weights, inputs):
@@ -63,15 +64,15 @@ def _int_quantized(group: Section, config: Section) -> StoredFormat:
     )
 
 
-def _pack_quantized(group: Section, config: Section) -> StoredFormat:
-    weights = group.section("weights")
+def _pack_quantized(config_group: Section, config: Section) -> StoredFormat:
+    weights = config_group.section("weights")
     weights.require("type", "int")
     weights.require("dynamic", False, default=False)
-    group.require("input_activations", None)
+    config_group.require("input_activations", None)
     bits = weights.require("num_bits", 4, 8)
     is_grouped = weights.require("strategy", "group", "channel") == "group"
     activation_order = weights.values.get("actorder")
-    has_order = activation_order in ("group", "dynamic", True)
+    has_group_index = activation_order in ("group", "dynamic", True)
     return StoredFormat(
         name="compressed-tensors (pack-quantized)",
         codes_suffix="weight_packed",
@@ -82,8 +83,8 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
         zeros_suffix=None if weights.require("symmetric", True, False) else "weight_zero_point",
         # Both are stored with this added, so that they are not negative; it cancels out.
         zero_offset=2 ** (bits - 1) if weights.values["symmetric"] else 0,
-        group_index_suffix="weight_g_idx" if has_order else None,
-        redundant_index_suffix=None if has_order else "weight_g_idx",
+        group_index_suffix="weight_g_idx" if has_group_index else None,
+        redundant_index_suffix=None if has_group_index else "weight_g_idx",
         reason_for_order=(
             f'by config.json actorder is {json.dumps(activation_order)}: set it to "group"'
         ),
@@ -92,8 +93,8 @@ def _pack_quantized(group: Section, config: Section) -> StoredFormat:
     )
 
 
-def _float_quantized(group: Section, config: Section) -> StoredFormat:
-    weights = group.section("weights")
+def _float_quantized(config_group: Section, config: Section) -> StoredFormat:
+    weights = config_group.section("weights")
     weights.require("num_bits", 8)
     weights.require("type", "float")
     weights.require("symmetric", True)

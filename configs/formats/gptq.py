@@ -18,7 +18,7 @@ def read(config: Section) -> StoredFormat:
     config.require("pack_dtype", "int32", default="int32")
     config.require("lm_head", False, default=False)
     _check_dynamic_rules(config)
-    has_order = config.require("desc_act", True, False, default=False)
+    has_group_index = config.require("desc_act", True, False, default=False)
     return StoredFormat(
         name="GPTQ",
         codes_suffix="qweight",
@@ -29,8 +29,8 @@ def read(config: Section) -> StoredFormat:
         scales_suffix="scales",
         zeros_suffix="qzeros",
         zero_offset=_ZERO_OFFSETS[checkpoint_format],
-        group_index_suffix="g_idx" if has_order else None,
-        redundant_index_suffix=None if has_order else "g_idx",
+        group_index_suffix="g_idx" if has_group_index else None,
+        redundant_index_suffix=None if has_group_index else "g_idx",
         reason_for_order="by config.json desc_act is false: set it to true",
         group_size=config.group_size(default=-1),
         has_whole_groups=False,

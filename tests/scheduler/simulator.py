@@ -40,7 +40,7 @@ from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
     FAIL_STRIKES_WITHOUT_TOKEN,
-    MAX_STRIKES_BESIDE_OTHERS,
+    KEEP_TURN_STRIKES,
     Suspects,
 )
 from tests.scheduler.fake_model import (
@@ -359,7 +359,7 @@ class Simulation:
             if (
                 client.request.structural_tag
             ):  # its mask may be late, and then it runs beside others
-                most += MAX_STRIKES_BESIDE_OTHERS
+                most += KEEP_TURN_STRIKES
             is_in_time = client.num_crashes < most or client.ended or request_id in convicted
             assert is_in_time, f"crashed too often: {client}"
         self.guilty_clients.clear()

@@ -13,8 +13,8 @@ from scheduler.suspects import (
     CLEARING_TOKENS,
     FAIL_STRIKES,
     FAIL_STRIKES_WITHOUT_TOKEN,
+    KEEP_TURN_STRIKES,
     MAX_IDLE_POLLS,
-    MAX_STRIKES_BESIDE_OTHERS,
 )
 from tests.scheduler.helpers import give, make_limits, make_request, must_schedule, run_step
 
@@ -150,7 +150,7 @@ def gave_up_its_turn(scheduler: Scheduler, suspect: Sequence) -> None:
 
 def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its_turn() -> None:
     scheduler, [suspect, *_] = three_suspects()
-    for number in range(MAX_STRIKES_BESIDE_OTHERS):
+    for number in range(KEEP_TURN_STRIKES):
         gave_up_its_turn(scheduler, suspect)
         assert (suspect.strikes, suspect.strikes_beside_others) == (2, number)
         assert crash(scheduler) == []
@@ -163,7 +163,7 @@ def test_crashes_of_a_suspect_beside_others_convict_nobody_and_then_it_keeps_its
 
 def test_a_suspect_that_keeps_its_turn_gives_it_up_if_its_mask_takes_too_long() -> None:
     scheduler, [suspect, *_] = three_suspects()
-    for _ in range(MAX_STRIKES_BESIDE_OTHERS):
+    for _ in range(KEEP_TURN_STRIKES):
         gave_up_its_turn(scheduler, suspect)
         crash(scheduler)
     run_step(scheduler)
