@@ -286,6 +286,7 @@ class DriverHandle:
         """Replace the driver if it does not answer. Raises `EngineDeadError`."""
         if self.death_error is not None:
             raise self.death_error
+        self.check_not_shut_down()
         actor = self.actor
         try:
             self._answer(actor.stats, "read the counters", limit_s=self._answer_limit_s)

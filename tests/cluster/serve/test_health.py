@@ -251,3 +251,12 @@ def test_an_api_to_which_no_engine_comes_says_what_to_do(monkeypatch: pytest.Mon
     message = r"no engine came within 0\.1 s.* longer wait_for_nodes_s.* longer start_timeout_s"
     with pytest.raises(EngineDeadError, match=message):
         asyncio.run(ApiReplica._connect_to_engines(replica, config, setup, engines))
+
+
+def test_after_ray_was_shut_down_nobody_is_asked(owner: Owner) -> None:
+    """A call would start a new Ray."""
+    frontend = Frontend(owner.drivers[0], is_ray_connected=lambda: False, replace=owner.replace)
+    with pytest.raises(EngineDeadError):
+        frontend.driver_handle.check()
+    assert first(owner).num_asked == 0
+    frontend.close()
