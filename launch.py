@@ -53,8 +53,8 @@ class _ChatDefaultGroup(typer.core.TyperGroup):
     """Flags without a command are those of `chat`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        is_flag = bool(args) and args[0].startswith("-") and args[0] not in ("--help", "-h")
-        return super().parse_args(ctx, ["chat", *args] if is_flag else args)
+        is_for_chat = bool(args) and args[0].startswith("-") and args[0] not in ("--help", "-h")
+        return super().parse_args(ctx, ["chat", *args] if is_for_chat else args)
 
 
 app = typer.Typer(

@@ -134,8 +134,8 @@ def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size:
             tokens[token_id] = token
-    for token_id, added in tokenizer.get_added_tokens_decoder().items():
-        if added.special and token_id < vocab_size:
+    for token_id, added_token in tokenizer.get_added_tokens_decoder().items():
+        if added_token.special and token_id < vocab_size:
             tokens[token_id] = ""
     return tokens
 

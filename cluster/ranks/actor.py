@@ -82,7 +82,7 @@ class RankActor:
         self._is_standby = False
         self._ready_event = threading.Event()
         self._compute_executor = ThreadPoolExecutor(1, "compute")
-        self._order_condition = threading.Condition()  # of the next two
+        self._order_condition = threading.Condition()  # guards the fields below
         self._next_step_id = self._next_mask_step_id = 0
         # By step id: results of recent steps, in case a call was lost and is made again.
         self._replies: dict[int, Future[bytes]] = {}

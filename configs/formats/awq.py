@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from configs.formats.stored import INT32, Section, StoredFormat
 
-QUANT_METHOD = "awq"
-FORMAT_NAME = "AWQ"
+QUANT_METHOD = "awq"  # in config.json
+FORMAT_NAME = "AWQ"  # in messages
 SUPPORTED_VARIANTS = "AWQ (version 'gemm', 4 bits, any group size)"
 # Of eight consecutive rows, from the lowest bits of a word on.
 _CODE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

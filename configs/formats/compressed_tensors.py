@@ -14,8 +14,8 @@ from collections.abc import Callable
 
 from configs.formats.stored import F8_E4M3, I8, INT32, Section, StoredFormat, sequential_order
 
-QUANT_METHOD = "compressed-tensors"
-FORMAT_NAME = "compressed-tensors"
+QUANT_METHOD = "compressed-tensors"  # in config.json
+FORMAT_NAME = "compressed-tensors"  # in messages
 SUPPORTED_VARIANTS = (
     "compressed-tensors (int-quantized: 8 bits per channel; pack-quantized: 4 or 8 bits, any group"
     " size, symmetric or not; float-quantized: e4m3, per tensor, channel or block)"

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from configs.formats.stored import F8_E4M3, Section, StoredFormat
 
-QUANT_METHOD = "fp8"
-FORMAT_NAME = "FP8"
+QUANT_METHOD = "fp8"  # in config.json
+FORMAT_NAME = "FP8"  # in messages
 SUPPORTED_VARIANTS = "FP8 (e4m3, blocks of 128 x 128)"
 BLOCK_SIZE = 128
 

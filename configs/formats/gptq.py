@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from configs.formats.stored import INT32, Section, StoredFormat, sequential_order
 
-QUANT_METHOD = "gptq"
-FORMAT_NAME = "GPTQ"
+QUANT_METHOD = "gptq"  # in config.json
+FORMAT_NAME = "GPTQ"  # in messages
 SUPPORTED_VARIANTS = "GPTQ (4 or 8 bits, any group size, with or without desc_act)"
 _ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
 

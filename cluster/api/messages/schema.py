@@ -184,6 +184,10 @@ class OutputFormat(Options):
 
 
 class OutputConfig(Options):
+    """effort: any but "none" asks for thinking, where the request does not say and the template can
+    switch it; the levels do not differ.
+    """
+
     FIELD_PATH: ClassVar[str] = "output_config"
     effort: ReasoningEffort | None = None
     format: OutputFormat | None = None
