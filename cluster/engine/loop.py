@@ -249,7 +249,7 @@ class StepLoop:
             self._fail(seq, error)
 
     def _fail(self, seq: Sequence, error: EaglerayError) -> None:
-        """Tell the frontend of a open_request why it has failed."""
+        """Tell the frontend of a request why it has failed."""
         open_request = self._open_requests.pop(seq.request_id)
         news = open_request.take_unsent()
         news.error = error

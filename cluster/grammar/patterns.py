@@ -142,7 +142,7 @@ def _other_names_pattern(names: Collection[str], depth: int, escaped: str) -> st
 
 
 def leading_tokens(pattern: str) -> list[str]:
-    """What every text that has a match of a pattern begins with: the tokens of single leading,
+    """What every text that has a match of a pattern begins with: the tokens of single characters,
     as far as that is plain to see, but no more than are compared. The pattern is one that can be
     rewritten.
     """

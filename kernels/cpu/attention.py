@@ -114,7 +114,7 @@ def _add_widened_product(
 def _add_tiles(
     a_MK: Array, step_of_a: int, b_KNW: Array, c_MN: Array, num_steps: int, prefetch_address: int
 ) -> None:
-    """c += a @ b for a's elements from its step `step_of_a` on, for whole vectors of num_columns. A
+    """c += a @ b for a's elements from its step `step_of_a` on, for whole vectors of columns. A
     step is `STEP_BYTES` of a row of a, as in `tile.py`.
     """
     num_rows, num_columns = c_MN.shape
