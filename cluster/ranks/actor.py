@@ -20,7 +20,7 @@ from cluster.error_kinds import reason_of
 from cluster.log import log_to_stderr
 from cluster.ranks.causes import enable_crash_report
 from cluster.ranks.cores import CoreClaim, CoreShare, pin_to_cores, usable_cores
-from cluster.ranks.processes import ProcessId, mark_this_process
+from cluster.ranks.processes import ProcessId, mark_this_process, set_scheduling_policy
 from configs.engine import ResolvedConfig
 from scheduler.errors import WorkerError
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
@@ -149,6 +149,7 @@ class RankActor:
         worker.take_over(epoch)
         if self._is_standby:  # otherwise the call was made again
             self._is_standby = False
+            set_scheduling_policy(os.getpid(), "SCHED_OTHER")
             self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()
             worker.start_background_compilation()
 
@@ -178,7 +179,10 @@ class RankActor:
         ).result()
         gc.freeze()  # what exists now lives as long as the process
         gc.enable()
-        if not self._is_standby:
+        if self._is_standby:
+            # Ray's main thread wakes up 100 times a second, for signals.
+            set_scheduling_policy(os.getpid(), "SCHED_BATCH")
+        else:
             worker.start_background_compilation()
         return worker.memory()
 

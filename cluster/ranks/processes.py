@@ -230,7 +230,9 @@ def end_local_processes(processes: list[tuple[int, int]], grace_s: float = END_G
     try:
         _wait_for_ends(pid_of_pidfd, grace_s)
         for pidfd, pid in pid_of_pidfd.items():
-            _use_normal_priority(pid)
+            # While a spare warms up, it has a thread that runs only when no other needs the core,
+            # even to end.
+            set_scheduling_policy(pid, "SCHED_OTHER")
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
         _wait_for_ends(pid_of_pidfd, END_TIMEOUT_S)
@@ -240,14 +242,14 @@ def end_local_processes(processes: list[tuple[int, int]], grace_s: float = END_G
             os.close(pidfd)
 
 
-def _use_normal_priority(pid: int) -> None:
-    """Let a process end soon where other programs take all cores: while a spare warms up, it has a
-    thread that runs only when no other needs the core, even to end.
+def set_scheduling_policy(pid: int, name: str) -> None:
+    """Have Linux schedule all threads of a process, and those they will start, as "SCHED_OTHER"
+    or as "SCHED_BATCH": such a thread interrupts no other one when it wakes up.
     """
-    with suppress(OSError):  # the process has ended
+    with suppress(OSError):  # the process has ended, or this is no Linux
         for thread in Path(f"/proc/{pid}/task").iterdir():
             with suppress(OSError):  # so has the thread, or this user may not do it
-                os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))
+                os.sched_setscheduler(int(thread.name), getattr(os, name), os.sched_param(0))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ their memory cannot be trusted.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,11 @@ def wait_until_a_group_stands_by(llm: LLM) -> None:
     wait_until(lambda: "spare 1" in processes_of(llm), "a group that stands by", LIMIT_S)
 
 
+def policies_of(pid: int) -> set[int]:
+    """By which the threads of a process are scheduled."""
+    return {os.sched_getscheduler(int(each.name)) for each in Path(f"/proc/{pid}/task").iterdir()}
+
+
 def lose(engine: LLM, expected: list[History], action: Any) -> int:
     """Lose ranks by an action under load; how many tokens were computed again."""
     wait_until_a_group_stands_by(engine)
@@ -91,7 +97,12 @@ def test_what_lost_ranks_had_computed_is_not_computed_again(
     params = SamplingParams(max_tokens=4, temperature=0)
     prompt = list(range(300))
     [before] = engine.generate(prompt, params)
+    wait_until_a_group_stands_by(engine)
+    standby = processes_of(engine)["spare 1"]
+    assert policies_of(standby.pid) == {os.SCHED_BATCH}, "it interrupts no rank that computes"
     assert lose(engine, expected, lambda: kill(engine, "rank 0")) == 0
+    assert processes_of(engine)["rank 1"].pid == standby.pid
+    assert policies_of(standby.pid) == {os.SCHED_OTHER}
     [after] = engine.generate(prompt, params)
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
     assert after.num_cached_tokens >= 256
