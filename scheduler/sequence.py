@@ -62,8 +62,8 @@ class Sequence:
     num_cached_tokens: int | None = None  # of the prompt, from the first admission
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
-    # Losses it took part in since it last got a few tokens without one, or a single token; those
-    # of a suspect beside others apart.
+    # Losses it took part in since it last got a few tokens without one; since its last token; and,
+    # apart from these, those of a suspect while it ran beside others.
     strikes: int = 0
     strikes_without_token: int = 0
     strikes_beside_others: int = 0

@@ -1,4 +1,4 @@
-"""What the CPU backend can do on this processor. Imports neither torch nor numba."""
+"""What the CPU backend can do on this processor. Imports no numba, and torch only off x86."""
 
 from __future__ import annotations
 
