@@ -55,7 +55,9 @@ class Pace:
         self._num_saved_tokens = 0  # that decoded since the last long gaps
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step that has taken `seconds`."""
+        """Learn from a step that has taken `seconds`: `num_decoding` rows that run one token each,
+        and others with `num_prompt_tokens`.
+        """
         if seconds <= 0:
             return
         if not num_prompt_tokens:

@@ -9,7 +9,8 @@ from cluster.client.outputs import Chunk, Sink
 
 
 class ProgressBar:
-    """Counts finished outputs on standard error. Sinks run on the polling thread."""
+    """Counts finished outputs on standard error. Sinks run on the polling thread, and
+    on one that aborts."""
 
     def __init__(self) -> None:
         # Imported here: a tenth of a second, for a bar that most programs do not show.

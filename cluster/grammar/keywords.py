@@ -79,7 +79,7 @@ def _is_whole_number_up_to(value: object, maximum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= maximum
 
 
-def _is_list_of_values(value: object) -> bool:
+def _is_nonempty_list(value: object) -> bool:
     return isinstance(value, list) and bool(value)
 
 
@@ -94,7 +94,7 @@ _LENGTH_CHECK = (
 # What the values of keywords must be. Those of the other keywords are checked where they are used.
 _VALUE_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
     "type": (_is_type, f"one of {', '.join(_TYPES)}, or a list of them"),
-    "enum": (_is_list_of_values, "a list of values"),
+    "enum": (_is_nonempty_list, "a list of at least one value"),
     "required": (_is_list_of_names, "a list of names"),
     "format": (lambda value: isinstance(value, str), "a name"),
     **dict.fromkeys(("minItems", "maxItems", "minProperties", "maxProperties"), _SIZE_CHECK),

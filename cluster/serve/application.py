@@ -77,10 +77,9 @@ def application(config: ServeConfig) -> serve.Application:
         autoscaling_config=_autoscaling(config, device),
         request_router_config={"request_router_class": LeaseRouter},
     )(EngineReplica).bind(config)
-    api_deployment = serve.deployment(
+    return serve.deployment(
         **shared_options, name=API_DEPLOYMENT_NAME, num_replicas=config.api_replicas
-    )
-    return api_deployment(serve.ingress()(ApiReplica)).bind(config, engine_app)
+    )(serve.ingress()(ApiReplica)).bind(config, engine_app)
 
 
 def _autoscaling(config: ServeConfig, device: str) -> AutoscalingConfig | None:
