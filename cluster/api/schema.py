@@ -103,8 +103,9 @@ class RequestModel(BaseModel):
 class Options(RequestModel):
     """Base of what says how to answer: options, tools, formats. Its unknown fields are
     treated as those of the request, if an `UnknownFields` is the context of the validation.
-    `FIELD_PATH`: where it is in the request. `IS_IN_PROMPT`: the model reads all of it, so no field of it is ignored. `MISPLACED_FIELDS`:
-    fields that are refused because they have another place, with that.
+    `FIELD_PATH`: where it is in the request. `IS_IN_PROMPT`: the model reads all of it, so no field
+    of it is ignored. `MISPLACED_FIELDS`: fields that are refused because they have another place,
+    with that.
     """
 
     FIELD_PATH: ClassVar[str]
