@@ -95,8 +95,8 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         help="All kernels, not only those of attention: on GPUs flash_attn, triton, hybrid"
-        " (FlashAttention-3 for prompts and Triton for decoding, on Hopper) or reference; on CPU"
-        " cpu, reference, or triton in its interpreter.",
+        " (FlashAttention-3 for prompts and Triton for decoding, on Hopper) or, with enforce_eager,"
+        " reference; on CPU cpu, reference, or triton in its interpreter.",
         choices=ATTENTION_BACKENDS,
     )
     block_size: int | None = option(

@@ -41,8 +41,8 @@ def part_starts(seq_lens_B: Int32Array, max_parts: int) -> Int32Array:
     """[B + 1]: the first part of each row, then the number of parts of all rows.
 
     A row has at least one part. All parts are about equally long: the smallest multiple of
-    `CHUNK_TOKENS` with which there are at most `max_parts`, which is at least B, and of no row more
-    than `MAX_PARTS_PER_ROW`.
+    `CHUNK_TOKENS` with which there are at most `max_parts` (at least B) in all, and at most
+    `MAX_PARTS_PER_ROW` of a row.
     """
     chunks_B = -(-seq_lens_B // CHUNK_TOKENS)
     total_chunks = int(chunks_B.sum())

@@ -36,8 +36,8 @@ class AttentionMetadata:
     sequence.
 
     query_start_B1    : int32 [B+1], first token of each row, then T.
-    seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`; arbitrary where every
-        row has one query, since nobody reads it then.
+    seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`; arbitrary where
+        `is_decode`, since nobody reads it then.
     seq_lens_B        : int32 [B], tokens of the sequence up to the end of this step's chunk (what
         the last query sees).
     block_table_BW    : int32 [B, W], block ids of each sequence; entries past its length are
@@ -63,5 +63,5 @@ class AttentionMetadata:
 
     @property
     def is_decode(self) -> bool:
-        """Every row has one query at most, by the bound; False says nothing."""
+        """Every row has exactly one query token."""
         return self.max_query_len == 1

@@ -94,7 +94,7 @@ class StepMask:
     """Which tokens a step may sample, for `rows` among its sampling rows; all other rows may sample
     any token.
 
-    `rows`: indices among the sampling rows. `masks` has one entry per row: bits by token id, from
+    `masks` has one entry per row: bits by token id, from
     the lowest bit of the first byte on, in whole 32-bit words.
     """
 

@@ -27,7 +27,7 @@ class StepRecord:
     head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
     num_preempted: in this step; num_recomputed_tokens: of rows admitted in it, lost with ranks.
     num_admitted: rows new to the ranks, also of sequences that were admitted before.
-    num_prompt_tokens: of rows that run several. seconds: by part of the step on rank 0.
+    seconds: by part of the step on rank 0.
     """
 
     step_id: int

@@ -2,8 +2,9 @@
 
 A web page that a user visits can send requests to a server on the user's own machine. It cannot
 choose all headers: `Origin` names the page's site, and after DNS rebinding, by which the page's
-name comes to mean this machine, `Host` is still that name. A page can also not send JSON to another
-site without asking first, which is why a body must not say that it is anything else.
+name comes to mean this machine, `Host` is still that name. A page can also not send what says
+that it is JSON to another site without asking first; a body that says that it is anything else, as
+that of a form does, is refused.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ class Api:
         limits: ApiLimits | None = None,
         adds_request_id: bool = True,
     ) -> None:
-        """`access`: by default without a key. `adds_request_id`: off where a proxy in
-        front adds `x-request-id` itself.
+        """`access`: by default without a key. `adds_request_id`: off where a proxy in front adds
+        `x-request-id` itself.
         """
         self.limits = limits or ApiLimits()
         self.metrics = ApiMetrics()

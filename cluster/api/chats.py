@@ -87,6 +87,7 @@ def template_values(
             field = "reasoning_effort"
     if THINKING_SWITCH in tokenizer.template_variables:
         return variables
+    # Without a switch, a model that thinks by default always does.
     if variables.pop(THINKING_SWITCH, None) is False and tokenizer.thinks_by_default:
         raise RequestError(f"{field}: this model always thinks; leave the field out", field)
     return variables

@@ -105,7 +105,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     __slots__ = (
-        "_framing_bytes",
+        "_excess_framing_bytes",
         "_has_head_begun",
         "_head_bytes",
         "_is_reading_body",

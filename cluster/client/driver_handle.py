@@ -239,6 +239,7 @@ class DriverHandle:
                 if time.monotonic() > deadline_s:
                     raise
                 time.sleep(RETRY_PAUSE_S)
+            self.check_not_shut_down()
 
     def _run_on_sender(self, make_call: Callable[..., None], *arguments: Any) -> None:
         """Make a call to the driver on the sender's thread."""

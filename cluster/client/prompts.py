@@ -59,8 +59,8 @@ class Conversation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedPrompt:
     """A prompt in exactly one of three forms (a rendered conversation has its text too); only the
-    form has been checked. session_id: where
-    there are several engines, the requests of one session go to the same one.
+    form has been checked. session_id: where there are several engines, the requests of one session
+    go to the same one.
     """
 
     text: str | None = None

@@ -43,7 +43,7 @@ from workers.models.random_checkpoint import write_random_checkpoint
 from workers.models.size import count_parameters
 from workers.roofline import Machine, make_workload, probe_cpu, roofline_entry
 
-DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_NUM_SEQS = 256
 DEFAULT_MAX_INPUT_TOKENS = 1024
 DEFAULT_MAX_OUTPUT_TOKENS = 1024
 DEFAULT_TEMPERATURE = 0.6
@@ -223,7 +223,7 @@ def _read_or_make_requests(job: BenchJob, config: ResolvedConfig) -> list[BatchR
             " checkpoint goes, raise --max-model-len"
         )
     return synthetic_requests(
-        job.num_seqs or DEFAULT_MAX_NUM_SEQS,
+        job.num_seqs or DEFAULT_NUM_SEQS,
         max_input,
         max_output,
         seed=job.config.seed or 0,

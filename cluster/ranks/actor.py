@@ -146,10 +146,10 @@ class RankActor:
     def take_over(self, epoch: int) -> None:
         """For a rank that has stood by: the steps of `epoch` follow."""
         worker = self._wait_for_worker()
+        set_scheduling_policy("self", "SCHED_OTHER")
         worker.take_over(epoch)
         if self._is_standby:  # otherwise the call was made again
             self._is_standby = False
-            set_scheduling_policy(os.getpid(), "SCHED_OTHER")
             self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()
             worker.start_background_compilation()
 
@@ -181,7 +181,7 @@ class RankActor:
         gc.enable()
         if self._is_standby:
             # Ray's main thread wakes up 100 times a second, for signals.
-            set_scheduling_policy(os.getpid(), "SCHED_BATCH")
+            set_scheduling_policy("self", "SCHED_BATCH")
         else:
             worker.start_background_compilation()
         return worker.memory()

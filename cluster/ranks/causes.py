@@ -12,12 +12,11 @@ sources, of which one is enough, and a crash that either of them tells is one:
 The kernel keeps the status of a process for those who opened a pidfd while it lived, and tells it
 when the parent has read it. Linux 6.15 or later.
 
-Last words: a process that crashes says so in its mark (a memory file, see
-`mark_this_process`), which outlives it in whoever has it open.
-On older kernels, a process that promised to speak and died in silence counts as killed. Some
-crashes are silent: if the stack of a thread other than the main one overflows (nothing but that
-stack was written); if not even the handler can run, because thread-local storage is destroyed; and
-SIGTRAP and SIGSYS.
+Last words: a process that crashes says so in its mark (a memory file, see `mark_this_process`),
+which outlives it in whoever has it open. On older kernels, a process that promised to speak and
+died in silence counts as killed. Some crashes are silent: if the stack of a thread other than the
+main one overflows (nothing but that stack was written); if not even the handler can run, because
+thread-local storage is destroyed; and SIGTRAP and SIGSYS.
 """
 
 from __future__ import annotations

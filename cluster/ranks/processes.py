@@ -37,6 +37,7 @@ IS_LINUX = sys.platform == "linux"
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PIDFD_THREAD = os.O_EXCL if IS_LINUX else 0  # linux/pidfd.h
 END_TIMEOUT_S = 10.0
+MAX_POLICY_PASSES = 10  # over the threads of a process, until all have a scheduling policy
 # Time for processes that Ray was told to end: if they are killed earlier, Ray reports a fault.
 END_GRACE_S = 0.2
 STACKS_TIMEOUT_S = 0.5
@@ -242,14 +243,23 @@ def end_local_processes(processes: list[tuple[int, int]], grace_s: float = END_G
             os.close(pidfd)
 
 
-def set_scheduling_policy(pid: int, name: str) -> None:
-    """Have Linux schedule all threads of a process, and those they will start, as "SCHED_OTHER"
-    or as "SCHED_BATCH": such a thread interrupts no other one when it wakes up.
+def set_scheduling_policy(process: int | str, name: str) -> None:
+    """Have Linux schedule all threads of a process, and those they will start, as "SCHED_OTHER" or
+    as "SCHED_BATCH", as far as this user may: such a thread interrupts none but those of
+    "SCHED_IDLE" when it wakes up. `process`: its id, or "self".
     """
     with suppress(OSError):  # the process has ended, or this is no Linux
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):  # so has the thread, or this user may not do it
-                os.sched_setscheduler(int(thread.name), getattr(os, name), os.sched_param(0))
+        for _ in range(MAX_POLICY_PASSES):
+            has_changed = False
+            for thread in Path(f"/proc/{process}/task").iterdir():
+                with suppress(OSError):  # so has the thread, or this user may not do it
+                    if os.sched_getscheduler(int(thread.name)) != getattr(os, name):
+                        os.sched_setscheduler(
+                            int(thread.name), getattr(os, name), os.sched_param(0)
+                        )
+                        has_changed = True
+            if not has_changed:
+                return  # and no thread was started meanwhile by one that was yet to be changed
 
 
 @functools.cache

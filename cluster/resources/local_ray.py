@@ -102,7 +102,7 @@ def kept_sigterm_handler() -> Iterator[None]:
 
 def check_local_ray_alive() -> None:
     """Raise `EngineError` if a process of a local Ray of our own has died, after killing the
-    others. Without its head, they would end only after a minute, and this program with them.
+    others. Without gcs_server, they would end only after a minute, and this program with them.
     """
     dead_names = dead_local_processes()
     if dead_names:
@@ -111,8 +111,8 @@ def check_local_ray_alive() -> None:
 
 
 def kill_local_ray() -> None:
-    """Kill the processes of a local Ray of our own, but its gcs_server, which ends with
-    this program.
+    """Kill the processes of a local Ray of our own, but its gcs_server, which ends with this
+    program.
     """
     node: Any = ray._private.worker._global_node
     for name, process in node.live_processes() if node is not None else ():

@@ -50,10 +50,10 @@ def bundle_of(device: str) -> dict[str, float]:
 def rank_capacities(device: str) -> list[int]:
     """How many ranks each living node could hold if nothing else used it."""
     bundle = bundle_of(device)
-    resources_by_node = [node["Resources"] for node in living_nodes()]
+    node_resources = [node["Resources"] for node in living_nodes()]
     return [
         int(min(resources.get(k, 0) // v for k, v in bundle.items()))
-        for resources in resources_by_node
+        for resources in node_resources
     ]
 
 

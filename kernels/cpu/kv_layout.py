@@ -4,7 +4,7 @@ Scores then vectorize over the tokens of a block, and the weighted sum over the 
 neither needs a sum across a vector. Where the processor multiplies pairs of bfloat16
 (`tile.py`), two consecutive dimensions of keys lie side by side, and so do two consecutive
 tokens of values: keys [N, K, D/2, P, 2], values [N, K, P/2, D, 2], in the same memory. Legend: N
-blocks, K KV leading_sizes, D head dim, P block size, W elements side by side (1 or 2).
+blocks, K KV heads, D head dim, P block size, W elements side by side (1 or 2).
 """
 
 from __future__ import annotations

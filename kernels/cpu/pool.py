@@ -159,8 +159,8 @@ def _run_tasks(thread: int) -> int:
 
 @exact_jit
 def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
-    """If the loop has run for a while, wake the first helper from `helper` on that sleeps and does
-    not rest. Returns the helper that may be woken next.
+    """If the loop has run for a while, wake the first helper from `helper` on that sleeps and whose
+    backoff has ended. Returns the helper that may be woken next.
     """
     while helper < num_parts:
         line_address = _thread_line_address(helper, _SLEEP_LINE)

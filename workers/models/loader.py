@@ -196,18 +196,18 @@ def _computed_codes(
         max_magnitude_M = whole_rows.abs().amax(dim=1)
         codes, scale_M = quantize_rows(whole_rows[:, inputs.start : inputs.stop], max_magnitude_M)
         return codes, None, scale_M.unsqueeze(1)
-    first_block_row, last_block_row = (
+    first_block_start, last_block_start = (
         edge // FP8_SCALE_BLOCK_ROWS * FP8_SCALE_BLOCK_ROWS for edge in (rows.start, rows.stop - 1)
     )
     whole_rows = values[
-        first_block_row : min(last_block_row + FP8_SCALE_BLOCK_ROWS, piece.shape[0]), :
+        first_block_start : min(last_block_start + FP8_SCALE_BLOCK_ROWS, piece.shape[0]), :
     ]
     zeros = None
     if piece.zeros is None:
         codes, scale = quantize_blocks(whole_rows, piece.group_size)
     else:
         codes, zeros, scale = quantize_groups(whole_rows, piece.group_size)
-    own_rows = slice(rows.start - first_block_row, rows.stop - first_block_row)
+    own_rows = slice(rows.start - first_block_start, rows.stop - first_block_start)
     held_group_size = len(inputs) // piece.scale.shape[1]
     groups = torch.arange(inputs.start, inputs.stop, held_group_size) // piece.group_size
     return (

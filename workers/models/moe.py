@@ -8,8 +8,8 @@ features, as of a dense MLP: columns of gate and up, and what they multiply of d
 partial sums over its experts are added up over the ranks in one all-reduce
 (docs/decisions/0035-experts.md).
 
-Legend: T tokens, X experts, E hidden size, F features of one expert on this rank, K
-experts of a token.
+Legend: T tokens, X experts, E hidden size, F features of one expert on this rank, K experts
+of a token.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import logging.handlers
 import re
@@ -456,3 +457,16 @@ def test_too_many_connections_with_requests_are_refused(narrow: Server) -> None:
             answer = answer_of(fourth)
         assert answer.startswith(b"HTTP/1.1 503") and b"at most 3 connections" in answer
         assert narrow.api.admission.num_open_outputs == 3
+
+
+def test_what_a_connection_adds_has_slots() -> None:
+    """Another attribute in its dict would cost each connection a kilobyte."""
+    source = inspect.getsource(BoundedProtocol)
+    names = set(re.findall(r"self\.(_\w+)(?:: [^=\n]+)? =", source))
+    names |= {
+        name
+        for group in re.findall(r"((?:self\._\w+ = )+)", source)
+        for name in re.findall(r"self\.(_\w+)", group)
+    }
+    assert names - set(BoundedProtocol.__slots__) == {"_running_cycle"}
+    assert set(BoundedProtocol.__slots__) <= names

@@ -4,6 +4,7 @@ their memory cannot be trusted.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -58,7 +59,11 @@ def wait_until_a_group_stands_by(llm: LLM) -> None:
 
 def policies_of(pid: int) -> set[int]:
     """By which the threads of a process are scheduled."""
-    return {os.sched_getscheduler(int(each.name)) for each in Path(f"/proc/{pid}/task").iterdir()}
+    policies = set()
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            policies.add(os.sched_getscheduler(int(thread.name)))
+    return policies
 
 
 def lose(engine: LLM, expected: list[History], action: Any) -> int:

@@ -625,7 +625,7 @@ def test_one_rank_that_cannot_map_leads_every_rank_to_gloo() -> None:
         (
             "create",
             lambda *_: (os.open("/dev/zero", os.O_RDWR), "/dev/zero"),
-            "/dev/zero is not the segment of rank 0",
+            "/dev/zero is not the segment of the first rank",
         ),
         ("create", lambda *_: (os.open("/dev/zero", os.O_RDWR), "/proc/none"), "No such file"),
     ],
