@@ -16,7 +16,7 @@ from cluster.ranks.group import GroupReport
 from cluster.ray_errors import NoAnswerError
 from cluster.recovery import supervisor as supervisor_module
 from cluster.recovery.states import RecoveryState
-from cluster.recovery.supervisor import Supervisor
+from cluster.recovery.supervisor import BUSY_STANDBY_DELAY_S, Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
 from configs.engine import EngineConfig
 from scheduler.errors import ClientError, EaglerayError, WorkerError
@@ -39,6 +39,7 @@ class World:
         self.dead: list[EaglerayError] = []
         self.wrong: str | None = None  # with the present group
         self.num_standby_closes = 0
+        self.prepared_s: list[float] = []  # when spares may have been made
 
 
 class Group:
@@ -80,7 +81,7 @@ class NoStandby:
         pass
 
     def prepare(self, present: Group, first: GroupReport) -> None:
-        pass
+        self.world.prepared_s.append(self.world.now_s)
 
     def take(self) -> tuple[None, list[Any]]:
         if self.world.take_failures:
@@ -116,14 +117,14 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     return World()
 
 
-def serving(world: World) -> Supervisor:
+def serving(world: World, has_work: bool = False) -> Supervisor:
     """A supervisor whose first group serves."""
     parts = {"make_group": Group, "make_watch": Watch, "make_standby": NoStandby}
     maker: Any = world
     supervisor: Supervisor = type("SupervisorOfFakes", (Supervisor,), parts)(
         maker,
         busy_since_s=lambda: None,
-        has_work=lambda: False,
+        has_work=lambda: has_work,
         on_group_ready=lambda group, cache_survives: None,
         on_lost=lambda epoch, why: world.lost.append(epoch),
         on_dead=world.dead.append,
@@ -155,6 +156,20 @@ PASSING = [
     NoAnswerError("could not run end_local_processes on node 7: no answer within 150 s"),
     RaySystemError("the connection to the head was lost"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("has_work", "loses", "due_s"),
+    [(False, False, 0.5), (True, False, BUSY_STANDBY_DELAY_S), (True, True, 1.5)],
+)
+def test_work_comes_before_what_stands_by_for_a_while_after_the_start(
+    world: World, has_work: bool, loses: bool, due_s: float
+) -> None:
+    """Processes that start would take its cores. After a loss, they are started at once."""
+    supervisor = serving(world, has_work=has_work)
+    world.wrong = "rank 1 died" if loses else None
+    turns(supervisor, world, 2 * BUSY_STANDBY_DELAY_S)
+    assert world.prepared_s[0] == due_s and supervisor.recovery.num_recoveries == loses
 
 
 @pytest.mark.parametrize("error", PASSING, ids=lambda error: type(error).__name__)
