@@ -42,12 +42,14 @@ class Spares:
         self._due_s = time.monotonic() + SPARES_DELAY_S
         self._end_executor = ThreadPoolExecutor(1, "end-spares")
 
-    def prepare(self, memories: Seq[RankMemoryHandles | None]) -> None:
-        """Make spares if they are due, and note those that are ready. `memories`: of the ranks.
+    def prepare(self, memories: Seq[RankMemoryHandles | None], makes_spares: bool = True) -> None:
+        """Make spares if they are due and `makes_spares`, and note those that are ready.
+        `memories`: of the ranks.
         Raises what keeps spares from being made, such as a node that is missing, and `WorkerError`
         if one cannot warm up.
         """
-        if self._is_enabled and not self._spares and time.monotonic() >= self._due_s:
+        is_due = makes_spares and time.monotonic() >= self._due_s
+        if self._is_enabled and not self._spares and is_due:
             self._create(memories)
         if warming_refs := list(self._warming_spares):
             ready_refs, _ = ray.wait(warming_refs, num_returns=len(warming_refs), timeout=0)

@@ -57,15 +57,19 @@ class Standby:
         """The engine serves from now on."""
         self._spares.delay(SPARES_DELAY_S)
 
-    def prepare(self, present_group: RankGroup, first_report: GroupReport) -> None:
-        """Make spares for the present group if they are due, and a group of them once warm."""
+    def prepare(
+        self, present_group: RankGroup, first_report: GroupReport, makes_spares: bool
+    ) -> None:
+        """Make spares for the present group if they are due and `makes_spares`, and a group of them
+        once warm.
+        """
         try:
             if self._group is None:
                 memories = [handle.memory for handle in present_group.ranks]
                 if self._forms_groups and not all(m and m.weights for m in memories):
                     self._forms_groups = False
                     logger.warning(NO_SHARED_WEIGHTS_WARNING)
-                self._spares.prepare(memories)
+                self._spares.prepare(memories, makes_spares)
                 if self._spares.are_warm:
                     if self._forms_groups:
                         self._stand_by(first_report)

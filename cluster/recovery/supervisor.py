@@ -27,8 +27,8 @@ from scheduler.errors import EaglerayError, EngineDeadError
 
 MAX_CONVICTIONS_IN_A_ROW = 8  # without a result
 # After the start, while there is work: processes that start take the cores of those that compute,
-# and a program that computes for less needs nobody who stands by.
-BUSY_STANDBY_DELAY_S = 30.0
+# and a program that computes for less needs no spares.
+BUSY_SPARES_DELAY_S = 30.0
 ASSEMBLY_END_TIMEOUT_S = 15.0  # a start fails soon after its processes have been killed
 
 logger = logging.getLogger("eagleray.driver")
@@ -69,7 +69,7 @@ class Supervisor:
         self._group_watch: Watch | None = None
         self._first_report: GroupReport | None = None
         self._standby = self.make_standby(rank_maker, self.make_group)
-        self._busy_standby_due_s = 0.0  # from when on it is made although there is work
+        self._busy_spares_due_s = 0.0  # from when on they are made although there is work
         self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
         self._distrust_reason = ""  # why the memory of the last ones cannot be trusted
         # In the group that is assembled; `Scheduler.start_epoch` may drop it all the same.
@@ -110,7 +110,7 @@ class Supervisor:
         assert self._group is not None
         self._group_watch = self._make_watch(self._group)
         self._standby.note_serving()
-        self._busy_standby_due_s = self._clock() + BUSY_STANDBY_DELAY_S
+        self._busy_spares_due_s = self._clock() + BUSY_SPARES_DELAY_S
         self._thread.start()
 
     def end(self) -> None:
@@ -213,8 +213,8 @@ class Supervisor:
             reason = self._take_step_failure() or self._group_watch.find_fault(self._busy_since_s())
             if reason is None:
                 assert self._first_report is not None
-                if not self._has_work() or self._clock() >= self._busy_standby_due_s:
-                    self._standby.prepare(self._group, self._first_report)
+                makes_spares = not self._has_work() or self._clock() >= self._busy_spares_due_s
+                self._standby.prepare(self._group, self._first_report, makes_spares)
             else:
                 self._end_epoch(reason)
         elif recovery.state is RecoveryState.FENCING:  # an earlier check could not finish that
@@ -278,7 +278,7 @@ class Supervisor:
 
     def _assemble(self) -> None:
         """Begin to assemble the next group."""
-        self._assembly_began_s = self._busy_standby_due_s = self._clock()
+        self._assembly_began_s = self._busy_spares_due_s = self._clock()
         lost_group = self._group
         assert lost_group is not None
         standby_group, spares = self._standby.take()

@@ -205,8 +205,8 @@ class Standby:
     def note_serving(self) -> None:
         pass
 
-    def prepare(self, present: Group, first: GroupReport) -> None:
-        if self._maker.world.happens("stands_by"):
+    def prepare(self, present: Group, first: GroupReport, makes_spares: bool) -> None:
+        if makes_spares and self._maker.world.happens("stands_by"):
             self._present = present
 
     def take(self) -> tuple[Group | None, list[Any]]:

@@ -124,6 +124,18 @@ def test_spares_are_made_after_2_s(world: World) -> None:
     assert world.made_s == [2.0] * 2, "one per rank, once"
 
 
+def test_spares_that_were_made_are_noted_while_no_others_are_to_be_made(world: World) -> None:
+    spares = spares_in(world)
+    world.now_s += 10.0
+    spares.prepare(MEMORIES, makes_spares=False)
+    assert world.made_s == []
+    spares.prepare(MEMORIES)
+    for actor in world.actors:
+        actor.note_warm()
+    spares.prepare(MEMORIES, makes_spares=False)
+    assert spares.are_warm
+
+
 def test_the_next_spares_are_made_at_once_after_a_recovery(world: World) -> None:
     """One that comes before there were any takes none, and starts processes of its own."""
     spares = spares_in(world)

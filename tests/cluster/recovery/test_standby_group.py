@@ -48,7 +48,7 @@ class WarmSpares:
         self.delays_s: list[float] = []
         self.are_warm = True
 
-    def prepare(self, memories: Any) -> None:
+    def prepare(self, memories: Any, makes_spares: bool) -> None:
         if self.failures:
             raise self.failures.popleft()
 
@@ -106,7 +106,7 @@ def prepare(standby: Standby, times: int = 1, weights: MemoryHandle | None = WEI
     ]
     present: Any = SimpleNamespace(ranks=ranks)
     for _ in range(times):
-        standby.prepare(present, REPORT)
+        standby.prepare(present, REPORT, True)
 
 
 def delays_of(standby: Standby) -> list[float]:

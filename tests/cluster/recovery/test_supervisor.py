@@ -16,7 +16,7 @@ from cluster.ranks.group import GroupReport
 from cluster.ray_errors import NoAnswerError
 from cluster.recovery import supervisor as supervisor_module
 from cluster.recovery.states import RecoveryState
-from cluster.recovery.supervisor import BUSY_STANDBY_DELAY_S, Supervisor
+from cluster.recovery.supervisor import BUSY_SPARES_DELAY_S, Supervisor
 from cluster.timeouts import GIVE_UP_AFTER_S
 from configs.engine import EngineConfig
 from scheduler.errors import ClientError, EaglerayError, WorkerError
@@ -80,8 +80,9 @@ class NoStandby:
     def note_serving(self) -> None:
         pass
 
-    def prepare(self, present: Group, first: GroupReport) -> None:
-        self.world.prepared_s.append(self.world.now_s)
+    def prepare(self, present: Group, first: GroupReport, makes_spares: bool) -> None:
+        if makes_spares:
+            self.world.prepared_s.append(self.world.now_s)
 
     def take(self) -> tuple[None, list[Any]]:
         if self.world.take_failures:
@@ -160,15 +161,15 @@ PASSING = [
 
 @pytest.mark.parametrize(
     ("has_work", "loses", "due_s"),
-    [(False, False, 0.5), (True, False, BUSY_STANDBY_DELAY_S), (True, True, 1.5)],
+    [(False, False, 0.5), (True, False, BUSY_SPARES_DELAY_S), (True, True, 1.5)],
 )
-def test_work_comes_before_what_stands_by_for_a_while_after_the_start(
+def test_work_comes_before_spares_for_a_while_after_the_start(
     world: World, has_work: bool, loses: bool, due_s: float
 ) -> None:
     """Processes that start would take its cores. After a loss, they are started at once."""
     supervisor = serving(world, has_work=has_work)
     world.wrong = "rank 1 died" if loses else None
-    turns(supervisor, world, 2 * BUSY_STANDBY_DELAY_S)
+    turns(supervisor, world, 2 * BUSY_SPARES_DELAY_S)
     assert world.prepared_s[0] == due_s and supervisor.recovery.num_recoveries == loses
 
 
