@@ -32,9 +32,7 @@ from workers.compilation import compile_first_step, load_first_step, start_backg
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
-from workers.memory.huge_pages import use_huge_pages
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
-from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
@@ -44,10 +42,6 @@ from workers.report import WorkerReport
 from workers.step_mailbox import Outcome, StepMailbox
 
 logger = logging.getLogger(__name__)
-
-# Between two pages of the cache that become huge. Those of the weights matter more: see
-# `use_huge_pages`.
-_CACHE_PAUSE_S = 0.1
 
 
 class Worker:
@@ -74,8 +68,6 @@ class Worker:
         self._failure: str | None = None  # why no further step runs
         self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
-        self._close_event = threading.Event()
-        self._has_begun_huge_pages = False
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -194,7 +186,7 @@ class Worker:
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
             if not is_standby:
-                self._begin_steps(self._runner)
+                self._runner.cache.allow_writing()
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemoryHandles:
@@ -212,7 +204,7 @@ class Worker:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
         self.epoch = epoch
-        self._begin_steps(self._runner)
+        self._runner.cache.allow_writing()
 
     def start_background_compilation(self) -> None:
         """On the first CPU rank: compile the kernels that only other steps need."""
@@ -285,32 +277,12 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
-        self._close_event.set()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
         self._group = self._loaded_model = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _begin_steps(self, runner: ModelRunner) -> None:
-        """This rank's steps follow: let it write to the cache, and give weights and cache huge
-        pages beside them.
-        """
-        runner.cache.allow_writing()
-        weights = self._loaded_model.memory if self._loaded_model is not None else None
-        if weights is not None and not self._has_begun_huge_pages:
-            self._has_begun_huge_pages = True
-            thread = threading.Thread(
-                target=_use_huge_pages,
-                args=(weights, runner.cache.memory, self._close_event),
-                name="huge-pages",
-                daemon=True,
-            )
-            try:
-                thread.start()
-            except RuntimeError as error:  # no more threads are allowed
-                logger.debug("weights and cache stay in small pages: %s", error)
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -352,20 +324,6 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - began_s
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
-
-
-def _use_huge_pages(
-    weights: SharedMemfd, cache: SharedMemfd | None, stop_event: threading.Event
-) -> None:
-    """As `use_huge_pages`, for the weights, of which steps read all, and then the cache. They stay
-    open until then.
-    """
-    try:
-        use_huge_pages(weights.descriptor, weights.num_bytes, stop_event)
-        if cache is not None and not stop_event.is_set():
-            use_huge_pages(cache.descriptor, cache.num_bytes, stop_event, _CACHE_PAUSE_S)
-    except OSError as error:
-        logger.debug("the rest stays in small pages: %s", error)
 
 
 def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:

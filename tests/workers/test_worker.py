@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import Empty, Queue
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +30,6 @@ from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
 from workers import step_mailbox
 from workers.device import Device, open_device
-from workers.memory.lasting import has_memfds
 from workers.model_runner import PendingStep
 from workers.worker import Worker
 
@@ -357,33 +355,6 @@ def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) 
     worker._group = SimpleNamespace(close=lambda: held.append(runner()))  # type: ignore[assignment]
     worker.close()
     assert held == [None]
-
-
-@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
-def test_whoever_runs_steps_gives_weights_and_cache_huge_pages_until_it_is_closed(
-    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    began: Queue[int] = Queue()
-
-    standby = Worker(config_of(small_checkpoint), rank=0)
-
-    def note(descriptor: int, num_bytes: int, stop_event: threading.Event, *pause: float) -> None:
-        if stop_event is standby._close_event:  # not by a worker of another test
-            began.put(num_bytes)
-
-    monkeypatch.setattr("workers.worker.use_huge_pages", note)
-    standby.start(None)
-    standby.allocate_cache(32, is_standby=True)
-    with pytest.raises(Empty):
-        began.get(timeout=0.2)
-    standby.take_over(1)
-    handles = standby.memory()
-    assert handles.weights is not None and handles.cache is not None
-    assert began.get(timeout=20.0) == handles.weights.num_bytes
-    assert began.get(timeout=20.0) == handles.cache.num_bytes
-    assert not standby._close_event.is_set()
-    standby.close()
-    assert standby._close_event.is_set()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

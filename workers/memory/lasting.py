@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workers.memory.huge_pages import map_aligned
+from workers.memory.huge_pages import allocate, map_aligned
 from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class SharedMemfd:
                 if (missing := num_bytes - end) > (available := available_bytes()):
                     message = f"only {available} bytes of memory are available, not {missing}"
                     raise OSError(errno.ENOMEM, message)
-                os.posix_fallocate(self.descriptor, end, min(_PIECE_BYTES, missing))
+                allocate(self.descriptor, end, end + min(_PIECE_BYTES, missing))
                 if progress is not None:
                     progress.allocated_bytes += min(_PIECE_BYTES, missing)
         except OSError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_address_range
 from kernels.metadata import AttentionMetadata
-from workers.memory.huge_pages import use_huge_pages
 from workers.memory.lasting import MemoryHandle, SharedMemfd
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
@@ -188,11 +186,6 @@ def write_to_file(state: State) -> None:
 
 def forget(state: State) -> None:
     state.forget()
-
-
-def use_huge(state: State) -> None:
-    assert state.memory is not None
-    use_huge_pages(state.memory.descriptor, state.memory.num_bytes, threading.Event(), 0.0)
 
 
 def huge_bytes(state: State) -> int:
