@@ -12,12 +12,12 @@
     python launch.py bench --shape qwen3-30b-a3b --num-layers 4 --num-seqs 16
     python launch.py doctor --model qwen3-30b-a3b
 
-Exit codes: 0 for success; 2 for a mistake in the command or its input, or where standard output is
-closed or full; 1 for a fault of the engine, or where the reader of the output has ended; 130 after
-Ctrl-C.
+Exit codes: 0 for success; 2 for a mistake in the command or its input, for what doctor finds wrong,
+or where standard output is closed or full; 1 for a fault of the engine, or where the reader of the
+output has ended; 130 after Ctrl-C.
 
-The flags of the engine and of sampling are derived from the fields of `EngineConfig` and
-`SamplingParams`.
+The flags of the engine, of sampling and of serving are derived from the fields of `EngineConfig`,
+`SamplingParams` and `ServeConfig`.
 """
 
 from __future__ import annotations

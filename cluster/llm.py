@@ -158,8 +158,8 @@ class LLM:
         with self._reserved_id(request_id):
             async with self.client.stream([prompt], sampling_params) as ([generation], chunks):
                 with self._registered_stream(generation, request_id):
-                    while prompts_and_chunks := await chunks.next():
-                        for _, chunk in prompts_and_chunks:
+                    while items := await chunks.next():
+                        for _, chunk in items:
                             yield chunk
 
     def abort(self, request_id: str) -> bool:

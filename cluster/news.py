@@ -13,7 +13,7 @@ from scheduler.messages import Deltas, PromptLogprobs, TokenLogprobs
 @dataclass(slots=True)
 class News:
     """What is new in one request: tokens from output index `first_index` on, log probabilities of
-    its prompt, and how it ended, if it did.
+    its prompt, and how it ended, if it did. num_cached_tokens: of its prompt, in the prefix cache.
     """
 
     first_index: int

@@ -45,7 +45,8 @@ HEALTH_MARGIN_S = 5.0
 DRIVER_CHECK_PERIOD_S = 2.0
 
 # Calls for counters: an engine's replica calls its driver, the API the engines (on its event loop,
-# for which one of its threads waits), a client the API, and one API all the others.
+# for which one of its threads waits, and for this thread `Api.stats`), and one process of the API
+# calls all of them.
 ENGINE_STATS_TIMEOUT_S = 1.0
 POOL_STATS_TIMEOUT_S = 1.5
 POOL_THREAD_TIMEOUT_S = 1.75
@@ -71,7 +72,7 @@ class Timeouts:
     driver_silence_s: float  # until a hanging driver is noticed while requests run
     driver_start_s: float  # for one start of a driver
     give_up_after_s: float  # how long a replacement is tried, not counting the last attempt
-    replacement_timeout_s: float  # the longest that a replacement may take
+    replacement_timeout_s: float  # the longest that replacing a driver may take
     health_timeout_s: float  # how long Ray Serve waits for one answer of a replica
     lease_wait_s: float  # how long a request waits for one of several engines
     first_engine_wait_s: float  # how long an API waits for the first engine

@@ -43,8 +43,8 @@ MAX_TIMEOUT_S = 86400.0  # a day
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of one engine. None means that the checkpoint, the backend or the device decides.
-    Times are seconds.
+    """Options of one engine. None means that the checkpoint, the backend or the device decides; for
+    `ray_address`, what Ray runs already (`cluster/resources/session.py`). Times are seconds.
 
     `kv_cache_bytes` is the KV cache of the whole engine on CPU, split over the ranks; on a GPU the
     size of the cache follows from `gpu_memory_utilization`. `num_kv_blocks` overrides both.
@@ -159,7 +159,7 @@ class EngineConfig:
     )
     num_steps_ahead: int | None = option(
         None,
-        help="Steps submitted beyond the last unread result; by default 1 on CPU, 3 on GPUs.",
+        help="Steps submitted beyond the oldest unread one; by default 1 on CPU, 3 on GPUs.",
         at_least=0,
         at_most=8,  # each starts a thread on every rank
     )
@@ -176,7 +176,7 @@ class EngineConfig:
         at_most=int(MAX_TIMEOUT_S),
     )
     start_timeout_s: float = option(
-        300.0, help="Limit on starting.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
+        300.0, help="Limit on each start of the ranks.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
     )
     stuck_after_s: float = option(
         20.0,

@@ -22,7 +22,7 @@ from scheduler.errors import ConfigError, UnreadableError
 
 ROPE_TYPES = ("default", "linear", "yarn", "dynamic")
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_TENSOR_PARALLEL_SIZE = 64
+MAX_TENSOR_PARALLEL_SIZE = 64  # that is proposed; a larger one is not refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class RopeConfig:
     rope_type: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    original_max_position_embeddings: int = 0  # 0 without scaling
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
@@ -189,7 +189,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ConfigError` when it is absent or not an object,
+    """The object in a JSON file. Raises `ConfigError` when it is absent or holds none,
     `UnreadableError` when the system cannot read it.
     """
     try:

@@ -24,6 +24,7 @@ def option(
 ) -> Any:
     """A dataclass field. Numbers are whole if they have `at_least`, and fractional if they have
     `above`; 0 is possible too with `or_zero`. Without `flag` its flag is its name (`flag_of`).
+    `flag_default`: what the command line takes in place of `default` if the flag is left out.
     """
     return dataclasses.field(
         default=default,

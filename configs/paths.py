@@ -12,7 +12,8 @@ DEFAULT_MODEL_DIR = SOURCE_ROOT / "configs" / "default_model"
 
 
 def module_command(module: str) -> list[str]:
-    """The command that runs a module of ours as a program, in the working directory `SOURCE_ROOT`.
+    """The command that runs a module of ours, by its full name (with `PACKAGE_PREFIX`), as a
+    program, in the working directory `SOURCE_ROOT`.
 
     In a checkout that is where the module is found. Where we are installed, nothing may be looked
     up there: our folder `kernels` would hide the package of that name, which transformers imports.

@@ -13,7 +13,7 @@ from configs.options import check_option, option
 from scheduler.errors import ConfigError
 
 MAX_REPLICAS = 1024
-_LAUNCH_FIELDS = ("listen_address", "shared_port_path", "bound_host")
+_LAUNCH_FIELDS = ("listen_address", "shared_port_path", "bound_host")  # that `from_dict` refuses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
-# Parts are multiples of it. Shorter ones would cost more to join than they save.
+# The host counts parts in multiples of it; a kernel cuts rows into no more parts, by its own tiles.
+# Shorter ones would cost more to join than they save.
 CHUNK_TOKENS = 64
 # One program joins the parts of a row, and reads the results of all of them at once. With this many
 # programs per KV head, a single row keeps enough bytes in flight for the memory of any chip.

@@ -32,7 +32,7 @@ class Capabilities:
     """What one backend can do, known without loading it.
 
     name: its key in `BACKENDS` (`kernels/select.py`), by which `select_backend` loads it.
-    description: how the log names it.
+    description: how logs, reports and `doctor` name it.
     default_block_size: tokens per KV block where the option does not say.
     dtypes: the dtypes it computes in. fast_dtypes: those the processor has instructions for; for a
         checkpoint of another, dtype "auto" computes in float32.
@@ -87,7 +87,7 @@ class GroupedCodes:
         of `kernels/reference/grouped.py`; or uint8, an e4m3 number each.
     zeros: [Y, G], uint8 between 0 and 15; None but with codes of 4 bits, and perhaps once packed.
     scale: [Y, G], float32; float16 or bfloat16 with codes of 4 bits.
-    num_rows: Y.
+    num_rows: Y, without what packing adds.
     """
 
     words: Tensor
@@ -189,8 +189,9 @@ class SamplingKernels(Protocol):
 
     The functions of the same names in `kernels/reference/sampling.py` define shapes and results.
 
-    Legend: B rows, R rows of one draw, V columns of this rank's shard of the vocabulary, X blocks
-    of columns, K the largest top-k, N ranks, W words of a mask. What a gap is, `GapRows` says.
+    Legend: B rows, R rows of one draw or with a mask, V columns of this rank's shard of the
+    vocabulary, X blocks of columns or bins of a histogram, K the largest top-k, N ranks, W words of
+    a mask. What a gap is, `GapRows` says.
     """
 
     def row_best(self, logits_BV: Tensor, /) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,8 +209,8 @@ class SamplingKernels(Protocol):
     def target_weight(
         self, seeds_R: Tensor, positions_R: Tensor, kept_weight_NR: Tensor, rank: int, /
     ) -> Tensor:
-        """Which weight each row draws: where its token lies in the running sum of this rank's
-        weights.
+        """Which weight each row draws, by its seed and the position of the token to be sampled:
+        where that token lies in the running sum of this rank's weights.
         """
 
     def pick_column(
@@ -218,19 +219,19 @@ class SamplingKernels(Protocol):
         """The column that the target weight lies in; -1 where another rank has it."""
 
     def list_nearest(self, gap_rows: GapRows, top_k_R: Tensor, max_top_k: int, /) -> Tensor:
-        """The top_k smallest gaps of each row."""
+        """The top_k smallest gaps of each row's shard, with how many tokens each stands for."""
 
     def gap_limits_from_lists(
         self, lists_NRK: Tensor, top_k_R: Tensor, top_p_R: Tensor, min_p_gap_limit_R: Tensor, /
     ) -> tuple[Tensor, Tensor]:
         """(gap limit of top-k, top-p and min-p together, weight each rank keeps), from the lists
-        of every rank.
+        of every rank; `top_p_R` is in units of 2**-30.
         """
 
     def mask_columns(
         self, logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first_bit: int, /
     ) -> None:
-        """Set the logits of tokens that a row may not choose to minus infinity, in place."""
+        """Set logits whose bit is 0 to minus infinity, in place; column 0 has bit `first_bit`."""
 
     def gap_histogram(
         self,
@@ -241,7 +242,9 @@ class SamplingKernels(Protocol):
         by_weight: bool,
         /,
     ) -> Tensor:
-        """Tokens, or their weights, by one digit of their gap."""
+        """Tokens, or their weights, by one digit of their gap, of gaps that begin with `prefix_R`,
+        the digits of earlier passes.
+        """
 
 
 class Recorder(Protocol):
@@ -332,7 +335,9 @@ class Kernels(Protocol):
         block_size: int,
         /,
     ) -> tuple[Tensor, Tensor]:
-        """(token ids of a step, where their KV goes)."""
+        """(token ids of a step, where their KV goes: -1 for positions below `num_stored_tokens_T`,
+        what was in the cache when the row was admitted).
+        """
 
     def write_tokens(
         self, tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor, /

@@ -16,7 +16,7 @@ class DecodeParts:
     """The first rows of a step, with one query each (those of a graph's padding may have none, and
     then no part), and the programs they are divided between (`kernels/decode_parts.py`).
 
-    num_rows             : how many rows.
+    num_rows             : how many rows, padding included.
     max_parts            : how many parts the launch has programs for; those past the last part end
         at once.
     part_start_B1        : int32, first part of each of these rows, then the number of parts of all.
@@ -39,7 +39,7 @@ class AttentionMetadata:
     seq_start_B1      : int32 [B+1], 0, then the running sum of `seq_lens_B`; arbitrary where
         `is_decode`, since nobody reads it then.
     seq_lens_B        : int32 [B], tokens of the sequence up to the end of this step's chunk (what
-        the last query sees).
+        the last query sees); 0 for a graph's padding.
     block_table_BW    : int32 [B, W], block ids of each sequence; entries past its length are
         arbitrary valid ids.
     kv_places_T       : int64 [T], block_id * block_size + offset where the token's KV is written;

@@ -40,9 +40,9 @@ def choose_capabilities(
 
     "auto" skips a backend that is not installed or cannot do one of the dtypes, the head dim or the
     block size; the last automatic one is taken unchecked. Ranks get it by name, and so refuse a
-    shape that it cannot do. `block_size` None means the backend's default. Raises `ValueError`
-    saying what is possible when the name is unknown, or what it names is not installed or cannot do
-    the head dim or the block size; what else a backend lacks, `resolve` refuses
+    shape that it cannot do. `block_size` None means the backend's default, `dtype` None any. Raises
+    `ValueError` saying what is possible when the name is unknown, or what it names is not installed
+    or cannot do the head dim or the block size; what else a backend lacks, `resolve` refuses
     (`workers/configuration.py`).
     """
     backends = _backends_of(device)

@@ -31,9 +31,9 @@ from typing import Protocol
 
 import xxhash
 
-HashFunction = Callable[[bytes], int]
+HashFunction = Callable[[bytes], int]  # a number of at most 128 bits
 NO_HASH = -1
-ROOT_SERIAL = 0
+ROOT_SERIAL = 0  # of the parent of first blocks, and of blocks that are not published
 
 
 @dataclass(slots=True, eq=False)
@@ -55,8 +55,8 @@ class BlockUser(Protocol):
     token_ids: array[int]
     cache_salt: str
     block_table: list[int]
-    block_hashes: list[int]  # chained hash of each full block, computed once
-    num_published_blocks: int
+    block_hashes: list[int]  # chained hashes of the first full blocks, as far as needed so far
+    num_published_blocks: int  # the first ones of `block_table`, those found in the cache included
 
     @property
     def reads_prefix_cache(self) -> bool:

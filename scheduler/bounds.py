@@ -243,7 +243,7 @@ BOUND_TABLES: Mapping[str, Mapping[str, Bound]] = {
 
 
 def field_limit(name: str) -> int:
-    """The bound of a field of `FIELD_BOUNDS`."""
+    """The bound `name` of `FIELD_BOUNDS`."""
     return FIELD_BOUNDS[name].maximum
 
 
@@ -255,7 +255,8 @@ def check_bound(
     configured_maximum: int | None = None,
 ) -> None:
     """Raise `RequestError` naming `place` if it holds more than the bound `name` of `FIELD_BOUNDS`
-    or `JSON_BOUNDS` allows. `configured_maximum` replaces a bound that is configured.
+    or `JSON_BOUNDS` allows. `parameter`: that of the error, `place` if None. `configured_maximum`
+    replaces a bound that is configured.
     """
     bound = FIELD_BOUNDS.get(name) or JSON_BOUNDS[name]
     limit = bound.maximum if configured_maximum is None else configured_maximum

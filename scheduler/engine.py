@@ -43,7 +43,8 @@ class MaskLate(Enum):
 
 MASK_LATE: Final = MaskLate.MASK_LATE
 MaskAnswer = bytes | EaglerayError | Literal[MaskLate.MASK_LATE] | None
-# How long a step may wait for the masks of grammars that have been quick so far.
+# How long a step may wait for the masks of grammars that have been quick so far, and `Engine.step`
+# for those of held sequences when there is no step to wait for.
 MASK_WAIT_S = 0.03
 
 
@@ -99,7 +100,7 @@ class Engine:
         self.grammars = grammars or NoGrammars()
         self.num_steps_ahead = num_steps_ahead
         self._sequences: dict[str, Sequence] = {}
-        self._held_sequences: dict[str, Sequence] = {}  # until their masks are there
+        self._held_sequences: dict[str, Sequence] = {}  # until their masks are there, slot or not
         self._failures: list[tuple[Sequence, EaglerayError]] = []
 
     def add(self, request: Request) -> Sequence:

@@ -43,7 +43,7 @@ class UnreadableError(ConfigError):
 
 
 class RequestError(ClientError):
-    """One request cannot be accepted. `parameter` names the field at fault."""
+    """One request cannot be accepted. `parameter` names the field at fault, if one is."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -82,8 +82,9 @@ class StepTimeoutError(EngineError):
 
 
 class RequestFailedError(EngineError):
-    """Ranks died each time this request ran, even when it ran alone, or its grammar could not be
-    compiled or followed for want of a process. The engine continues.
+    """Ranks died each time this request ran, even when it or another that asks for the same ran
+    alone, or its grammar could not be compiled or followed for want of a process. The engine
+    continues.
     """
 
 

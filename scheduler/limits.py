@@ -58,7 +58,7 @@ def check_lengths(request: Request, limits: SchedulerLimits) -> None:
 
 
 def check_vocabulary(token_ids: Collection[int], vocab_size: int) -> None:
-    """Raise `RequestError` for a prompt token that is not in the vocabulary."""
+    """Raise `RequestError` for a token that is not in the vocabulary."""
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         unknown_id = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         raise RequestError(

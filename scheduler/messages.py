@@ -4,8 +4,9 @@
     frontend <--Deltas--- driver <----StepResult-------- every rank
 
 Numbers travel as flat `array`s: 256 small objects cost more to pickle than a step costs to
-schedule. A receiver of a plan or a result checks `epoch` and `step_id`. A batch slot is a row of
-a rank's `BatchState`; a sequence keeps its slot while it runs.
+schedule. A receiver of a plan or a result checks `epoch` and `step_id`: steps count from 0 in each
+epoch, that of one set of rank processes. A batch slot is a row of a rank's `BatchState`; a sequence
+keeps its slot while it runs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class AdmittedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """What changed since the last plan, and what runs now. The fields are applied in order.
+    """What changed since the last plan, and what runs now. The fields are applied in order; first
+    the ranks forget the rows of `released_slots`.
 
     `appended_block_ids[i]` goes to the end of the block table of `appended_slots[i]`. The batch is
     `slots`, row by row with `num_new_tokens` each; a row samples one token at the end of its chunk

@@ -48,11 +48,11 @@ class Pace:
     def __init__(self, max_decode_slowdown: float, max_num_batched_tokens: int) -> None:
         self.max_decode_slowdown = max_decode_slowdown
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._decode_s_by_rows: dict[int, deque[float]] = {}  # by number of rows
+        self._decode_s_by_rows: dict[int, deque[float]] = {}  # of the last steps, without prompts
         self._prompt_token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED_STEPS)
         self._base_s_by_rows: dict[int, float] = {}
         self._usual_num_rows = 0.0  # that decode
-        self._num_saved_tokens = 0  # that decoded since the last long gaps
+        self._num_saved_tokens = 0  # that decoded, less what long gaps have cost; bounded
 
     def observe(self, num_decoding: int, num_prompt_tokens: int, seconds: float) -> None:
         """Learn from a step that has taken `seconds`: `num_decoding` rows that run one token each,

@@ -74,9 +74,9 @@ class ResolvedSampling:
 class StructuredOutputs:
     """What the answer must match, in exactly one form.
 
-    json: a JSON schema, as an object or as text. json_object: any JSON object. regex: the whole
-    answer matches it. choice: the answer is one of these texts. structural_tag: a format of
-    xgrammar's structural tags, passed on unchanged.
+    json: a JSON schema, as an object, true, false, or text. json_object: any JSON object. regex:
+    the whole answer matches it. choice: the answer is one of these texts. structural_tag: a format
+    of xgrammar's structural tags, passed on unchanged.
     """
 
     json: Mapping[str, Any] | bool | str | None = None

@@ -28,7 +28,7 @@ class Queues:
         self.running: list[Sequence] = []
         self.num_slots = num_slots
         self.free_slots = list(range(num_slots))[::-1]
-        self.released_slots: list[int] = []  # since the last plan
+        self.released_slots: list[int] = []  # see `release_row`; since the last plan
 
     def admit(self, seq: Sequence) -> int | None:
         """Let a waiting sequence run, if there are blocks for it. Returns the number of its tokens
@@ -78,13 +78,15 @@ class Queues:
         seq.lacks_row = seq.is_held = False
 
     def release_row(self, seq: Sequence) -> None:
-        """Have the ranks forget the row of a running sequence with the next plan."""
+        """Have the ranks forget the row of a running sequence, which may keep its slot, with the
+        next plan.
+        """
         if not seq.lacks_row:
             self.released_slots.append(seq.slot)
             seq.lacks_row = True
 
     def take_released_slots(self) -> list[int]:
-        """The slots that were released since the last call."""
+        """The slots whose rows were released since the last call."""
         released_slots, self.released_slots = self.released_slots, []
         return released_slots
 

@@ -24,6 +24,7 @@ class StepRecord:
     and stays 0 for a step that was lost.
 
     num_rows, num_tokens: what the step runs. num_decoding: rows that run one token.
+    num_running, num_waiting, num_free_blocks: when it had been planned.
     head_wait_reason: why the first sequence in line was not admitted, "" if none was left.
     num_preempted: in this step; num_recomputed_tokens: of rows admitted in it, lost with ranks.
     num_admitted: rows new to the ranks, also of sequences that were admitted before.

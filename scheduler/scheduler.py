@@ -71,7 +71,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.records = StepRecords()
         self.pace = Pace(limits.max_decode_slowdown, limits.max_num_batched_tokens)
-        self.epoch = 0
+        self.epoch = 0  # number of the set of ranks that runs the plans
         self._last_step_id = -1  # of this epoch
         self._num_arrived = 0
 
@@ -118,8 +118,8 @@ class Scheduler:
         self.suspects.drop(seq)
 
     def hold(self, seq: Sequence) -> None:
-        """Leave a sequence out of the steps planned from now on, until `resume`, or until it
-        loses its slot.
+        """Leave a sequence out of the steps planned from now on, until `resume`, the loss of its
+        slot, or the next epoch.
         """
         seq.is_held = True
 
@@ -128,9 +128,9 @@ class Scheduler:
         seq.is_held = False
 
     def retract(self, seq: Sequence) -> None:
-        """Hold a sequence, and drop what the steps in flight sample for it. It continues after its
-        known tokens, whose KV is in its blocks by then: its row is released, and admitted again in
-        place.
+        """Hold a sequence if it runs, and drop what the steps in flight sample for it. It continues
+        after its known tokens, whose KV is in its blocks by then: its row is released, and admitted
+        again in place.
         """
         seq.first_kept_step_id = self._last_step_id + 1
         seq.num_pending_tokens = 0

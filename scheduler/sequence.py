@@ -53,13 +53,13 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     block_table: list[int] = field(default_factory=list)
-    block_hashes: list[int] = field(default_factory=list)
-    num_published_blocks: int = 0
+    block_hashes: list[int] = field(default_factory=list)  # of full blocks; outlive the blocks
+    num_published_blocks: int = 0  # the first ones of `block_table`, cached ones included
     slot: int = NO_SLOT
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_total_tokens: int = field(init=False)
-    num_cached_tokens: int | None = None  # of the prompt, from the first admission
+    num_cached_tokens: int | None = None  # of the prompt, at the first admission; None before
     next_scored_position: int = 1  # the first prompt token without a log probability, if wanted
     last_step_id: int = -1  # the last step it may have run in, once it has given up its slot
     # Losses it took part in since it last got a few tokens without one; since its last token; and,

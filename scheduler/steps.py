@@ -26,11 +26,12 @@ class StepDraft:
     scored_sequence_by_row: dict[int, Sequence] = field(default_factory=dict)
     appended_slots: list[int] = field(default_factory=list)
     appended_block_ids: list[int] = field(default_factory=list)
-    # Each with its number of stored tokens (`AdmittedRows.num_stored_tokens`).
+    # Also running ones whose rows the ranks get again. Each with its `num_stored_tokens`, see
+    # `AdmittedRows`.
     admitted_sequences: list[tuple[Sequence, int]] = field(default_factory=list)
-    num_cached_tokens: int = 0  # of admitted sequences
+    num_cached_tokens: int = 0  # of sequences that were waiting
     num_preempted: int = 0
-    num_recomputed_tokens: int = 0  # of admitted sequences, lost with ranks
+    num_recomputed_tokens: int = 0  # of sequences that were waiting, lost with ranks
     is_paced: bool | None = None  # whether decodes limit the budget; None until that is computed
     head_wait_reason: str = ""  # why the first sequence in line was not admitted
 

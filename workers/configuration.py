@@ -99,8 +99,8 @@ def preview_config(
 ) -> ResolvedConfig:
     """What the engine will run, as far as that is known before Ray is started.
 
-    With device "auto", a configuration that only one device can run is accepted. Raises
-    `ConfigError` for one that neither can.
+    With device "auto", it is that of a CPU, or of a GPU if only a GPU can run it. Raises
+    `ConfigError` if neither can.
     """
     errors: list[ConfigError] = []
     for device in ("cpu", "cuda") if engine_config.device == "auto" else (engine_config.device,):

@@ -3,7 +3,8 @@ use.
 
 `Device` is a CPU: copies are the arrays themselves and everything has happened when a call returns.
 `CudaDevice` is a GPU: only methods that say so wait for it. Tests use a device of their own, which
-records what only a GPU can do. One thread, except that `wait` may be called from another.
+records what only a GPU can do. One thread, except that `wait` and `seconds_between` may be called
+from another.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class StepUploads:
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def send(self) -> None:
-        """Copy what was put since the last call."""
+        """Copy what is kept, and what was put since the last call."""
 
 
 class BufferedUploads(StepUploads):

@@ -60,7 +60,8 @@ _Forward = Callable[[], tuple[Tensor, ScoredTokens | None]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingStep:
     """A launched step. Its tensors are on the host once the event `end_event` has passed; the event
-    `start_event` is the end of what was launched before the step.
+    `start_event` is the end of what was launched before the step. `token_ids_R` is None if no row
+    samples; `seconds`: the time of each part of launching it, by name.
     """
 
     device: Device
@@ -369,8 +370,9 @@ def _run_step(
     max_seq_len: int,
     samplings: list[ResolvedSampling],
 ) -> Tensor:
-    """Run a step of equal rows; the first ones are sampled with `samplings`. Its cache is one
-    block, which is never written. Returns the hidden states [T, E].
+    """Run a step of equal rows; kernels get `max_seq_len` as the bound of their lengths. The first
+    ones are sampled with `samplings`. The cache is one block, which is never written. Returns the
+    hidden states [T, E].
     """
     device, kernels = model.group.device, model.kernels
     num_tokens = num_rows * row_len

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 class Progress:
     """What one rank is doing. Written by the thread that computes, read from any thread."""
 
-    phase: str = "start"
-    step_id: int = -1
-    layer: int = 0
+    phase: str = "start"  # then those that `Worker` names, at last "steps"
+    step_id: int = -1  # begun last
+    layer: int = 0  # begun last
     num_layers_run: int = 0  # layers begun, over all steps; not by replays of CUDA graphs
-    num_all_reduces: int = 0  # begun so far
+    num_all_reduces: int = 0  # sums begun; not maxima, nor by replays of CUDA graphs
     num_download_updates: int = 0  # how often a part of a file has come
-    loaded_bytes: int = 0
+    loaded_bytes: int = 0  # of weights, as this rank holds them
     allocated_bytes: int = 0  # of a KV cache that outlives the rank
-    num_packed_matrices: int = 0
+    num_packed_matrices: int = 0  # those of one product, or of all experts of a layer, are one
     num_warmup_calls: int = 0  # of kernels, which are compiled or found in the cache
 
     def enter_layer(self, layer: int) -> None:

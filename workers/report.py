@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from workers.batch.kv_plan import KVCacheLedger
 
-# Added to the time limit of a step, so that a more specific error can come first: that of a
-# collective operation, whose limit starts to count later.
+# Added to the time limit of a step, twice in the driver, so that a more specific error can come
+# first: that of a collective operation, whose limit starts to count later.
 STEP_GRACE_S = 1.0
 
 
@@ -15,8 +15,9 @@ STEP_GRACE_S = 1.0
 class WorkerReport:
     """The outcome of `Worker.start` on one rank. `seconds` holds the time of each phase by name.
 
-    checkpoint_hash: of the files of the checkpoint, the same on all ranks. weights_hash: of the
-    weights of this rank. compute_platform: see `workers.processor`.
+    backend: how the log names the kernels. num_kv_blocks: how many this rank could hold; all get
+    the minimum. checkpoint_hash: of samples of the checkpoint's files, equal where these are.
+    weights_hash: of the weights of this rank. compute_platform: see `workers.processor`.
     """
 
     rank: int

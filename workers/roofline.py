@@ -51,8 +51,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputWork:
-    """One output: the tokens in its prompt, how many of those another output computes too, and the
-    tokens sampled.
+    """One output: the tokens in its prompt, how many of the first of those are counted with another
+    output, and the tokens sampled.
     """
 
     num_prompt_tokens: int

@@ -35,7 +35,7 @@ class StepMailbox:
 
     def take_outcome(self, step_id: int, epoch: int, limit_s: float) -> Outcome:
         """Wait for the outcome of a step, which may be launched later. Raises `StepTimeoutError`
-        when it is not launched within `limit_s` after the one before.
+        once neither a launch nor a mask has come for `limit_s` and `STEP_GRACE_S`.
         """
         key = (epoch, step_id)
         with self._change_condition:

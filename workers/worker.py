@@ -63,7 +63,7 @@ class Worker:
         self._loaded_model: LoadedModel | None = None
         self._runner: ModelRunner | None = None
         self._seconds: dict[str, float] = {}
-        self._is_replacement = False  # of a rank of an earlier epoch, which had as much memory
+        self._is_replacement = False  # the engine began with other ranks, which had as much memory
         self._next_step_id = 0
         self._failure: str | None = None  # why no further step runs
         self._mailbox = StepMailbox(rank)
@@ -107,11 +107,12 @@ class Worker:
         gpu_index: int = 0,
         num_kv_blocks: int | None = None,
     ) -> WorkerReport:
-        """Meet the other ranks, load the weights and see how many KV blocks fit. All ranks at the
-        same time, on the thread that will launch; the steps of `epoch` follow. `gpu_index`: which
-        of the GPUs that this process sees is the rank's. `num_kv_blocks`: in a later epoch, how
-        many blocks the engine began with; then nothing is measured. Raises `ConfigError` or
-        `WorkerError`.
+        """Meet the other ranks at `address` (None: there are none), load the weights and see how
+        many KV blocks fit. All ranks at the same time, on the thread that will launch; the steps of
+        `epoch` follow, or `take_over`. `num_threads`: to begin with (see `set_num_threads`); None
+        leaves it as it is. `gpu_index`: which of the GPUs that this process sees is the rank's.
+        `num_kv_blocks`: how many blocks the engine began with, so that nothing is measured; None if
+        it begins now. Raises `ConfigError` or `WorkerError`.
         """
         self.epoch = epoch
         self._is_replacement = num_kv_blocks is not None
@@ -207,7 +208,7 @@ class Worker:
         self._runner.cache.allow_writing()
 
     def start_background_compilation(self) -> None:
-        """On the first CPU rank: compile the kernels that only other steps need."""
+        """On the first CPU rank: start a process that compiles what no greedy step needs."""
         if self.rank == 0 and self.config.attention_backend == "cpu":
             self._compiler_process = start_background_compilation(self.config.dtype)
 
@@ -241,7 +242,8 @@ class Worker:
         logprobs.
 
         Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
-        and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before.
+        and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before,
+        or when waiting for the device then takes as long.
         """
         limit_s = self.config.engine.step_timeout_s
         outcome = self._mailbox.take_outcome(step_id, epoch, limit_s)

@@ -26,10 +26,10 @@ Headers = Mapping[str, str]  # by names in small letters
 class Access:
     """What is checked before a request is served.
 
-    bound_host: the address that is listened on, None if unknown. allowed_hosts: further names under
-    which a server on a loopback address may be reached, allowed_origins: sites whose pages may use
-    a server without a key, such as `https://chat.example.com`; "*" allows all. is_local: whether
-    the address that is listened on is a loopback address; a name is looked up once.
+    bound_host: the name or address that is listened on, None if unknown. Without a key,
+    allowed_hosts are further names under which a server on a loopback address may be reached, and
+    allowed_origins sites whose pages may use it, such as `https://chat.example.com`; "*" allows
+    all. is_local: whether that address is a loopback address; a name is looked up once.
     """
 
     api_key: str | None = None

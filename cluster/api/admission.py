@@ -19,10 +19,11 @@ class ApiLimits:
     """Limits of one API process.
 
     max_open_outputs: outputs that run or wait at a time, in all processes that share their counts;
-    a request for more is refused at once.
-    slow_reader_timeout_s: how long a client may take nothing of an answer. ping_interval_s: how
-    long a stream may be silent before a comment is sent. small_body_delay_s, large_body_delay_s: by
-    how much a body may be later than 8 KiB per second, up to max_small_body_bytes and beyond.
+    a request for more is refused at once. max_total_body_bytes: beyond it, only small bodies are
+    taken. slow_reader_timeout_s: how long a client may take nothing of an answer. ping_interval_s:
+    after how long a silence of a stream, or at most twice that, a comment is sent.
+    small_body_delay_s, large_body_delay_s: by how much a body may be later than 8 KiB per second,
+    up to max_small_body_bytes and beyond.
     """
 
     max_open_outputs: int = 1024
@@ -125,6 +126,7 @@ class Upload:
     deadline_s: when it is too late for the next part, by `time.monotonic` and the event loop's
     clock. Each part moves it by the time that the part may take at `MIN_BODY_BYTES_PER_S`, but a
     fast start earns no long pause: all that waits for a body holds memory that others lack.
+    num_bytes: counted so far, those of the decoded body once it is decoded; 0 after `close`.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -142,14 +144,14 @@ class Upload:
         )
 
     def check_length(self, num_bytes: int) -> None:
-        """Raise `HttpError` 413 for a body of so many bytes."""
+        """Raise `HttpError` 413 if a body of so many bytes is too large."""
         limit = self._limits.max_body_bytes
         if num_bytes > limit:
             raise HttpError(413, f"the body is too large; at most {limit} bytes are possible")
 
     def add(self, num_bytes: int) -> None:
-        """Count a part. Raises `HttpError` 413, and `OverloadedError` if all bodies together are
-        too large and this one is not small.
+        """Count a part, or what decoding has added, which may be negative. Raises `HttpError` 413,
+        and `OverloadedError` if all bodies together are too large and this one is not small.
         """
         self.num_bytes += num_bytes
         self._admission.num_body_bytes += num_bytes

@@ -43,7 +43,7 @@ from cluster.timeouts import API_STATS_TIMEOUT_S
 from scheduler.errors import EaglerayError, OverloadedError, RequestError
 from scheduler.messages import EngineStats
 
-# For the process that serves: the polling thread must not keep the event loop waiting.
+# Python's, in processes that serve: the polling thread must not keep the event loop waiting.
 SWITCH_INTERVAL_S = 0.0005
 MAX_STATS_AGE_S = 0.1  # callers within this time share one answer of the engine
 MAX_WAITING_TRACES = 4  # requests for traces that may wait, for one thread
@@ -71,7 +71,7 @@ class Api:
         self.runner = Runner(client, served_model, self.limits, self.metrics)
         self.admission = self.runner.admission
         self.metrics.open_outputs.set_function(lambda: self.admission.num_open_outputs)
-        # Of all processes that serve, including this one.
+        # Of all processes that serve and all engines; None: of this process and its engine alone.
         self.gather_metrics: Callable[[], Awaitable[list[list[MetricFamily]]]] | None = None
         # How many connections have a part of an answer that the system has not taken yet.
         self.count_unsent: Callable[[], int] = lambda: 0
@@ -213,7 +213,7 @@ class Api:
 
     async def drain(self, limit_s: float) -> int:
         """Refuse new requests and wait until the running ones have ended and their answers are
-        sent, for at most `limit_s`; returns how many outputs, or else answers, are left.
+        sent, for at most `limit_s`; returns how many outputs, or else unsent answers, are left.
         """
         self.admission.is_draining = True
         deadline_s = time.monotonic() + limit_s

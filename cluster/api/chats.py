@@ -32,8 +32,8 @@ from scheduler.params import MAX_LOGPROBS, StructuredOutputs
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
     """What a chat asks for. structure: what an answer without calls must match. max_tokens: None
-    for as many as are possible. logprobs: how many alternatives of each token are reported, None
-    for no log probabilities. options: how to sample and to send the answer.
+    for the server's default, or else as many as possible. logprobs: how many alternatives of each
+    token to report, None for no log probabilities. options: how to sample and to send the answer.
     """
 
     conversation: Conversation

@@ -102,7 +102,7 @@ class CompletionWriter(OpenAIWriter):
         return self._events(self.CHUNK_OBJECT, choices)
 
     def _add_ids(self, prompt_index: int, choice_index: int, choices: list[dict[str, Any]]) -> None:
-        """Add the token ids that are due to the first choice of an event, if there is any."""
+        """Add the token ids that are due to the first of `choices`, if any; each is an event."""
         if not choices or not self._includes_token_ids:
             return
         if choice_index not in self._sent_prompt_choices:

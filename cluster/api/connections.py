@@ -68,7 +68,7 @@ class _Http10Cycle(RequestResponseCycle):
 
 
 class _Pipeline(list[Any]):
-    """The few requests that wait for their turn. The base's deque takes 0.7 KiB if it is empty."""
+    """The few requests that wait, last first. The base's deque takes 0.7 KiB if it is empty."""
 
     def appendleft(self, request: Any) -> None:
         """As of a deque."""
@@ -119,7 +119,7 @@ class BoundedProtocol(HttpToolsProtocol):
     head_timeout_s: float = HTTP_BOUNDS["head time"].maximum
     unread_body_timeout_s: float = HTTP_BOUNDS["rest time"].maximum
     max_connections: int = HTTP_BOUNDS["connections"].maximum
-    # `server_config` sets these. The second: connections without a complete request, oldest first.
+    # `server_config` sets these. The second: those without a complete request, longest so first.
     slow_reader_timeout_s: float
     connections_without_request: ClassVar[dict[BoundedProtocol, None]]
 
@@ -130,8 +130,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._running_cycle: RequestResponseCycle | None = None  # `cycle` is the one read last
         self._is_reading_head = self._is_reading_body = False
         self._has_head_begun = False  # in the bytes received last
-        self._head_bytes = self._num_headers = 0  # of the present request, as far as parsed
-        # As received; the parser says nothing of a header without end.
+        self._head_bytes = self._num_headers = 0  # parsed of the present request, with trailers
+        # Received after the data that began it; the parser says nothing of a header without end.
         self._unfinished_head_bytes = 0
         self._excess_framing_bytes = 0  # received of its body, less what that may take
 

@@ -60,7 +60,7 @@ def _decode_zstd(body: bytes, max_bytes: int) -> tuple[bytes, Any]:
 
 
 def _inflate(body: bytes, encoding: str, max_bytes: int) -> tuple[bytes, Any]:
-    """Some clients send `deflate` without the head of its format, by which that begins with 8."""
+    """Some clients send `deflate` without a zlib header, whose first byte ends in hex digit 8."""
     has_zlib_header = body[:1] and body[0] & 15 == zlib.DEFLATED
     window_bits = zlib.MAX_WBITS if has_zlib_header else -zlib.MAX_WBITS
     decoder = zlib.decompressobj(16 + zlib.MAX_WBITS if encoding == "gzip" else window_bits)

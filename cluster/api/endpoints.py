@@ -61,7 +61,7 @@ class Job:
     prompts: list[ParsedPrompt]
     params: SamplingParams
     is_streamed: bool
-    includes_usage: bool
+    includes_usage: bool  # in a stream of chat or text completions; other answers always have it
     make_writer: Callable[[list[Generation]], Writer]
     repeats_prompt: bool = False  # in each output
     # How many log probabilities of each token of the prompt are wanted, in each output.
@@ -85,7 +85,7 @@ class Job:
         return replace(self, prompts=prompts)
 
     def check(self, generations: list[Generation]) -> None:
-        """Raise `RequestError` if the answer would repeat too much, once the prompts are tokens."""
+        """Raise `RequestError` if the answer would hold too much, once the prompts are tokens."""
         num_prompt_tokens = _num_prompt_tokens(generations)
         if self.repeats_prompt:
             check_bound("repeated prompt", num_prompt_tokens, "prompts in each output", "n")

@@ -52,9 +52,9 @@ class Exchange:
     """One request and its answer.
 
     scope: the request as ASGI has it, with the path below a route prefix. answer_headers: sent with
-    the answer, whatever that becomes. upload: set where a body is wanted. arrival_s: when
-    the head of the request was there, by `time.perf_counter`. status: None until the
-    answer has begun. writer: that of a stream. last_write_s: when something was last written.
+    the answer, whatever that becomes. upload: set where a body is wanted. arrival_s: when the head
+    of the request was there, by `time.perf_counter`. status: None until the answer has begun.
+    writer: that of a stream. last_write_s: when a stream was last written to, by `time.monotonic`.
     """
 
     def __init__(

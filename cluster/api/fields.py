@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-ValuePredicate = Callable[[Any], bool]
+ValuePredicate = Callable[[Any], bool]  # whether a value is accepted
 
 
 ANY_VALUE: tuple[ValuePredicate, str] = (lambda _: True, "")
@@ -203,7 +203,7 @@ _IGNORED_SAMPLERS = """
     penalty_alpha no_repeat_ngram_size rep_pen_range repetition_penalty_range
     encoder_repetition_penalty negative_prompt
 """
-# What each ignored field belongs to.
+# What each of these ignored fields belongs to. Unknown ones that are not listed are ignored too.
 IGNORED_FIELDS: dict[str, str] = {
     **{n: server for server, names in _IGNORED_NAMES_BY_SERVER.items() for n in names.split()},
     **dict.fromkeys(_IGNORED_SAMPLERS.split(), "samplers that are not offered"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from scheduler.errors import RequestError
 
-MAX_NAMES = 32
+MAX_NAMES = 32  # of one request; what is left out beyond them is not named
 MAX_NAME_LENGTH = 80  # characters; types may be from the request
 
 
@@ -34,9 +34,12 @@ class Omissions:
         if len(self._names) < MAX_NAMES:
             self._names[name] = None
 
-    def leave_out(self, path: str, kind: str) -> str:
-        """Note what is left out of `path`. Returns the text that stands for it. Raises as `add`."""
-        self.add(f"{path}.{kind}")
+    def leave_out(self, holder: str, kind: str) -> str:
+        """Note a part of type `kind` that is left out. `holder`: the bare name of what has it, a
+        field of the request or of an item, or a type of block. Returns the text that stands for
+        the part. Raises as `add`.
+        """
+        self.add(f"{holder}.{kind}")
         return f"[{kind[:MAX_NAME_LENGTH]} omitted: this model reads text only]"
 
     @property

@@ -28,7 +28,7 @@ DONE_EVENT = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 # Line ends for some readers of streams, and halves of characters, which UTF-8 does not have.
 _UNSAFE_CHARACTERS = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
-# Levels at which `json_pieces` looks into lists: body, choices, choice, logprobs, content.
+# Levels at which `json_pieces` looks into its value: body, choices, choice, logprobs, content.
 _MAX_DEPTH = 5
 _ITEMS_PER_PIECE = 64  # items of iterators that are encoded together
 _FLAT_ITEMS_PER_PIECE = 4096  # items of lists of numbers or texts, or of deeper ones
@@ -115,7 +115,7 @@ def named_event(name: str, body: dict[str, Any]) -> bytes:
 
 
 def usage_of(generations: list[Generation]) -> dict[str, Any]:
-    """Token counts of a request, summed over its prompts and outputs."""
+    """Token counts of a request: of its prompts, each counted once, and of all outputs."""
     num_prompt_tokens = sum(generation.requests[0].num_prompt_tokens for generation in generations)
     num_output_tokens = sum(len(c.token_ids) for g in generations for c in g.completions)
     num_cached_tokens = sum(generation.num_cached_tokens for generation in generations)
@@ -342,7 +342,7 @@ class _ChatChoice:
         self.parser = parser
         self.reasoning_template, self.content_template = reasoning_template, content_template
         self.calls: list[ToolCall] = []
-        # Logprobs of tokens whose text is held back.
+        # Logprobs that are not sent yet: of chunks that gave no delta.
         self.withheld_logprobs: list[dict[str, Any]] = []
         self.token_ids: list[int] = []  # not sent yet
 

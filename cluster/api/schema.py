@@ -36,6 +36,7 @@ from scheduler.errors import RequestError
 from scheduler.params import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
+# "none" asks for no thinking; all others are alike.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ToolName = Annotated[str, Field(min_length=1, max_length=field_limit("name"))]  # of a tool
 # A list whose check ends at the first wrong item. Errors take a hundred times the memory of what is
@@ -46,8 +47,8 @@ FailFastList = Annotated[list[T], Field(fail_fast=True)]
 def type_discriminator(
     *kinds: str, default: str | None = None, tag_format: str = "{}"
 ) -> Discriminator:
-    """Chooses the model of a value by its type; all other types are one kind, "other". `tag_format`
-    makes the tag of a model from its kind.
+    """Chooses the model of a value by its type, `default` in JSON that has none; all other types
+    are one kind, "other". `tag_format` makes the tag of a model from its kind.
     """
 
     def tag_of(value: Any) -> str:
@@ -249,7 +250,9 @@ class ChatMessage(RequestModel):
     function_call: None = None
 
     def for_template(self, *, arguments_as_text: bool) -> dict[str, Any]:
-        """The message for chat templates. Raises `RequestError` for a question without content."""
+        """The message for chat templates. Raises `RequestError` for a question without content and,
+        without `arguments_as_text`, for arguments of calls that are not JSON.
+        """
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": self._text()}
         reasoning = self.reasoning_content if self.reasoning is None else self.reasoning
@@ -353,10 +356,10 @@ class JsonObjectFormat(Options):
 
 class JsonSchema(Options):
     FIELD_PATH: ClassVar[str] = "response_format.json_schema"
-    name: Annotated[str, Field(max_length=field_limit("name"))]
-    description: str | None = None
+    name: Annotated[str, Field(max_length=field_limit("name"))]  # changes nothing
+    description: str | None = None  # changes nothing
     schema_: Annotated[dict[str, Any] | bool | None, Field(alias="schema")] = None
-    strict: bool | None = None
+    strict: bool | None = None  # changes nothing: answers match the schema anyway
 
 
 class JsonSchemaFormat(Options):
@@ -386,7 +389,7 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None  # as in Qwen's own API
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = None  # if given, the opposite of the next one
     continue_final_message: bool | None = None
 
     def structure(self) -> StructuredOutputs | None:
@@ -412,7 +415,7 @@ class TokenizeRequest(RequestModel):
     reasoning_effort: ReasoningEffort | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = None  # if given, the opposite of the next one
     continue_final_message: bool | None = None
 
 

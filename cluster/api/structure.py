@@ -54,7 +54,7 @@ def call_rules(
 ) -> CallRules:
     """`choice`: "none" for no call, "required" for at least one, anything else for either.
     `allowed_names`: the names of the tools that may be called, None for all. `parallel_tool_calls`:
-    whether several calls are possible. Raises `RequestError` for a name that no tool has.
+    whether several calls are possible. Raises `RequestError` for an allowed name that no tool has.
     """
     if allowed_names is not None:
         names = [tool.name for tool in tools]

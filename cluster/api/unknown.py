@@ -44,13 +44,14 @@ logger = logging.getLogger("eagleray.api")
 class UnknownFields:
     """The unknown fields of one request. `names`: those that are ignored, each once, in the order
     of the body; a field of an object within the request has the path of that object before it.
+    `runner.py` adds those of `Job.ignored`.
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
         """`refuse`: no unknown field is ignored."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
-        # Paths and names, of which many tools have one.
+        # The path and name of each that was let pass: many tools have the same.
         self._unknown_paths: set[tuple[str, str]] = set()
 
     def remove_unknown(
@@ -64,8 +65,8 @@ class UnknownFields:
         refused_fields: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Remove from an object at `path` what is not in `field_names`. `is_in_prompt`: the model
-        reads that, so it is not ignored. Raises `RequestError` for what cannot be ignored, and
-        `HttpError`.
+        reads that all the same, so it does not count as ignored. Raises `RequestError` for what
+        cannot be ignored, and `HttpError`.
         """
         for name in [name for name in values if name not in field_names]:
             value = values.pop(name)

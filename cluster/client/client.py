@@ -79,8 +79,8 @@ class Client:
         compiles: bool = True,
     ) -> list[Generation]:
         """Send requests, all or none. Each sink gets the chunks of its prompt, on the polling
-        thread. Raises `RequestError` before any request runs; without `compiles`,
-        `NewGrammarError`.
+        thread or one that aborts. Raises `RequestError` before any request runs; without
+        `compiles`, `NewGrammarError` if a grammar is not known.
         """
         generations = self._build(prompts, params, sinks, compiles=compiles)
         self._link.submit(generations)

@@ -12,7 +12,7 @@ from typing import Protocol
 _REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 # An unfinished character has at most three bytes, each of which may become a replacement.
 _MAX_UNFINISHED_CHARS = 3
-# Tokens that are decoded together with new ones. They must hold at least one whole character.
+# How many last tokens are kept to be decoded with new ones; they must hold a whole character.
 NUM_CONTEXT_TOKENS = 10
 
 

@@ -67,10 +67,10 @@ class DriverHandle:
         is_ray_connected: Callable[[], bool],
         replace: ReplaceDriver,
         answer_limit_s: float,
-        is_shared: bool,
+        finishes_after_close: bool,
         recovery_waits_for: Callable[[], str],
     ) -> None:
-        """See `Frontend`. `is_shared`: the engine outlives the frontend."""
+        """See `Frontend`. `finishes_after_close`: `finish` tells the driver even after `close`."""
         self.actor = actor
         self.has_been_healthy = False
         self.dead_actor: Any = None
@@ -82,7 +82,7 @@ class DriverHandle:
         self._is_ray_connected = is_ray_connected
         self._replace = replace
         self._answer_limit_s = answer_limit_s
-        self._is_shared = is_shared
+        self._finishes_after_close = finishes_after_close
         self._recovery_waits_for = recovery_waits_for
         self._frontend_id = uuid.uuid4().hex[:12]
         self._process_id = os.getpid()
@@ -95,14 +95,14 @@ class DriverHandle:
         self._no_room_since_s: float | None = None  # for answers to polls
 
     def close(self, reason: str = "") -> None:
-        """Make no more calls, except to end requests at an engine that outlives the frontend. Who
-        tries to is told the reason.
+        """Make no more calls, except those of `finish` with `finishes_after_close`. Who tries to is
+        told the reason.
         """
         with self._change_condition:
             self.is_closed = True
             self._close_reason = reason or self._close_reason
             self._change_condition.notify_all()
-        if not self._is_shared:
+        if not self._finishes_after_close:
             self._send_executor.shutdown(wait=False)
 
     def check_not_shut_down(self) -> None:
@@ -168,15 +168,15 @@ class DriverHandle:
                     self._outstanding_requests.note_lost()
         return deltas
 
-    def ask(self, method: str, action: str, *arguments: Any) -> Any:
+    def ask(self, method_name: str, action: str, *arguments: Any) -> Any:
         """The answer of a method of the driver, for a caller who does not wait until a driver that
         has died is replaced. Raises `OverloadedError` meanwhile, `EngineDeadError`,
         `NoAnswerError`.
         """
         self.check_not_shut_down()
         try:
-            ask = getattr(self.actor, method)
-            return self._answer(ask, action, *arguments, limit_s=CALL_TIMEOUT_S)
+            method = getattr(self.actor, method_name)
+            return self._answer(method, action, *arguments, limit_s=CALL_TIMEOUT_S)
         except DriverDiedError:
             if self.death_error is not None or self._replace is refuse_replacement:
                 raise
@@ -249,8 +249,8 @@ class DriverHandle:
     def _send_finish(
         self, actor: Any, request_ids: list[str], reason: str, *submit_refs: Any
     ) -> None:
-        has_ended = self.is_closed and not self._is_shared
-        if has_ended or not self._is_ray_connected():
+        is_too_late = self.is_closed and not self._finishes_after_close
+        if is_too_late or not self._is_ray_connected():
             return
 
         def retry_if_lost(finish_future: Future[None]) -> None:

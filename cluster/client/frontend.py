@@ -2,10 +2,10 @@
 ended when nobody needs them any more.
 
 One background thread polls while the driver has requests. News goes to the outputs of the
-generation it belongs to, whose sinks run on that thread. `Generation.done_future` completes once,
-with or without an error. When a driver has died and its owner has a new one (`DriverHandle`), every
-unfinished request is sent again, in order of arrival and with the tokens received so far, and the
-streams continue.
+generation it belongs to, whose sinks run on that thread, or on one that aborts.
+`Generation.done_future` completes once, with or without an error. When a driver has died and its
+owner has a new one (`DriverHandle`), every unfinished request is sent again, in order of arrival
+and with the tokens received so far, and the streams continue.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ OnDead = Callable[[list[Generation], EaglerayError], None]
 
 
 class Frontend:
-    """Requests of one process to one driver. Any thread may call.
+    """Requests of one process to one engine. Any thread may call.
 
-    driver_handle: the driver, to be asked about its life and death.
+    driver_handle: the present driver, to be asked about its life and death.
     """
 
     thread_class: type[threading.Thread] = threading.Thread
@@ -50,7 +50,7 @@ class Frontend:
     ) -> None:
         """`actor`: the driver. `is_ray_connected`: whether this process is still part of the
         driver's cluster. `replace` takes a driver that has died or does not answer, the reason, and
-        whether there was any news from it; it returns a new driver, or raises. `answer_limit_s`:
+        whether it has been healthy; it returns a new driver, or raises. `answer_limit_s`:
         how long the driver may take beyond what it was asked to wait. `on_dead` gets the requests
         that the driver had, and the reason, if there will be no other driver, and this frontend is
         closed; without it they fail. It runs on the polling thread. With it, the engine is somebody
@@ -69,7 +69,7 @@ class Frontend:
             is_ray_connected=is_ray_connected,
             replace=replace,
             answer_limit_s=answer_limit_s,
-            is_shared=on_dead is not None,
+            finishes_after_close=on_dead is not None,
             recovery_waits_for=recovery_waits_for,
         )
         self._last_reply: tuple[Any, int] = (actor, 0)  # a driver, and the number of its last reply

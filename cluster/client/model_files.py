@@ -34,8 +34,8 @@ def find_model(model: str, revision: str | None = None, *, option: str = "model"
 
 
 def find_directory(model: str, *, option: str = "model") -> Path | None:
-    """The directory that `model` names, None if nothing is there. Raises `ConfigError` if it is a
-    file, or may not be looked at.
+    """The directory that `model` names, None if nothing is there. Raises `ConfigError`, which calls
+    it by `option`, if it is a file, or may not be looked at.
     """
     try:
         path = Path(model).expanduser()

@@ -26,6 +26,7 @@ _MAX_PIECES = 64
 class Chunk:
     """What is new in output `index`. The first one has the `prompt_logprobs`, if they were asked
     for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort or error.
+    num_cached_tokens: of the prompt, in the prefix cache; 0 after an abort, and some errors.
     """
 
     index: int
@@ -111,7 +112,7 @@ class OutputFollower:
         scored_output: OutputFollower | None = None,
     ) -> None:
         """`is_prompt_only`: the engine's only token is dropped, since no output was asked for.
-        `scored_output`: the one that gets the log probabilities of the prompt, for all.
+        `scored_output`: another one, which gets the log probabilities of the prompt for all.
         """
         self.request = request
         self.completion = CompletionOutput(index)
@@ -262,8 +263,9 @@ class Generation:
         session_id: str | None = None,
         loosened_tools: tuple[str, ...] = (),
     ) -> None:
-        """`loosened_tools`: the tools whose calls may have arguments that do not match their
-        schemas, although calls follow a grammar.
+        """`prompt`: its text (of a conversation, rendered), None for token ids. `session_id`: of
+        several engines, one gets all requests of a session. `loosened_tools`: the tools whose calls
+        may have arguments that do not match their schemas, although calls follow a grammar.
         """
         self.prompt = prompt
         self.loosened_tools = loosened_tools

@@ -14,7 +14,7 @@ class PromptEntries(Sequence[TokenLogprobs | None]):
     """
 
     def __init__(self, logprobs: PromptLogprobs) -> None:
-        """`logprobs`: those of all tokens but the first."""
+        """`logprobs`: those of all tokens but the first, as far as they have arrived."""
         self._logprobs = logprobs
 
     def __len__(self) -> int:

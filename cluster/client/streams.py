@@ -67,7 +67,7 @@ class ChunkStream:
     def __init__(self, relay: Relay) -> None:
         self._relay = relay
         self._num_open_generations = 0
-        self._end_futures: list[Future[None]] = []  # of generations
+        self._end_futures: list[Future[None]] = []  # of generations that have ended
         self._items: list[Item] = []
         self._waiter: asyncio.Future[None] | None = None  # of the reader, while it waits
         self._take_now: TakeNow | None = None  # likewise

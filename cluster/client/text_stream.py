@@ -20,7 +20,7 @@ class TextStream:
     The text of the first `min_tokens` tokens is not searched for stop strings, nor is reasoning:
     `state` says whether the output begins with it. stop_string: the stop string that ended the
     text.
-    num_tokens_to_stop: how many tokens of that `push` it took.
+    num_tokens_to_stop: how many tokens of that `push` it took; None if `finish` found it.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class _ReasoningTracker:
     def __init__(self, state: AnswerState) -> None:
         self.num_undecided_chars = 0  # characters at the end that may be the answer
         self._state = state
-        self._undecided_prefix = ""  # until it decides
+        self._undecided_prefix = ""  # the text, less leading space, until it decides
         self._end_think_matcher = _Matcher(END_THINK)
         self._skips_line_ends = False
 
@@ -161,7 +161,7 @@ class _Matcher:
 
 @functools.lru_cache(maxsize=256)
 def _prefix_function(stop: str) -> tuple[int, ...]:
-    """For each beginning of a text, the length of its longest proper end that begins it too."""
+    """For each beginning of `stop`, the length of its longest proper end that begins it too."""
     borders = [0]
     for character in stop[1:]:
         matched_length = borders[-1]

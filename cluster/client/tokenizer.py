@@ -208,8 +208,8 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     return Tokenizer(path) if has_files else None
 
 
-# Marks the end of a message that is continued: private-use characters, which no template treats
-# specially.
+# Marks the end of a message that is continued, and stands for an answer in `_end_of_turn`:
+# private-use characters, which no template treats specially.
 _MESSAGE_END_MARK = "\ue0c0\ue0c1\ue0c0"
 
 

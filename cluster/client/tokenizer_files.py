@@ -19,12 +19,13 @@ from cluster.client.chat_template import ChatTemplate
 from scheduler.bounds import short_repr
 from scheduler.errors import ConfigError
 
+# Any of these shows that a folder has a tokenizer; only the first two are read.
 FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model")
 # With these, `tokenizer.json` alone says how text is cut; with Llama's if its tokens are bytes.
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _QWEN2_CLASSES = (None, "Qwen2Tokenizer", "Qwen2TokenizerFast")
-# What transformers' Qwen2 class builds, regardless of `tokenizer.json`.
+# What transformers' Qwen2 class builds, regardless of `tokenizer.json`; the tokens are defaults.
 _QWEN2_SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"

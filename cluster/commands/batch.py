@@ -26,7 +26,7 @@ from scheduler.params import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """One line of the input. source: its file and line; the rest goes to `LLM.generate`."""
+    """A request. source: what names it in errors, such as its file and line, or ""."""
 
     source: str
     prompt: dict[str, Any]
@@ -35,7 +35,7 @@ class BatchRequest:
 
 def read_requests(path: Path) -> list[BatchRequest]:
     """Every line of a JSONL file, checked for form; blank lines are skipped. Raises `ConfigError`,
-    `RequestError` naming the line.
+    and `RequestError`, naming the line unless there is none.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -69,7 +69,7 @@ def _read_line(source: str, line: str) -> BatchRequest:
 
 
 def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list[RequestOutput]:
-    """Check every request, then generate. Raises `RequestError` naming the line."""
+    """Check every request, then generate. Raises `RequestError` naming the source."""
     requests = tokenize_batch(llm.client.builder, requests)
     prompts, params = [request.prompt for request in requests], [r.params for r in requests]
     return llm.generate(prompts, params, progress=progress)
@@ -78,7 +78,7 @@ def run_batch(llm: LLM, requests: list[BatchRequest], *, progress: bool) -> list
 def tokenize_batch(builder: RequestBuilder, requests: list[BatchRequest]) -> list[BatchRequest]:
     """The requests, checked against the limits, with token ids as prompts. Constrained requests
     keep their prompts, because their grammar depends on how the conversation ends. Raises
-    `RequestError` naming the line.
+    `RequestError` naming the source.
     """
     tokenized_requests = []
     for request in requests:

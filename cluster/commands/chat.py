@@ -50,7 +50,7 @@ class Answer:
     """One answer, so far or complete. first_chunk_s and last_chunk_s count from the question."""
 
     question_at_s: float = field(default_factory=time.monotonic)
-    content: str = ""
+    content: str = ""  # without the reasoning
     num_tokens: int = 0
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
@@ -177,8 +177,8 @@ class Chat:
 
 
 def show(console: Console, text: str, style: Style | None = None) -> None:
-    """Show a part of an answer, without control characters. As a segment, because `print` would
-    replace tabs in a text.
+    """Show a part of an answer, or a note, without control characters. As a segment, because
+    `print` would replace tabs in a text.
     """
     text = _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
     console.print(Segments([Segment(text, style)]), end="", soft_wrap=True)

@@ -176,7 +176,7 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def _device_lines() -> list[str]:
-    """The devices, then the backend for each kind of device."""
+    """The devices, the backend for each kind of device, and the forms that checkpoints may have."""
     import torch
 
     from kernels.select import choose_capabilities

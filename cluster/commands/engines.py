@@ -29,8 +29,8 @@ ANSWER_TIMEOUT_S = 5.0
 
 
 def run_status(address: str | None) -> None:
-    """Print one line per replica, then what applications wait for, or what Serve says of them.
-    Raises `ConfigError` without a cluster.
+    """Print a line per engine, or per application of which none answers; then what applications
+    wait for, and what Serve says of them. Raises `ConfigError` without a cluster.
     """
     with _cluster_connection(address):
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
@@ -57,7 +57,7 @@ def run_status(address: str | None) -> None:
 
 def run_down(name: str, address: str | None) -> None:
     """End one application with its engines, after their running requests have finished. Raises
-    `ConfigError` if there is none, `EngineError` if it does not end in time.
+    `ConfigError` if there is none, `EngineError` if it does not end in time, or Serve not answer.
     """
     with _cluster_connection(address):
         applications = _applications()
@@ -92,7 +92,7 @@ def _applications() -> dict[str, ApplicationStatusOverview]:
 
 
 def _engine_statuses(name: str) -> list[EngineStatus]:
-    """The engines of an application that answer."""
+    """The engines of an application that answer; none if it does not answer in time itself."""
     try:
         handle = serve.get_app_handle(name)
         call = handle.engine_statuses.remote()

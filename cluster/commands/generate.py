@@ -38,7 +38,7 @@ def run_generate(
     raw: bool,
 ) -> None:
     """Check the input, prompts or a file, start an engine, generate, write answers, stop. Raises
-    `ClientError` before anything runs.
+    `ClientError` before anything runs, later if only the engine knows what fits, or writing fails.
     """
     check_arguments_are_utf8(sys.argv)
     if bool(prompts) == (input is not None):
@@ -96,7 +96,7 @@ def _request_of(text: str, *, is_chat: bool) -> BatchRequest:
 
 
 def _write_outputs(outputs: list[RequestOutput], prompts: list[str], path: Path | None) -> None:
-    """To the file, or to standard output: with `prompts` the texts, otherwise lines of JSON."""
+    """Lines of JSON to the file or to standard output, where answers to `prompts` are text."""
     if prompts and path is None:
         for prompt, output in zip(prompts, outputs, strict=True):
             if output.error is not None:

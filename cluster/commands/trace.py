@@ -1,4 +1,4 @@
-"""`launch.py trace`: the last seconds of a running server as a Chrome trace."""
+"""`launch.py trace`: the last seconds of an engine of a running server as a Chrome trace."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from scheduler.messages import EngineStats, Request
 from scheduler.records import StepRecord
 from scheduler.scheduler import Scheduler
 
-SILENCE_CHECK_PERIOD_S = 1.0
+MIN_SILENCE_CHECK_PERIOD_S = 1.0
 STOP_TIMEOUT_S = 2.0
 SWITCH_INTERVAL_S = 0.0005  # event loop and engine thread alternate often, and neither runs long
 
@@ -79,7 +79,7 @@ class Driver:
             config.model.vocab_size,
             sorted(config.model.eos_token_ids),
         )
-        self._ranks = [RankHandle(actor) for actor in rank_actors]
+        self._first_ranks = [RankHandle(actor) for actor in rank_actors]
         self._num_kv_blocks = num_kv_blocks
         self._limits: SchedulerLimits | None = None
         self._step_loop: StepLoop | None = None
@@ -88,7 +88,7 @@ class Driver:
         self._silence_task: asyncio.Task[None] | None = None
         self._process: ProcessId | None = None
         self._death: EngineDeadError | None = None  # why the engine has stopped for good
-        self._stopped_event = asyncio.Event()
+        self._death_event = asyncio.Event()
 
     async def start(self) -> StartReport:
         """Start the ranks and the step loop. Raises the error that kept them from starting."""
@@ -105,10 +105,10 @@ class Driver:
             on_lost=lambda epoch, _: self._started_step_loop().post(RanksLost()),
             on_dead=self._die,
         )
-        group, report = await asyncio.to_thread(
-            self._supervisor.start, self._ranks, self._num_kv_blocks
+        group, group_report = await asyncio.to_thread(
+            self._supervisor.start, self._first_ranks, self._num_kv_blocks
         )
-        self._limits = limits_of(self._config, report.num_blocks)
+        self._limits = limits_of(self._config, group_report.num_blocks)
         engine = Engine(
             Scheduler(self._limits, clock=time.monotonic),
             group,
@@ -131,9 +131,9 @@ class Driver:
         return StartReport(
             device=self._config.device,
             limits=self._limits,
-            seconds=report.seconds,
-            log_lines=report.log_lines,
-            checkpoint_id=report.checkpoint_id,
+            seconds=group_report.seconds,
+            log_lines=group_report.log_lines,
+            checkpoint_id=group_report.checkpoint_id,
         )
 
     async def records(self, seconds: float) -> list[StepRecord]:
@@ -150,7 +150,7 @@ class Driver:
         """Never returns: the call fails when this process ends. Raises `EngineDeadError` when the
         engine stops for good before that.
         """
-        await self._stopped_event.wait()
+        await self._death_event.wait()
         assert self._death is not None
         raise self._death.with_traceback(None)
 
@@ -227,7 +227,7 @@ class Driver:
         """Forget frontends that have stopped calling, and abort their requests."""
         limit_s = self._config.engine.frontend_timeout_s
         while True:
-            await asyncio.sleep(min(limit_s, max(SILENCE_CHECK_PERIOD_S, limit_s / 4)))
+            await asyncio.sleep(min(limit_s, max(MIN_SILENCE_CHECK_PERIOD_S, limit_s / 4)))
             for frontend_id, request_ids in self._frontends.forget_silent_frontends().items():
                 logger.warning("frontend %s is silent: its requests are aborted", frontend_id)
                 self._started_step_loop().post(Finish(request_ids=request_ids, reason="abort"))
@@ -243,7 +243,7 @@ class Driver:
     def _fail_all_requests(self, death: EngineDeadError) -> None:
         """End every unfinished request with the reason, including those still in the inbox."""
         self._death = self._death or death
-        self._stopped_event.set()
+        self._death_event.set()
         self._frontends.fail_all(death)
 
     # -- engine thread -----------------------------------------------------------------------------

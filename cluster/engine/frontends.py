@@ -24,7 +24,7 @@ class _FrontendRecord:
     frontend_id: str
     mailbox: Mailbox = field(default_factory=Mailbox)
     news_event: asyncio.Event = field(default_factory=asyncio.Event)
-    silent_since_s: float = field(default_factory=time.monotonic)
+    silent_since_s: float = field(default_factory=time.monotonic)  # its last submit or poll
     num_waiting_polls: int = 0
     request_ids: set[str] = field(default_factory=set)  # unfinished
 
@@ -43,7 +43,7 @@ class FrontendRecords:
         self._frontends: dict[int, _FrontendRecord] = {}  # by registration number
         self._registration_numbers: dict[str, int] = {}  # by frontend id
         self._new_numbers = itertools.count()
-        self._silence_checked_s = time.monotonic()
+        self._silence_checked_at_s = time.monotonic()
 
     def register_requests(
         self, frontend_id: str, requests: list[Request], limits: SchedulerLimits
@@ -132,8 +132,8 @@ class FrontendRecords:
         """
         now_s = time.monotonic()
         # While this process was stopped, it could hear nobody: that does not count as silence.
-        has_driver_stalled = now_s - self._silence_checked_s > max(2.0, self._timeout_s / 2)
-        self._silence_checked_s = now_s
+        has_driver_stalled = now_s - self._silence_checked_at_s > max(2.0, self._timeout_s / 2)
+        self._silence_checked_at_s = now_s
         for frontend in self._frontends.values():
             if has_driver_stalled or frontend.num_waiting_polls:
                 frontend.silent_since_s = now_s

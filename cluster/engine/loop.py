@@ -130,9 +130,9 @@ class StepLoop:
         self._on_failure, self._on_result_applied = on_failure, on_result_applied
         self._on_failed_step, self._on_conviction = on_failed_step, on_conviction
         self._has_ranks = True
-        self.busy_since_s: float | None = None  # when the wait for the next result began
+        self.busy_since_s: float | None = None  # when the wait for a result began; None: no work
         self._open_requests: dict[str, _OpenRequest] = {}  # by request id
-        self._all_sent_at_s = 0.0  # when no token was last held back
+        self._all_sent_at_s = 0.0  # the last time that no token was held back
         self._inbox: deque[Command] = deque()
         self._wake_condition = threading.Condition()
         self._is_stopping = False

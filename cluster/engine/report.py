@@ -11,8 +11,8 @@ from scheduler.limits import SchedulerLimits
 class StartReport:
     """What a client needs to know about a started engine.
 
-    seconds: the time of each phase of the start, by name. checkpoint_id: differs if the files of
-    the checkpoint have changed.
+    seconds: the time of each phase of the start, by name. log_lines: for the log of its owner.
+    checkpoint_id: differs if the files of the checkpoint have changed.
     """
 
     device: str

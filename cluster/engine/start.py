@@ -122,9 +122,9 @@ class DriverOwner:
         self._timeouts = Timeouts.from_options(config.engine)
         self.placement = placement
         self._engine_id = engine_id
-        self._first_report: StartReport | None = None
+        self._first_report: StartReport | None = None  # of the first driver
         self._num_early_driver_deaths = 0  # in a row
-        self._recovery: Recovery | None = None  # while the driver is replaced
+        self._recovery: Recovery | None = None  # while the driver is replaced, or could not be
         self._is_stopped = False
         self.driver = start_driver(config, placement, self._engine_id)
 
@@ -143,7 +143,8 @@ class DriverOwner:
 
     def replace(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
         """Start a new driver in place of one that is dead or stuck. Raises `EngineDeadError` when
-        none could be started, naming each attempt, or when too many in a row died without any news.
+        none could be started, naming each attempt, or when too many in a row died early, before
+        they had been healthy (see `DriverHandle`).
         """
         logger.warning("the driver is replaced: %s", str(error).split("\n")[0])
         if self._first_report is None:

@@ -60,20 +60,21 @@ class FormatCandidate:
 
 
 def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
-    """The formats of a structure, the tightest first: at each step, half of the tools that are left
-    may be called with any object, those with the largest schemas first. Raises `RequestError` if a
-    strict tool cannot be honored, or if strict tools alone are too large.
+    """The formats of a structure that fit, the tightest first: at each step, half of the tools that
+    are left and not strict, or as many as it takes to fit, may be called with any object, those
+    with the largest schemas first. Raises `RequestError` if a strict tool cannot be honored, or if
+    even the last format is too large.
     """
-    calls, incomplete_indices = list[HonoredTool](), set[int]()
+    honored_tools, incomplete_indices = list[HonoredTool](), set[int]()
     for index, tool in enumerate(structure.tools):
         schema, has_dropped_keywords = _schema_of(tool)
-        calls.append(HonoredTool(name=tool.name, schema=schema))
+        honored_tools.append(HonoredTool(name=tool.name, schema=schema))
         if has_dropped_keywords:
             incomplete_indices.add(index)
-    sizes = [len(_json_text(call.schema).encode()) for call in calls]
+    sizes = [len(_json_text(tool.schema).encode()) for tool in honored_tools]
     loosening_order = [
         index
-        for index in sorted(range(len(calls)), key=lambda index: (-sizes[index], index))
+        for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
         if not structure.tools[index].is_strict and sizes[index] > len(_json_text(ANY_OBJECT))
     ]
     no_call = structure.no_call_structure
@@ -81,13 +82,14 @@ def candidate_formats(structure: CallStructure) -> Iterator[FormatCandidate]:
     num_any_object = 0
     while True:
         any_object_indices = {*loosening_order[:num_any_object]}
-        chosen_calls = [*calls]
+        chosen_tools = [*honored_tools]
         for index in any_object_indices:
-            chosen_calls[index] = HonoredTool(name=calls[index].name, schema=ANY_OBJECT)
-        whole_format = _answer_format(structure, chosen_calls, no_call_format)
+            chosen_tools[index] = HonoredTool(name=honored_tools[index].name, schema=ANY_OBJECT)
+        whole_format = _answer_format(structure, chosen_tools, no_call_format)
         excess = len(structural_tag_of(whole_format).encode()) - MAX_STRUCTURAL_TAG_BYTES
         if excess <= 0:
-            names = (calls[index].name for index in sorted(incomplete_indices | any_object_indices))
+            loosened_indices = sorted(incomplete_indices | any_object_indices)
+            names = (honored_tools[index].name for index in loosened_indices)
             yield FormatCandidate(format=whole_format, loosened_tools=tuple(names))
         if num_any_object == len(loosening_order):
             break
@@ -119,11 +121,11 @@ def _schema_of(tool: CallableTool) -> tuple[Any, bool]:
 
 
 def _answer_format(
-    structure: CallStructure, calls: list[HonoredTool], no_call_format: Format | None
+    structure: CallStructure, tools: list[HonoredTool], no_call_format: Format | None
 ) -> Format:
     if not structure.excludes_free_text:
-        return possible_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
-    required_calls = required_calls_format(calls, ends_after_one_call=structure.ends_after_one_call)
+        return possible_calls_format(tools, ends_after_one_call=structure.ends_after_one_call)
+    required_calls = required_calls_format(tools, ends_after_one_call=structure.ends_after_one_call)
     return required_calls if no_call_format is None else one_of([no_call_format, required_calls])
 
 

@@ -29,9 +29,9 @@ from scheduler.errors import EaglerayError, OverloadedError, RequestError, Reque
 # Seconds of a processor's time, in the first queue and in the other one.
 QUICK_COMPILE_S, COMPILE_TIMEOUT_S = 1.0, 5.0
 MAX_SLOW_COMPILES = 4  # grammars in the other queue
-CHILD_MEMORY_BYTES = 2**30
+CHILD_MEMORY_BYTES = 2**30  # beyond the memory of the helper
 REFUSAL_TTL_S = 60.0  # how long a refusal is remembered, in which a busy machine may have a part
-_MAX_CACHED_VERDICTS = 1024  # grammars that are possible, that are not, and that are slow
+_MAX_CACHED_VERDICTS = 1024  # of each kind: grammars that are possible, are not, or are slow
 
 
 class NewGrammarError(Exception):
@@ -41,9 +41,9 @@ class NewGrammarError(Exception):
 class GrammarCompiler:
     """Compiles structural tags, and remembers which are possible. Any thread may call."""
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """See `Helper`."""
-        self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
+        self._helper = Helper(tokenizer_file, vocab_size, eos_token_ids)
         # To compile.
         self._quick_compile_lock, self._slow_compile_lock = threading.Lock(), threading.Lock()
         self._num_slow_compiles = 0
@@ -57,7 +57,7 @@ class GrammarCompiler:
         too large, or takes more time or memory than it may, `OverloadedError` if too many slow ones
         are being compiled or the machine is too busy, and `RequestFailedError` if none can be
         compiled here; without `compiles`, which waits for nothing, `NewGrammarError` for one that
-        is not known.
+        must be compiled first, also if it is known to be slow.
         """
         encoded_tag = structural_tag.encode()
         if len(encoded_tag) > MAX_STRUCTURAL_TAG_BYTES:

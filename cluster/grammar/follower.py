@@ -34,10 +34,10 @@ ALL_MASKS_LIMIT_S, ALL_MASKS_PER_TOKEN_S = 10.0, 0.05
 QUICK_MASK_S, QUICK_MASK_PER_TOKEN_S = 0.01, 0.0002
 QUICK_BATCH_S = 0.02  # for a mask of each sequence, less than a step waits for; one child makes all
 LOAD_LIMIT_S = 20.0
-CHILD_MEMORY_BYTES = 2**30
+CHILD_MEMORY_BYTES = 2**30  # beyond the memory of the helper
 MAX_CHILD_LOSSES = 2  # at so many, while it computed for a sequence, that one fails
 
-Answer = bytes | EaglerayError | None
+Answer = bytes | EaglerayError | None  # a mask; why there is none; None if any token may follow
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -57,7 +57,7 @@ class FollowedSequence:
 
 
 class Follower:
-    """The outputs of one grammar. `lock` guards every field that is not the thread's own."""
+    """The outputs of one grammar. `lock`, which all share, guards what is not the thread's own."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Follower:
         lock: threading.Lock,
         on_answers: Callable[[list[FollowedSequence]], None],
     ) -> None:
-        """A thread that holds the lock calls `on_answers` with sequences that have answers."""
+        """A thread that holds the lock calls `on_answers` with those that have answers or ended."""
         self.structural_tag = structural_tag
         self.num_followed_seqs = 0
         self.has_quick_masks = False  # loaded, and every mask came quickly
@@ -77,7 +77,7 @@ class Follower:
         # Notified when the thread has something to do.
         self._work_condition = threading.Condition(lock)
         self._queue: deque[FollowedSequence] = deque()
-        self._ended_numbers: list[int] = []
+        self._ended_numbers: list[int] = []  # that the child was not told of
         self._is_closed = False
         # The thread's own.
         self._child: Child | None = None
@@ -176,7 +176,9 @@ class Follower:
                 batch = [f for f in batch[num_answered_seqs:] if not f.has_ended]
 
     def _masks(self, batch: list[FollowedSequence]) -> Iterator[tuple[bytes | str | None, float]]:
-        """The child's answers, in order."""
+        """The child's answers, in order: a mask (empty for no token), None for any token, or why
+        there is none; and the seconds of a processor that it took.
+        """
         child = self._loaded_child()
         new_tokens = []
         for followed_seq in batch:

@@ -73,7 +73,7 @@ def possible_calls_format(
 
 
 def format_after_thinking(answer_format: Format, state: AnswerState) -> Format:
-    """The format of the answer after reasoning, which the prompt or the answer begins."""
+    """The format of the reasoning, as far as `state` leaves any to come, and then the answer."""
     reasoning_text = {"type": "any_text", "excludes": [THINK, END_THINK]}
     blank_line = {"type": "const_string", "value": "\n\n"}
     if state is AnswerState.REASONING:

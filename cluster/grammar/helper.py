@@ -18,7 +18,7 @@ from configs.paths import SOURCE_ROOT, module_command
 
 START_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 10.0
-MAX_ANSWER_BYTES = 256
+MAX_ANSWER_BYTES = 256  # of the helper to a command
 CPU_TIME_CHECK_PERIOD_S = 0.05
 SLOW_NICENESS = 15
 # A process that gets no share of the processors: how much longer than its limit it may take.
@@ -26,7 +26,7 @@ MAX_WALL_TIME_FACTOR = 6.0
 
 
 class HelperError(Exception):
-    """The helper refused a call, or cannot be started; the message says why."""
+    """A call of a child failed, or the helper has no child to give; the message says why."""
 
 
 class HelperLostError(Exception):
@@ -120,12 +120,12 @@ class Helper:
     lost. Any thread may call; the calls wait for each other.
     """
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: path of the `tokenizer.json`."""
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """`tokenizer_file`: path of the `tokenizer.json`."""
+        self._tokenizer_file = tokenizer_file
         self._argv = [
             *module_command(f"{__package__}.process"),
-            *(str(tokenizer), str(vocab_size), *map(str, eos_token_ids)),
+            *(str(tokenizer_file), str(vocab_size), *map(str, eos_token_ids)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._command_socket: socket.socket | None = None
@@ -133,7 +133,7 @@ class Helper:
         self._is_closed = False
 
     def fork(self, memory_bytes: int) -> Child:
-        """A new child, which may use so many bytes of memory. Raises `HelperError`."""
+        """A new child, which may take so much memory beyond the helper's. Raises `HelperError`."""
         with self._lock:
             for is_last_attempt in (False, True):
                 self._start()
@@ -158,7 +158,7 @@ class Helper:
         raise AssertionError("the last attempt returns or raises")
 
     def end(self, pid: int) -> None:
-        """Kill a child, if it is one of this process."""
+        """Kill a child, if it is one of the helper process that runs now."""
         with self._lock:
             if self._process is not None:
                 try:
@@ -189,9 +189,9 @@ class Helper:
             raise HelperError("the engine has been stopped")
         if self._process is not None:
             return
-        if not self._tokenizer.exists():
+        if not self._tokenizer_file.exists():
             raise HelperError(
-                f"the machine {socket.gethostname()} has no {self._tokenizer}, which grammars"
+                f"the machine {socket.gethostname()} has no {self._tokenizer_file}, which grammars"
                 " need: copy the checkpoint to the same path, or share the folder"
             )
         try:

@@ -13,7 +13,7 @@ from scheduler.errors import RequestError
 
 Schema = dict[str, Any]
 
-_MAX_SIZE = 10_000  # the largest limit on the length of a list
+_MAX_SIZE = 10_000  # the largest limit on the length of a list, and on the number of properties
 _MAX_LENGTH = 10_000  # the largest limit on the length of a string
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _DATE = (
@@ -104,7 +104,7 @@ _VALUE_CHECKS: dict[str, tuple[Callable[[object], bool], str]] = {
 
 
 def check_value(keyword: str, value: object, path: str) -> None:
-    """Raise `NotHonoredError` for a value that the keyword cannot have."""
+    """Raise `NotHonoredError` for a value that a keyword of the schema at `path` cannot have."""
     if keyword in _VALUE_CHECKS:
         accepts, description = _VALUE_CHECKS[keyword]
         if not accepts(value):
@@ -114,9 +114,8 @@ def check_value(keyword: str, value: object, path: str) -> None:
 
 
 def enforceable_schema(schema: Schema, path: str) -> Schema | bool:
-    """A schema without references and alternatives as xgrammar enforces it.
-
-    Raises `NotHonoredError`.
+    """A schema without references and alternatives as xgrammar enforces it. `path`: its name in
+    messages. Raises `NotHonoredError`.
     """
     for keyword, needed_types in _TYPES_BY_KEYWORD.items():
         if keyword in schema and "type" not in schema:

@@ -23,9 +23,9 @@ class GrammarMatching:
     request. The engine's thread calls it, but for `close`; followers' threads share the lock.
     """
 
-    def __init__(self, tokenizer: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
+    def __init__(self, tokenizer_file: Path, vocab_size: int, eos_token_ids: Seq[int]) -> None:
         """See `Helper`."""
-        self._helper = Helper(tokenizer, vocab_size, eos_token_ids)
+        self._helper = Helper(tokenizer_file, vocab_size, eos_token_ids)
         self._lock = threading.Lock()
         self._unanswered_seqs: set[FollowedSequence] = set()  # what `masks` waits for
         self._all_answered_condition = threading.Condition(self._lock)

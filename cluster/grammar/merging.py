@@ -11,9 +11,9 @@ from typing import Any
 
 from cluster.grammar.references import References
 
-MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and listed values that are merged in one schema
-MAX_ALTERNATIVES = 64  # of `oneOf` that are compared with each other
-# What is compared in one schema: values that a pair of schemas lists, and the pair itself.
+MAX_MERGED_KEYWORDS = 5_000  # keywords, properties and listed values merged in a whole schema
+MAX_ALTERNATIVES = 64  # of a `oneOf`, or `anyOf` in it, that are compared with others
+# What is compared in a whole schema: values that a pair of schemas lists, and the pair itself.
 _MAX_COMPARED_VALUES, _PAIR_COST = 500_000, 50
 _MAX_REFERENCE_CHAIN = 16  # on the way to one schema
 _OBJECT_KEYWORDS = {"properties", "required", "additionalProperties", "patternProperties"}
@@ -28,12 +28,12 @@ _UPPER_BOUNDS = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxPro
 
 
 class CannotMergeError(Exception):
-    """Schemas that are not put into one; the message says why."""
+    """Schemas that are not put into one, or may share a value; the message says why."""
 
 
 def declared_types(schema: Mapping[str, Any]) -> list[Any] | None:
-    """The types that values of a schema have, None for any. A schema that has only keywords of
-    objects, or of lists, is taken for one of these.
+    """The types that values of a schema have, None for any. Without a type, a schema that has
+    keywords of objects, or else of lists, is taken for one of these.
     """
     types = schema.get("type")
     if types is not None:
@@ -66,7 +66,7 @@ def num_listed_values(schema: Any) -> int:
 
 
 class Merger:
-    """Merges parts of one schema. `references` are its own."""
+    """Merges parts of one whole schema. `references` are its own."""
 
     def __init__(self, references: References) -> None:
         self._references = references

@@ -77,8 +77,8 @@ class _Group:
 
 def rewritten_pattern(pattern: object, path: str, *, is_json_string: bool = False) -> str:
     """A pattern that matches nothing else when xgrammar reads it; with `is_json_string`, as the
-    spelling of strings in JSON, which go on where a pattern has one anchor alone. Raises
-    `RequestError`.
+    spelling of strings in JSON, which go on where a pattern has one anchor alone. `path`: its name
+    in messages. Raises `RequestError`.
     """
     if not isinstance(pattern, str):
         raise refusal(f"{path} must be text, got {short_repr(pattern)}")

@@ -8,7 +8,7 @@ import struct
 import time
 from typing import Any
 
-# What reading or writing raises when the peer is lost in the middle of a message.
+# What receiving raises when the peer is lost, or what it sent is not a message.
 _LOST_PEER_ERRORS = (
     *(OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError),
     *(IndexError, KeyError, TypeError, ValueError),

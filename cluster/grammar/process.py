@@ -35,7 +35,7 @@ NICENESS = 5
 MAX_COMPILED_BYTES = 32 * 2**20  # 24 tools of an agent take 9 MB with Qwen3's tokens
 MAX_COMMAND_BYTES = 64
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
-_MAX_OOM_SCORE_ADJ = "1000"  # of all processes, when the machine is out of memory
+_MAX_OOM_SCORE_ADJ = "1000"  # killed first when the machine is out of memory
 # What xgrammar's messages begin with: a time, a line of its source, and a check there.
 _PLACE_IN_SOURCE = re.compile(r"^\[[\d:]+\] \S+:\d+: (?:Check failed: \(.*?\) is false: )?")
 
@@ -45,9 +45,9 @@ TimedMaskAnswer = tuple[bytes | int | str | None, float]
 class ChildCalls:
     """The calls that a child answers."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: list[int]) -> None:
+    def __init__(self, tokenizer_file: str, vocab_size: int, eos_token_ids: list[int]) -> None:
         self._tokenizer_info = xgrammar.TokenizerInfo(
-            encoded_vocabulary(tokenizer, vocab_size),
+            encoded_vocabulary(tokenizer_file, vocab_size),
             xgrammar.VocabType.BYTE_LEVEL,
             vocab_size=vocab_size,
             stop_token_ids=eos_token_ids,
@@ -58,7 +58,7 @@ class ChildCalls:
         )
         self._compiled_grammar: xgrammar.CompiledGrammar | None = None
         self._matchers: dict[int, xgrammar.GrammarMatcher] = {}
-        self.memory_bytes = 0  # that this process may use, once it is a child
+        self.memory_bytes = 0  # that this process may take beyond the helper's, once it is a child
         self._bitmask = xgrammar.allocate_token_bitmask(1, vocab_size)
 
     def check(self, structural_tag: str) -> Iterator[None]:
@@ -125,11 +125,11 @@ class ChildCalls:
         return self._bitmask.numpy().tobytes() if self._bitmask.any() else b""
 
 
-def encoded_vocabulary(path: str, vocab_size: int) -> list[str]:
+def encoded_vocabulary(tokenizer_file: str, vocab_size: int) -> list[str]:
     """The tokens as the tokenizer's file spells them; special tokens, which no output may contain,
     and unused ids are empty.
     """
-    tokenizer = Tokenizer.from_file(path)
+    tokenizer = Tokenizer.from_file(tokenizer_file)
     tokens = [""] * vocab_size
     for token, token_id in tokenizer.get_vocab(with_added_tokens=True).items():
         if token_id < vocab_size:
@@ -230,7 +230,7 @@ def _answer_calls(child_calls: ChildCalls, pipe: Pipe) -> None:
 def main() -> None:
     """Answer until the input is closed."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("tokenizer")
+    parser.add_argument("tokenizer_file")
     parser.add_argument("vocab_size", type=int)
     parser.add_argument("eos_token_ids", type=int, nargs="*")
     args = parser.parse_args()
@@ -240,7 +240,7 @@ def main() -> None:
         os.dup2(null_file.fileno(), 0)  # so that no child has the socket of the commands
     os.dup2(2, 1)  # what libraries print does not get into the output of the program
     fork_server = ForkServer(
-        ChildCalls(args.tokenizer, args.vocab_size, args.eos_token_ids), command_socket
+        ChildCalls(args.tokenizer_file, args.vocab_size, args.eos_token_ids), command_socket
     )
     gc.freeze()  # so that collections in the children do not copy every page
     command_socket.sendall(b"ready")

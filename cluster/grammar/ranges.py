@@ -33,7 +33,7 @@ class NotHonoredError(Exception):
 
 def enforceable_bounds(schema: Schema, types: list[Any], path: str) -> Schema:
     """The bounds of the numbers of a schema as xgrammar enforces them, or a list of all of them.
-    `types` are those of the schema. Raises `NotHonoredError`.
+    `types` are those of the schema, `path` its name in messages. Raises `NotHonoredError`.
     """
     format_name = schema.pop("format", None) if "string" not in types else None
     step = schema.pop("multipleOf", None)

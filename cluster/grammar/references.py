@@ -119,7 +119,8 @@ def check_satisfiable(
     root: Any, original_references: Mapping[str, str], path: str, make_error: ErrorMaker
 ) -> None:
     """Raise what `make_error` makes of a reason, for a schema that no finite value fits. `root` has
-    only keywords and values that are honored; `original_references`: how those were called.
+    only keywords and values that are honored. `original_references`: what each `$ref` in it was
+    before; `path`: the name of `root` in messages.
     """
     if not isinstance(root, Mapping):
         return

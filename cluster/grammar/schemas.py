@@ -55,7 +55,7 @@ _INEFFECTIVE_VALUES: dict[str, Any] = {
 _MERGED_KEYWORDS = ("allOf", "$ref", "anyOf", "oneOf")  # what is merged, in this order
 _UNEVALUATED_KEYWORDS = {"unevaluatedProperties", "unevaluatedItems"}
 _SCALAR_TYPES = ("string", "integer", "number", "boolean", "null")
-_MAX_DEPTH = 64
+_MAX_DEPTH = 64  # levels of a schema; also merges in a row that one part needs
 # Parts of one schema that are rewritten, with the values that they list, and so many characters of
 # names and patterns for one. What references with other keywords beside them lead to is rewritten
 # for each, which may multiply. So many do not fit into a grammar.
@@ -64,8 +64,9 @@ ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def honored_schema(schema: object, path: str) -> Any:
-    """A JSON schema in keywords that xgrammar enforces. Raises `RequestError` naming what it would
-    accept but not enforce, what is no schema or fits nothing, and references that have no end.
+    """A JSON schema in keywords that xgrammar enforces. `path`: its name in messages, in which the
+    way to a part follows. Raises `RequestError` naming what xgrammar would accept but not enforce,
+    what is no schema or fits nothing, and references that have no end.
     """
     try:
         rewritten = _Rewriter(schema, path, drops_keywords=False).rewritten()
@@ -77,8 +78,8 @@ def honored_schema(schema: object, path: str) -> Any:
 
 
 def loosened_schema(schema: object, path: str) -> tuple[Any, bool]:
-    """(as `honored_schema`, but of an object; whether keywords were left out because they cannot be
-    honored). Raises nothing.
+    """(as `honored_schema`, but without what cannot be honored, and any object where that fails or
+    leaves a boolean; whether either has happened). Raises nothing.
     """
     try:
         rewriter = _Rewriter(schema, path, drops_keywords=True)
@@ -208,7 +209,7 @@ class _Rewriter:
         return merged
 
     def _check_keywords(self, schema: Mapping[str, Any], path: str) -> None:
-        """Raise `NotHonoredError` for a keyword that is not known, or not beside another one."""
+        """Raise `NotHonoredError` for a keyword that is unknown, misused, or not beside another."""
         for keyword in schema:
             if _is_annotation(keyword):
                 continue
@@ -352,7 +353,7 @@ def _without_annotations(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _normalized(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema without keywords that ask for nothing, and with today's names for older ones."""
+    """A schema without keywords that ask for nothing, with today's or plainer names for some."""
     ineffective_names = schema.keys() & _INEFFECTIVE_VALUES.keys()
     ineffective_names = {n for n in ineffective_names if schema[n] == _INEFFECTIVE_VALUES[n]}
     is_normalized = not ineffective_names and not schema.keys() & _UNEVALUATED_KEYWORDS

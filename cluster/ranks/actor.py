@@ -78,7 +78,7 @@ class RankActor:
         show_gpus(self._gpus if spare_gpus is None else spare_gpus)
         self._worker: Worker | None = None
         self._warm_error: Exception | None = None  # of a spare that cannot warm up
-        self._claim: CoreClaim | None = None  # from the start on
+        self._claim: CoreClaim | None = None  # from `start` on
         self._is_standby = False
         self._ready_event = threading.Event()
         self._compute_executor = ThreadPoolExecutor(1, "compute")
@@ -291,7 +291,7 @@ class RankActor:
             self._ready_event.set()
 
     def _wait_for_worker(self) -> Worker:
-        """The worker, once it is imported. Raises `WorkerError` if that failed."""
+        """The worker, once a spare's is warm. Raises `WorkerError` if it could not be imported."""
         self._ready_event.wait()
         if self._worker is None:
             raise WorkerError(f"a spare of rank {self._rank} has no worker: its log says why")

@@ -30,8 +30,9 @@ _MAX_CLAIM_BYTES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreClaim:
-    """What a rank tells the others. engine: identifies it; local_rank: this rank's number among the
-    ranks_on_node of its engine; cores: those that its process may use.
+    """What a rank tells the others. engine: identifies its engine, with another text in each epoch
+    and on each node; local_rank: this rank's number among the ranks_on_node of its engine; cores:
+    those that its process may use.
     """
 
     engine: str

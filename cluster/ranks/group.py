@@ -45,8 +45,8 @@ LOST_CALL_PAUSE_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """How the ranks started. num_blocks: size of the cache; seconds: the time of each phase, by
-    name; checkpoint_id: identifies the files, which every later epoch must have too.
+    """How the ranks started. num_blocks: of each rank's KV cache; seconds: the longest time of
+    each phase, by name; checkpoint_id: identifies the files, which later epochs must have too.
     """
 
     num_blocks: int
@@ -57,7 +57,7 @@ class GroupReport:
 
 @dataclass(slots=True)
 class RankHandle:
-    """One rank's actor, its process once that is known, and its memory once it has started."""
+    """A rank's or spare's actor, its process once known, and its memory once it has a cache."""
 
     actor: Any
     process: ProcessId | None = None
@@ -65,7 +65,7 @@ class RankHandle:
 
     @property
     def cache_inode(self) -> int | None:
-        """Identifies the memory of its KV cache; None if that ends with the process."""
+        """Identifies the memory of its KV cache; None without one that outlives the process."""
         cache = self.memory.cache if self.memory is not None else None
         return cache.inode if cache is not None else None
 
@@ -139,7 +139,7 @@ class RankGroup:
         """`spares`: for each rank, the spare that takes its place, or None. `ranks`: all ranks, if
         they have been created already.
         """
-        self.epoch = epoch
+        self.epoch = epoch  # of a group that stands by: only from `take_over` on
         self._rank_maker = rank_maker
         self._config = rank_maker.config
         self._spares = [*spares, *[None] * (rank_maker.num_ranks - len(spares))]
@@ -174,7 +174,7 @@ class RankGroup:
 
     def stand_by(self, first_report: GroupReport) -> None:
         """Start the ranks, which are warm spares, beside those of the present epoch, whose memory
-        they hold: what is left to do is `take_over`. Raises as `start`.
+        they hold: what is left to do is `take_over`. `first_report`, and errors: see `start`.
         """
         places = self._rank_maker.placement.places()
         self._start_ranks(places, first_report, first_report.num_blocks, is_standby=True)
@@ -220,10 +220,10 @@ class RankGroup:
             self._identify(places, deadline_s, is_standby)
             gpus_by_rank = [self._rank_maker.gpus_of_node(p.node_id, places) for p in places]
             is_single_node = len({place.node_id for place in places}) == 1
-            address = self.ranks[0].actor.open_rendezvous.remote(is_single_node)
+            address_ref = self.ranks[0].actor.open_rendezvous.remote(is_single_node)
             start_refs = [
                 handle.actor.start.remote(
-                    address, place, self.epoch, node_gpus, num_kv_blocks, is_standby=is_standby
+                    address_ref, place, self.epoch, node_gpus, num_kv_blocks, is_standby=is_standby
                 )
                 for handle, place, node_gpus in zip(self.ranks, places, gpus_by_rank, strict=True)
             ]
@@ -320,7 +320,7 @@ class RankGroup:
                     calls.repeat_call(index)
 
     def _spare_at(self, place: Place) -> RankHandle | None:
-        """The spare of the rank at a place, if it is on that node; ends one that is elsewhere."""
+        """The spare of the rank at a place, if it is known to be on that node; ends any other."""
         spare = self._spares[place.rank]
         if spare is None or (spare.process and spare.process.node_id == place.node_id):
             return spare
@@ -407,7 +407,7 @@ class RankCallsLostError(WorkerError):
 
 
 def end_ranks(ranks: Seq[RankHandle], grace_s: float = END_GRACE_S) -> None:
-    """End actors, and return when their processes are dead (see `end_processes`)."""
+    """End actors, and return when those processes that are known are dead (see `end_processes`)."""
     for handle in ranks:
         ray.kill(handle.actor)  # so that Ray knows, even of those without a process yet
     processes = [handle.process for handle in ranks if handle.process is not None]

@@ -110,7 +110,7 @@ def end_processes(processes: list[ProcessId], grace_s: float = END_GRACE_S) -> N
 
 
 def end_marked_processes(engine_id: str, node_ids: set[str]) -> None:
-    """End every process of an engine on these nodes, as `end_processes`."""
+    """End every process of an engine on these nodes but this one, as `end_processes`."""
     for node_id in node_ids:
         run_on_node(node_id, end_marked_local_processes, engine_id)
 
@@ -129,10 +129,10 @@ def processes_on_this_node(processes: list[ProcessId | None]) -> dict[int, Proce
 
 def watch_local_processes(processes: dict[int, ProcessId], on_end: Callable[[int], None]) -> None:
     """Call `on_end` with the key of each process on this node when it ends, on a thread that ends
-    with the last. The kernel reports an end at once, Ray only after 0.05 s, or ten times that on a
-    busy machine. A process ends only once the memory that it has mapped is given back, 0.1 to 0.2 s
-    per GiB of small pages later than its threads: from Linux 6.9 on, the end of its `thread_id`
-    counts.
+    with the last; for one that is gone already, before this returns. The kernel reports an end at
+    once, Ray only after 0.05 s, or ten times that on a busy machine. A process ends only once the
+    memory that it has mapped is given back, 0.1 to 0.2 s per GiB of small pages later than its
+    threads: from Linux 6.9 on, the end of its `thread_id` counts.
     """
     poller = select.poll()
     key_of_pidfd: dict[int, int] = {}

@@ -14,7 +14,7 @@ logger = logging.getLogger("eagleray.driver")
 
 
 class GroupDeathWatch:
-    """Watches the ranks of a group on this node. To be created while they live."""
+    """Watches a group's ranks on this node, if it has pidfds. To be created while they live."""
 
     def __init__(self, group: RankGroup) -> None:
         local_processes = processes_on_this_node([handle.process for handle in group.ranks])

@@ -44,7 +44,7 @@ class Spares:
 
     def prepare(self, memories: Seq[RankMemoryHandles | None], makes_spares: bool = True) -> None:
         """Make spares if they are due and `makes_spares`, and note those that are ready.
-        `memories`: of the ranks.
+        `memories`: where that of each rank is, which its spare opens.
         Raises what keeps spares from being made, such as a node that is missing, and `WorkerError`
         if one cannot warm up.
         """

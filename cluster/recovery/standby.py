@@ -47,21 +47,22 @@ class Standby:
         config = rank_maker.config
         self._wants_groups = config.device == "cpu" and config.engine.spares != "off"
         self._forms_groups = self._wants_groups  # unless the present ranks cannot share weights
-        self._group: RankGroup | None = None
+        self._group: RankGroup | None = None  # that stands by, or is about to
         self._start_future: Future[None] | None = None  # of the group
         self._has_lost_process = False
-        self._delay_s = FIRST_DELAY_S
+        self._delay_s = FIRST_DELAY_S  # until the next ones are made, if these fail
         self._executor = ThreadPoolExecutor(1, "stand-by")
 
     def note_serving(self) -> None:
-        """The engine serves from now on."""
+        """The engine begins to serve, with its first group."""
         self._spares.delay(SPARES_DELAY_S)
 
     def prepare(
         self, present_group: RankGroup, first_report: GroupReport, makes_spares: bool
     ) -> None:
         """Make spares for the present group if they are due and `makes_spares`, and a group of them
-        once warm.
+        once warm; end one that cannot take over. `first_report`: of this driver's first epoch; the
+        group that stands by gets as many KV blocks and must have the same checkpoint.
         """
         try:
             if self._group is None:
@@ -127,7 +128,7 @@ class Standby:
 
     @property
     def _is_starting(self) -> bool:
-        """Whether the group may yet be able to take over."""
+        """Whether the group is still getting ready, and has lost no process."""
         assert self._start_future is not None
         return not self._has_lost_process and not self._start_future.done()
 

@@ -21,7 +21,7 @@ from enum import Enum
 from cluster.timeouts import GIVE_UP_AFTER_S
 
 BACKOFF_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
-MIN_SERVING_S = 10.0
+MIN_SERVING_S = 10.0  # after which a serving group without work counts like a result
 
 
 class RecoveryState(Enum):
@@ -34,20 +34,20 @@ class RecoveryState(Enum):
 
 @dataclass(slots=True)
 class Recovery:
-    """The state of one engine's group of ranks, or of its driver. One thread."""
+    """State of one engine's group of ranks, or of its driver while that is replaced. One thread."""
 
     clock: Callable[[], float]
     give_up_after_s: float = GIVE_UP_AFTER_S
     state: RecoveryState = RecoveryState.SERVING
     num_recoveries: int = 0
-    # Since the last result: the loss, then starts.
+    # Since the last result: the loss, then starts that failed, or whose group was lost without one.
     failures: list[str] = field(default_factory=list)
     _first_fault_s: float = 0.0
     _next_attempt_at_s: float = 0.0
-    _serving_since_s: float = 0.0
+    _serving_since_s: float = 0.0  # stays 0 with the first group
 
     def note_fault(self, reason: str) -> bool:
-        """A rank was lost, or a group not assembled. False if a fault is already being handled."""
+        """A rank was lost, or a group not assembled. False while one is handled, or when dead."""
         if self.state not in (RecoveryState.SERVING, RecoveryState.ASSEMBLING):
             return False
         now_s = self.clock()

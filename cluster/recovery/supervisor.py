@@ -54,7 +54,8 @@ class Supervisor:
     ) -> None:
         """`on_lost` gets the epoch that has ended and the reason, `on_group_ready` the next group
         and whether its KV cache is that of the last one, `on_dead` the reason why there will be
-        none. All run on the supervisor's thread. `busy_since_s`: see `Watch.find_fault`.
+        none. All run on the supervisor's thread. `busy_since_s`: since when the engine waits for a
+        result, None without work; `has_work`: whether it has any.
         """
         self._clock = clock
         self._rank_maker = rank_maker
@@ -65,21 +66,21 @@ class Supervisor:
         self._on_group_ready = on_group_ready
         self._on_lost = on_lost
         self._on_dead = on_dead
-        self._group: RankGroup | None = None
-        self._group_watch: Watch | None = None
-        self._first_report: GroupReport | None = None
+        self._group: RankGroup | None = None  # that serves, is being assembled, or failed
+        self._group_watch: Watch | None = None  # of it, once its processes are known
+        self._first_report: GroupReport | None = None  # of this driver's first epoch
         self._standby = self.make_standby(rank_maker, self.make_group)
-        self._busy_spares_due_s = 0.0  # from when on they are made although there is work
+        self._busy_spares_due_s = 0.0  # from when on spares are made beside work
         self._death_watch: GroupDeathWatch | None = None  # of the ranks that serve
-        self._distrust_reason = ""  # why the memory of the last ones cannot be trusted
+        self._distrust_reason = ""  # why the lost ranks' memory cannot be trusted
         # In the group that is assembled; `Scheduler.start_epoch` may drop it all the same.
         self._cache_survives = False
         self._failed_step: tuple[int, str] | None = None  # epoch and reason; by the engine thread
         self._loss_reason = ""  # why the present epoch was lost
         self._is_serving = False  # whether the engine thread has the present group
-        self._epoch = 0
-        self._last_applied_epoch = 0  # the epoch of the last result that was applied
-        self._num_convictions = 0  # since the last result; by the engine thread
+        self._epoch = 0  # of the group that serves, else the next; a failed start keeps it
+        self._last_applied_epoch = 0  # of the last result applied; 0 also before any
+        self._num_convictions = 0  # calls since the last result; by the engine thread
         self._num_known_convictions = 0  # of these at the last check
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[Any] | None = None
@@ -92,8 +93,9 @@ class Supervisor:
     def start(
         self, ranks: Seq[RankHandle] = (), num_kv_blocks: int | None = None
     ) -> tuple[RankGroup, GroupReport]:
-        """The first group, of `ranks` if they have been created. `num_kv_blocks`: see
-        `RankGroup.start`. Raises what kept it from starting, and then leaves nothing running.
+        """The first group, of `ranks` if they have been created. `num_kv_blocks`: how many the
+        engine began with, if this driver replaces another; else None. Raises what kept it from
+        starting, and then leaves nothing running.
         """
         self._group = self.make_group(self._rank_maker, epoch=0, ranks=ranks)
         try:

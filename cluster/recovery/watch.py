@@ -42,10 +42,10 @@ class _RankHealth:
 
     last_answer_s: float
     last_progress_s: float
-    unanswered_since_s: float | None = None
+    unanswered_since_s: float | None = None  # the first heartbeat without an answer
     has_heartbeat_call: bool = False  # a call that has not ended
     has_end_call: bool = False  # a call that ends with the rank
-    progress: Progress | None = None
+    progress: Progress | None = None  # of its last answer
 
 
 class Watch:
@@ -69,14 +69,14 @@ class Watch:
 
     @property
     def all_ranks_answer(self) -> bool:
-        """Whether every rank has answered recently."""
+        """Whether no rank has died, or owes an answer to a heartbeat for long."""
         overdue_before_s = self._clock() - RANK_ANSWER_TIMEOUT_S
         waits_since_s = [health.unanswered_since_s for health in self._health_by_rank]
         return not self._deaths and all(s is None or s > overdue_before_s for s in waits_since_s)
 
     def find_fault(self, busy_since_s: float | None) -> str | None:
-        """What is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work
-        began or the last result came, whichever is later; None without work.
+        """What is wrong, if anything; sends the next heartbeats. `busy_since_s`: when work,
+        or the group's start, began or the last result came, whichever is later; None without work.
         """
         if self._deaths:
             rank, reason = self._deaths[0]

@@ -138,7 +138,7 @@ def _flush_output() -> None:
 
 
 def dead_local_processes() -> list[str]:
-    """The processes of a local Ray of our own that have died, by Ray's names."""
+    """Ray's names of those of its processes that this one has started and that have died."""
     node: Any = ray._private.worker._global_node
     return [name for name, _ in node.dead_processes()] if node is not None else []
 

@@ -131,7 +131,7 @@ class Placement:
         self.wait_for_nodes_s = wait_for_nodes_s
         self._caller_group = group
         self._group = group
-        self._fencing_token = 0
+        self._fencing_token = 0  # in the names of its groups, see `fence_stale_copies`
         self.missing_resources = ""  # what is missing, while a group is pending
 
     def reserve(self) -> None:

@@ -57,14 +57,15 @@ class RaySession:
         self._lock = threading.Lock()
         self._leases: list[str] = []
         self._initialized_ray_id: str | None = None  # the Ray that we have started or joined
-        self._address = ""  # that it was given
+        self._address = ""  # with which we did so, such as "local" or "auto"
         self._process_id = 0  # of the process that has the leases
 
     def connect(self, address: str | None, num_ranks: int) -> str:
         """Join or start a cluster. `num_ranks`: how many a cluster of our own must have room for.
 
-        Raises `ConfigError` when the cluster at `address` cannot be joined, or when this process is
-        part of another, and `EngineError` when Ray takes too long to start, or has died.
+        Raises `ConfigError` when a cluster cannot be joined or started, or when this process is
+        part of another, and `EngineError` when Ray takes too long to start or has died, or in a
+        fork of the process that has the leases.
         """
         if self._leases and self._process_id != os.getpid():
             raise EngineError(FORKED_MESSAGE)
@@ -167,7 +168,7 @@ def _deferred_signals() -> Iterator[None]:
 
 
 def _init_ray(address: str | None, num_ranks: int) -> str:
-    """Start or join a Ray; returns its address, or "local"."""
+    """Start or join a Ray; returns the address used, as `find_address` does."""
     check_arguments_are_utf8(sys.argv)
     quiet_options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     address = find_address(address)

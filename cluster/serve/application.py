@@ -27,7 +27,7 @@ from scheduler.params import SamplingParams
 
 API_DEPLOYMENT_NAME = "api"
 MAX_ONGOING_REQUESTS = 100_000  # so that our own limits are reached before Serve's
-MAX_STARTS = 2  # of a replica, before Serve gives up
+MAX_STARTS = 2  # that fail, of any replicas of a deployment, before Serve gives up
 # How long a replica without Serve's proxy waits before it ends, and between looks at what still
 # runs: its requests come past Serve, so it need not wait until Serve's routers know that it ends.
 SHUTDOWN_WAIT_PERIOD_S = 0.1

@@ -40,7 +40,7 @@ DEPLOYMENT_NAME = "engine"
 QUICK_DRIVER_LOOKUP_TIMEOUT_S = 0.1  # another engine may be available at once
 DRIVER_LOOKUP_TIMEOUT_S = 10.0
 HOLDER_CHECK_PERIOD_S = 5.0
-LAST_NEWS_DELAY_S = 0.5  # more than the last token takes from the driver to a process of the API
+LAST_NEWS_DELAY_S = 0.5  # more than the last token takes from the driver to the API
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,9 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine as `launch.py status` shows it. replica_id: Ray Serve's; hosts: the address of
-    each rank's node; num_admitted: sequences admitted since its driver's start.
+    """One engine as `launch.py status` shows it. replica_id: Ray Serve's; model: its name in the
+    API; hosts: the address of each rank's node; state: of the group of ranks (`RecoveryState`);
+    num_admitted: sequences admitted since its driver's start.
     """
 
     replica_id: str
@@ -114,9 +115,9 @@ class EngineReplica:
         return self._engine.report.limits
 
     async def lease(self, lease_request: LeaseRequest) -> AsyncGenerator[Lease, None]:
-        """Yields the engine, and ends when it is canceled, or at once without a driver. A caller
-        that got this engine although it wanted to avoid it has no other choice, so it waits longer
-        for the driver.
+        """Yields the engine, and ends when it is canceled or its holder is dead, or at once without
+        a driver. A caller that got this engine although it wanted to avoid it has no other choice,
+        so it waits longer for the driver.
         """
         is_last_resort = self._replica_id in lease_request.avoided_replica_ids
         limit_s = DRIVER_LOOKUP_TIMEOUT_S if is_last_resort else QUICK_DRIVER_LOOKUP_TIMEOUT_S
@@ -185,6 +186,8 @@ class EngineReplica:
         deadline_s = time.monotonic() + self._drain_limit_s
         while await self._may_be_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(LAST_NEWS_DELAY_S)
+        # The last request may have ended just before the look.
+        await asyncio.sleep(LAST_NEWS_DELAY_S)
 
     async def _may_be_busy(self) -> bool:
         try:

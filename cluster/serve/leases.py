@@ -67,8 +67,9 @@ class LeaseCall:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RoutedRequest:
-    """A request and the engine it was sent to. frontend: None while it moves to another engine;
-    lost_replica_ids: the engines that were lost while they ran it.
+    """A request and the engine it is sent to. replica_id: of the engine that it last had, "" before
+    the first. frontend: to its driver, None before the first and while it moves to another engine.
+    lost_replica_ids: of the engines that were lost, or did not answer, while they had it.
     """
 
     generation: Generation

@@ -37,7 +37,7 @@ logger = logging.getLogger("eagleray")
 
 
 class RunningApplication:
-    """An application that this program has started."""
+    """An application, for the program that starts and serves it, or only ends it."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ logger = logging.getLogger("eagleray")
 
 class EnginePool:
     """An `EngineLink` over the engines of a deployment. Made on the event loop that holds the
-    leases; its methods are called from other threads.
+    leases; its coroutines run there, other methods are called from other threads.
     """
 
     def __init__(
@@ -115,8 +115,8 @@ class EnginePool:
         return merged_stats(self._run(self.all_stats(), POOL_THREAD_TIMEOUT_S))
 
     def records(self, seconds: float) -> list[StepRecord]:
-        """The steps of one of the engines: those of several do not fit into one list. Raises
-        `OverloadedError` if none answers.
+        """The steps of the last `seconds` of one of the engines: those of several do not fit into
+        one list. Raises `OverloadedError` if none answers.
         """
         answers = self._run(self._ask_engines("records", seconds), POOL_THREAD_TIMEOUT_S)
         if not answers:
@@ -132,12 +132,12 @@ class EnginePool:
 
     async def _lease_and_send(self, routed_requests: list[RoutedRequest]) -> None:
         """Lease an engine for each request and send it there, or to another engine if that one is
-        lost meanwhile. No request waits for the engine of another one.
+        lost meanwhile. Once all have a lease, none waits for the engine of another one.
         """
         leases = await asyncio.gather(*map(self._leases.lease, routed_requests))
         requests_by_sender: dict[RequestSender, list[RoutedRequest]] = {}
         for routed_request, lease in zip(routed_requests, leases, strict=True):
-            if lease is not None:
+            if lease is not None:  # otherwise the request has ended
                 with self._lock:
                     sender = self._sender(lease.driver)
                     routed_request.replica_id = lease.replica_id
@@ -253,14 +253,16 @@ def _no_answer_error(limit_s: float | None = None) -> OverloadedError:
 
 
 def merged_stats(all_stats: list[EngineStats]) -> EngineStats:
-    """The sum of the counters, ready if any engine is. Raises `OverloadedError` without any."""
+    """The counters added up, and the rest of one engine, a ready one if there is any. Raises
+    `OverloadedError` for none.
+    """
     if not all_stats:
         raise _no_answer_error()
-    first_ready_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
+    shown_stats = next((stats for stats in all_stats if stats.is_ready), all_stats[0])
     step_parts = sorted({part for stats in all_stats for part in stats.step_seconds})
     rank_times = [stats.rank_seconds for stats in all_stats]
     return replace(
-        first_ready_stats,
+        shown_stats,
         **{name: sum(getattr(stats, name) for stats in all_stats) for name in SUMMED_STATS},
         step_seconds={
             part: sum(stats.step_seconds.get(part, 0.0) for stats in all_stats)

@@ -47,7 +47,7 @@ class SharedPortOwner:
     """
 
     def __init__(self, host: str, port: int, num_processes: int) -> None:
-        """Raises `ConfigError` if nothing can listen there. Refuses until a process has joined."""
+        """Raises `ConfigError` if it cannot listen. Refuses clients until a process has joined."""
         with ExitStack() as undo_stack:
             self._listeners = bound_sockets(host, port)
             for listener in self._listeners:

@@ -50,15 +50,16 @@ class PrefixTable:
     def __init__(
         self, max_hashes: int = MAX_TABLE_ENTRIES, *, is_only_chooser: bool = True
     ) -> None:
-        """`is_only_chooser`: no other process chooses engines for the same clients. If others do, a
-        session that is new here may not be new to them, so it has an engine on which all agree.
+        """`max_hashes`: of prefixes and sessions. `is_only_chooser`: no other process chooses
+        engines for the same clients. If others do, a session that is new here may not be new to
+        them, so it has an engine on which all agree.
         """
         self._max_hashes = max_hashes
         self._is_only_chooser = is_only_chooser
-        # The engines that got a prompt with this prefix, or a request of this session; least
-        # recently used first.
+        # The engines that got a prompt with this prefix, or the last that got a request of this
+        # session; least recently used first.
         self._engines_by_hash: OrderedDict[int, set[str]] = OrderedDict()
-        self._engines: frozenset[str] = frozenset()  # those of the last choice
+        self._engines: frozenset[str] = frozenset()  # all that there were at the last choice
         self._engine_by_request: dict[Hashable, str] = {}  # of open requests
         self._num_open_requests_by_engine: Counter[str] = Counter()
         # The number of the last choice that fell on the engine.

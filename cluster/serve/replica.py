@@ -165,8 +165,8 @@ class ApiReplica:
         [params] = broadcast_params(sampling_params, 1)
         with self._api.admission.admit(_num_outputs(params)):
             async with self._client.stream([prompt], params) as (_, chunks):
-                while prompts_and_chunks := await chunks.next():
-                    for _, chunk in prompts_and_chunks:
+                while items := await chunks.next():
+                    for _, chunk in items:
                         yield chunk
 
     async def stream_chat(
@@ -177,7 +177,7 @@ class ApiReplica:
             yield chunk
 
     async def drain(self, limit_s: float) -> int:
-        """As `Api.drain`."""
+        """As `Api.drain`: returns how many outputs, or else answers, are left."""
         return await self._api.drain(limit_s)
 
     async def counters(self) -> ProcessCounters:

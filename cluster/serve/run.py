@@ -40,7 +40,7 @@ from scheduler.errors import ConfigError, EngineError
 from scheduler.params import SamplingParams
 from workers.models.local import recheck_checkpoint
 
-DRAIN_GRACE_S = 5.0
+DRAIN_GRACE_S = 5.0  # for the answers of replicas, beyond the time of the requests
 END_LIMIT_S = 10.0
 DRAIN_CHECK_PERIOD_S = 0.2
 LISTEN_TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ class ServeJob:
 
 
 def run_serve(job: ServeJob) -> None:
-    """Serve until a signal. Raises `ConfigError`, and `EngineError` if it does not start."""
+    """Serve until a signal. Raises `ConfigError`, and `EngineError` if that goes wrong."""
     began_s = time.perf_counter()
     job = dataclasses.replace(job, host=job.host.removeprefix("[").removesuffix("]"))
     _check_job(job)
@@ -93,7 +93,7 @@ class _SignalHandler:
     def __init__(self) -> None:
         self.is_serving = False
         self.stop_event = threading.Event()
-        self.interrupted_at_s: float | None = None
+        self.interrupted_at_s: float | None = None  # when a signal last ended everything
 
     def handle(self, signal_number: int, _: FrameType | None) -> None:
         if self.is_serving and not self.stop_event.is_set():

@@ -46,7 +46,7 @@ class SharedEngine:
         self.frontend.driver_handle.watch_end()
         threading.Thread(target=self._watch, name="eagleray-engine", daemon=True).start()
 
-    def _next_driver(self, driver: Any, error: EaglerayError, has_been_healthy: bool) -> Any:
+    def _next_driver(self, driver: Any, error: EaglerayError, _has_been_healthy: bool) -> Any:
         """The driver in place of one that is lost. Raises `EngineDeadError`."""
         logger.warning("another driver is waited for: %s", str(error).split("\n")[0])
         # The engine's replica asks its driver, too. If that answers there, it is tried again.

@@ -7,7 +7,7 @@ from configs.formats.stored import INT32, Section, StoredFormat, sequential_orde
 QUANT_METHOD = "gptq"  # in config.json
 FORMAT_NAME = "GPTQ"  # in messages
 SUPPORTED_VARIANTS = "GPTQ (4 or 8 bits, any group size, with or without desc_act)"
-_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`
+_ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}  # by `checkpoint_format`; added to stored zeros
 
 
 def read(config: Section) -> StoredFormat:

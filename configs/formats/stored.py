@@ -166,7 +166,7 @@ class Section:
         return value
 
     def group_size(self, default: int | None = None) -> int:
-        """Inputs per group, -1 for one group of all. Raises `ConfigError`."""
+        """Inputs per group, -1 for one group of all; `default` if absent. Raises `ConfigError`."""
         value = self.values.get("group_size", default)
         if type(value) is not int or (value < 1 and value != -1):
             raise self.error("group_size", value, "1 or more, or -1 for all")

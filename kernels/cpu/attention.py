@@ -51,10 +51,10 @@ def paged_attention(
     out_THD = empty(q_THD.shape, q_THD.dtype)
     k_view, v_view = kernel_cache_views(k_cache, v_cache, q_THD.dtype)
     arrays = map(as_array, (q_THD, k_view, v_view, out_THD))
-    rows = attn.query_start_B1.numpy(), attn.seq_lens_B.numpy(), attn.block_table_BW.numpy()
-    tiles = keep(_tiles(rows[0], _QUERIES_PER_TILE))
+    row_arrays = attn.query_start_B1.numpy(), attn.seq_lens_B.numpy(), attn.block_table_BW.numpy()
+    tiles = keep(_tiles(row_arrays[0], _QUERIES_PER_TILE))
     example = _BFLOAT16_EXAMPLE if k_view.shape[-1] == PAIR_SIZE else _FLOAT32_EXAMPLE
-    _paged_attention(tiles, *arrays, *rows, np.float32(scale), example, get_num_threads())
+    _paged_attention(tiles, *arrays, *row_arrays, np.float32(scale), example, get_num_threads())
     return out_THD
 
 
@@ -197,8 +197,9 @@ def _attend_tile(
     dtype_example: Array,
     prefetch_address: int,
 ) -> None:
-    """One tile: `num_queries` queries of a row from token `first_token` on, against KV head
-    `head`. `prefetch_address`: address of the keys that the thread's next tile begins with.
+    """One tile: `num_queries` queries of a row, from token `first_token` of the step and position
+    `first_position` of the row on, against KV head `head`. `prefetch_address`: of the keys that the
+    thread's next tile begins with.
     """
     num_kv_heads, block_size = k_NKDPW.shape[1], k_NKDPW.shape[3]
     num_heads, head_dim = q_THD.shape[1:]

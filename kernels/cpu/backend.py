@@ -30,7 +30,7 @@ _HEAD_DIM = 16  # head dim of the one head and one token with which kernels are 
 
 
 class CpuKernels:
-    """`Kernels` in numba, with oneDNN for the products."""
+    """`Kernels` in numba, with oneDNN for some of the products."""
 
     capabilities = CPU_CAPABILITIES
     sampling: SamplingKernels = sampling

@@ -52,7 +52,6 @@ class PackedExperts(ExpertWeights):
     panels with zeros. num_features: F.
     """
 
-    panel_features: int
     num_features: int
 
 
@@ -105,7 +104,6 @@ class CpuExperts:
         return PackedExperts(
             gate_up=_pack(gate_up, panel_features, step_elements),
             down=_pack(down, panel_features, step_elements),
-            panel_features=panel_features,
             num_features=down.shape[2],
         )
 

@@ -150,7 +150,7 @@ def _multiply_panel(
     sums = np.zeros(num_rows * PANEL_FEATURES + _ALIGNMENT_BYTES, np.float32)
     first_sum_index = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
     sums_address = sums.ctypes.data + 4 * first_sum_index
-    totals = np.zeros_like(sums)
+    totals = np.zeros_like(sums)  # of all groups; laid out as the sums of one, though not aligned
     scale_P = np.empty(PANEL_FEATURES, np.float32)
     # Zero points of the numbers, which are codes less `MIDDLE_INT4_CODE`.
     zeros_P = np.zeros(PANEL_FEATURES, np.float32)
@@ -172,9 +172,9 @@ def _multiply_panel(
         for p in range(np.uint64(PANEL_FEATURES)):
             scale_P[p] = _scale_of_bits(scale_bits_P[p])
         if len(zeros_NGP):
-            codes_P = zeros_NGP[panel, group]
+            zero_codes_P = zeros_NGP[panel, group]
             for p in range(np.uint64(PANEL_FEATURES)):
-                zeros_P[p] = np.float32(np.int32(codes_P[p]) - np.int32(MIDDLE_INT4_CODE))
+                zeros_P[p] = np.float32(np.int32(zero_codes_P[p]) - np.int32(MIDDLE_INT4_CODE))
         _add_scaled_sums(
             num_rows, group, sums, totals, first_sum_index, input_sums_TG, zeros_P, scale_P
         )

@@ -42,8 +42,8 @@ _MAX_HEIGHT = 8 if has_wide_registers() else 6
 def _panel_product(
     num_vectors: int, sum_type: type[np.generic], widens: bool
 ) -> Callable[..., None]:
-    """`multiply_panel` for tiles of this many columns and sums of this type; whether the weights
-    are widened to float32.
+    """`multiply_panel` for tiles of `num_vectors` * 16 columns and sums of this type; whether the
+    weights are widened to float32.
     """
     width = num_vectors * LANES
     step_bytes = width * (_BFLOAT16_BYTES if widens else STEP_BYTES)
@@ -64,7 +64,7 @@ def _panel_product(
         sums = np.zeros(num_rows * width + _ALIGNMENT_BYTES, sum_type)
         first_sum_index = -sums.ctypes.data // 4 % (_ALIGNMENT_BYTES // 4)
         sums_operand = sums.ctypes.data + 4 * first_sum_index, 4 * width
-        if widens:
+        if widens:  # totals of all spans are laid out as the sums of one, though not aligned
             totals, widened = np.zeros_like(sums), np.empty(steps_per_chunk * width, np.float32)
         for first_step in range(0, num_steps, steps_per_chunk):
             end_step = min(first_step + steps_per_chunk, num_steps)

@@ -71,9 +71,9 @@ _FUNCTION_OFFSET, _ARGUMENT_OFFSET, _NUM_TASKS_OFFSET, _NUM_PARTS_OFFSET = range
     0, 4 * _WORD_BYTES, _WORD_BYTES
 )
 _NUM_WOKEN_OFFSET, _NUM_HELPED_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)  # of _COUNTS_LINE
-_NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(
-    0, 2 * _WORD_BYTES, _WORD_BYTES
-)  # of _RECORD_LINE: addresses
+# Of _RECORD_LINE, addresses: where the next loop is written down, 0 for nowhere; and the end of the
+# memory for loops, 0 once it was too small.
+_NEXT_LOOP_OFFSET, _RECORD_END_OFFSET = range(0, 2 * _WORD_BYTES, _WORD_BYTES)
 _HEADER_BYTES = 3 * _WORD_BYTES  # of a loop that is written down: function, tasks, argument's bytes
 _NEXT_TASK_LINE, _SLEEP_LINE, _LINES_PER_THREAD = range(3)
 _IS_ASLEEP_OFFSET, _WOKEN_AT_OFFSET, _BACKOFF_END_OFFSET, _READ_FD_OFFSET, _WRITE_FD_OFFSET = range(
@@ -159,8 +159,9 @@ def _run_tasks(thread: int) -> int:
 
 @exact_jit
 def _wake_next(helper: int, num_parts: int, began_ns: int, now: int) -> int:
-    """If the loop has run for a while, wake the first helper from `helper` on that sleeps and whose
-    backoff has ended. Returns the helper that may be woken next.
+    """If this thread has been busy with the loop for a while, since `began_ns`, wake the first
+    helper from `helper` on that sleeps and whose backoff has ended. Returns the helper that may be
+    woken next.
     """
     while helper < num_parts:
         line_address = _thread_line_address(helper, _SLEEP_LINE)
@@ -228,7 +229,7 @@ def _share_tasks(function: int, argument: int, num_tasks: int) -> None:
 @exact_jit
 def _record_loop(function: int, argument: int, num_tasks: int, argument_bytes: int) -> None:
     """Behind the loops that have been written down. If it does not fit, it is left out, and the end
-    of the record becomes 0.
+    of the memory becomes 0.
     """
     record_address = _line_address(_RECORD_LINE)
     entry_address = load_acquire(record_address + _NEXT_LOOP_OFFSET)
@@ -291,7 +292,9 @@ def _run_helper(helper: int) -> None:
 
 @exact_jit
 def _watch(helper: int) -> None:
-    """Help with one loop after the other, until none has come for a while or the core is lost."""
+    """Help with one loop after the other, until none has come for a while, the core is lost, or
+    torch needs it (`put_helpers_to_sleep`).
+    """
     state_address, last_loop_number = _line_address(_STATE_LINE), np.int64(0)
     last_look_ns = last_work_ns = now_ns()
     while True:
@@ -313,7 +316,7 @@ def _watch(helper: int) -> None:
 
 @exact_jit
 def _help_with_loop(helper: int, number: int) -> bool:
-    """Help with a loop if it is still open; whether there was a task left."""
+    """Help with a loop if it is still open; whether the helper has run a task of it."""
     state_address, state_word = _line_address(_STATE_LINE), np.int64(0)
     while True:
         state_word = load_acquire(state_address)

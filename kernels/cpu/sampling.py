@@ -5,8 +5,14 @@ bfloat16 logits are read as they are. A block whose largest logit lies beyond a 
 after `row_best`, most kernels read few blocks. Tasks are runs of blocks, so that one row uses every
 thread. Compiled without reassociation or contraction: a gap or a weight has the same bits in a
 vector loop, in its tail and alone; sums are integer sums.
-Legend: as `kernels/reference/sampling.py`, and S parts of a row, each counted by one task; a block
-is a row's `BLOCK_COLUMNS` columns, the last one shorter.
+A gap is (largest logit of all ranks - logit) / temperature, a weight floor(exp(-gap) * 2**40), a
+target weight where the drawn token lies in the running sum of this rank's weights. An entry of
+a list is a gap and how many tokens it stands for; `prefix_R` is the digits of a gap that earlier
+passes found, `top_p_R` in units of 2**-30.
+Legend: B rows, R rows of one draw or with a mask, V this rank's columns (tokens of its shard), X
+blocks of columns or bins of a histogram, K the largest top-k of a draw, N ranks, W words of a mask,
+S parts of a row, each counted by one task; a block is a row's `BLOCK_COLUMNS` columns, the last one
+shorter.
 """
 
 from __future__ import annotations
@@ -98,7 +104,7 @@ def mask_columns(logits_BV: Tensor, rows_R: Tensor, mask_words_RW: Tensor, first
 
 
 def run_each_once(dtype: torch.dtype) -> None:
-    """Run every kernel on one logit."""
+    """Run every kernel on one logit of this dtype, so that it is compiled."""
     logits_BV = torch.zeros(1, 1, dtype=dtype)
     max_B, column_B, block_max_BX = row_best(logits_BV)
     gap_rows = GapRows(
@@ -114,8 +120,7 @@ def run_each_once(dtype: torch.dtype) -> None:
     )
     gap_histogram(gap_rows, gap_limit_R, column_B.to(torch.int32), 0, False)
     pick_column(gap_rows, gap_limit_R, block_weights(gap_rows, gap_limit_R)[0], column_B)
-    if dtype is torch.float32:  # adjusted logits are float32
-        mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
+    mask_columns(logits_BV, column_B, column_B[None].to(torch.int32), 0)
 
 
 def _as_gap_arrays(gap_rows: GapRows) -> GapArrays:

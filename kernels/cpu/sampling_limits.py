@@ -1,7 +1,11 @@
 """How far from the best token a token may lie, by lists of the nearest or by histograms, and what a
 grammar forbids: compiled parts of `sampling.py`.
 
-Legend: as `kernels/reference/sampling.py`; S parts of a row, each counted by one task.
+A gap is (largest logit of all ranks - logit) / temperature; `prefix_R` is the digits of a gap that
+earlier passes found, `top_p_R` in units of 2**-30.
+Legend: B rows, R rows of one draw or with a mask, V this rank's columns (tokens of its shard), X
+blocks of columns or bins of a histogram, K the largest top-k of a draw, N ranks, W words of a mask,
+S parts of a row, each counted by one task.
 """
 
 from __future__ import annotations
@@ -72,10 +76,10 @@ def _gaps_within(
     logits: Array, block_gaps: Array, gap_limit: Any, max_logit: Any, temperature: Any
 ) -> Array:
     """Gaps of every token of the blocks whose nearest token is within the limit."""
-    num_vocab_blocks = 0
+    num_near_blocks = 0
     for block in range(len(block_gaps)):
-        num_vocab_blocks += block_gaps[block] <= gap_limit
-    gaps = np.empty(BLOCK_COLUMNS * num_vocab_blocks, np.float32)
+        num_near_blocks += block_gaps[block] <= gap_limit
+    gaps = np.empty(BLOCK_COLUMNS * num_near_blocks, np.float32)
     num_gaps = 0
     for block in range(len(block_gaps)):
         if block_gaps[block] <= gap_limit:

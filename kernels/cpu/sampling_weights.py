@@ -1,6 +1,9 @@
 """The best token, and the weights from which a token is drawn: compiled parts of `sampling.py`.
 
-Legend: as `kernels/reference/sampling.py`.
+A gap is (largest logit of all ranks - logit) / temperature, a weight floor(exp(-gap) * 2**40), a
+target weight where the drawn token lies in the running sum of this rank's weights.
+Legend: B rows, R rows of one draw, V this rank's columns (tokens of its shard), X blocks of
+`BLOCK_COLUMNS` of them, the last one shorter.
 """
 
 from __future__ import annotations

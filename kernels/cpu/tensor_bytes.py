@@ -1,7 +1,8 @@
 """The bytes of a tensor, and a tensor made of bytes, also where oneDNN has packed it.
 
 A packed tensor is opaque: torch shows neither its memory nor its layout. What our kernels know of
-one, the address of its panels (`packed.py`), is kept as an attribute of the tensor.
+one, the address of its panels (`packed.py`), is kept as an attribute of the tensor. Legend: B
+bytes.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ from kernels.reference.backend import ReferenceKernels, no_decode_parts
 
 
 class TritonKernels(ReferenceKernels):
-    """All but products in Triton, which compiles each kernel at its first use: see `warm_up` in
-    `workers/model_runner.py`. Takes over cache layout, products, `call`, `recorder` (None) and the
-    empty list of what to compile.
+    """All but products with plain weights in Triton, which compiles each kernel at its first use:
+    see `warm_up` in `workers/model_runner.py`. Takes over cache layout, those products, `call`,
+    `recorder` (None) and the empty list of what to compile.
     """
 
     capabilities: Capabilities = TRITON_CAPABILITIES

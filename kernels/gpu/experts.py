@@ -29,9 +29,9 @@ from kernels.interface import ExpertWeights
 from kernels.reference.experts import ReferenceExperts
 
 _CHUNK_PAIRS = 1024, 4096  # pairs that a program sorts at once: of few pairs, of many
-_FEATURES_PER_PROGRAM = 1024  # features that a program of four warps adds up
+_FEATURES_PER_PROGRAM = 1024  # features of a token's products that a program of four warps adds up
 _TILE_WORDS = tl.constexpr(3)  # of a tile: its expert, its first place, its number of rows
-_NO_EXPERT = tl.constexpr(1 << 30)
+_NO_EXPERT = tl.constexpr(1 << 30)  # above all, for a minimum; not what padding chooses
 _MIN_FLOAT32 = tl.constexpr(torch.finfo(torch.float32).min)
 
 
@@ -120,14 +120,14 @@ class TritonExperts(ReferenceExperts):
                 num_warps=tile_config.num_warps,
                 num_stages=tile_config.num_stages,
             )
-        features = min(_FEATURES_PER_PROGRAM, triton.next_power_of_2(hidden_size))
-        _combine_products[(num_tokens * triton.cdiv(hidden_size, features),)](
+        tile_features = min(_FEATURES_PER_PROGRAM, triton.next_power_of_2(hidden_size))
+        _combine_products[(num_tokens * triton.cdiv(hidden_size, tile_features),)](
             product_PE,
             weights_TK,
             out_TE,
             K=num_experts_per_token,
             E=hidden_size,
-            FEATURES=features,
+            FEATURES=tile_features,
         )
         return out_TE
 
@@ -136,7 +136,8 @@ def _sort_pairs_by_expert(
     ids_TK: Tensor, num_experts: int, tile_rows: int
 ) -> tuple[Tensor, Tensor]:
     """(pairs by expert, int32 [P]; tiles, int32 [M, 3]). One program per expert. Each expert with
-    tokens has at most one tile that is not full. Pairs of no expert, X, are in no tile.
+    tokens has at most one tile that is not full; M is a bound, and tiles that are left over have no
+    rows. Pairs of no expert, X, are in no tile.
     """
     num_pairs = ids_TK.numel()
     num_tiles = min(num_experts, num_pairs) + num_pairs // tile_rows

@@ -12,7 +12,7 @@ takes any block size, and reads multiples of 128 by TMA where many queries atten
 of a row, FlashAttention-3 multiplies what lies beyond the end by the weight 0, so the cache must
 hold finite numbers everywhere.
 Legend: T tokens of the step, B rows (B1: B + 1 entries), H query heads of this rank, K its KV
-heads, D head dim, N blocks, P block size. Caches are token-major, [N, P, K, D].
+heads, D head dim, N blocks, P block size, W blocks of a row. Caches are token-major, [N, P, K, D].
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAMESPACES = {"flash_attn_interface": "flash_attn_3", "fa3_fwd_interface": "fa3
 # tokens of both.
 _TILE_ROWS = 192
 _TILE_TOKENS = 128
-# Up to this many tokens FlashAttention-3 may split the keys of a row. With more tokens there are
+# In steps of up to so many tokens FlashAttention-3 may split the keys of a row. With more there are
 # enough tiles without splits, and the parts, float32 [splits, H, T, D], which are allocated for the
 # largest possible number of splits, would take gigabytes.
 _MAX_SPLIT_TOKENS = 512
@@ -63,7 +63,7 @@ _NUM_SMS = 132  # of an H100 or H200
 class FlashAttn:
     """A library that is installed and runs on this GPU.
 
-    version: which one, for the log.
+    version: which one, for logs and errors.
     dtypes, head_dims: what it computes; block sizes are multiples of `block_size_divisor`.
     paged_attention(q_THD, k_cache_NPKD, v_cache_NPKD, attn, scale) -> out_THD, as
     `paged_attention_reference`; 0 for a row without tokens. Never waits for the device.
@@ -300,8 +300,9 @@ def _flash_attn_3(module: ModuleType) -> FlashAttn:
 def may_split(
     num_tokens: int, num_rows: int, max_query_len: int, num_heads: int, num_kv_heads: int
 ) -> bool:
-    """Whether FlashAttention-3 may choose to split the keys of rows of up to `max_query_len`
-    queries: where they alone keep few processors busy, and joining the parts is cheap.
+    """Whether FlashAttention-3 may choose to split the keys of `num_rows` rows of up to
+    `max_query_len` queries, in a step of `num_tokens`: where they alone keep few processors busy,
+    and joining the parts is cheap.
     """
     num_join_programs = num_rows * -(-max_query_len * num_heads // _HEADS_PER_JOIN_PROGRAM)
     keeps_few_busy = num_tokens <= _MAX_SPLIT_TOKENS and num_rows * num_kv_heads < _NUM_SMS

@@ -18,7 +18,8 @@ ahead like the codes (16 bits could not be): the scale in float32, whose last fo
 number of 16 bits, are the zero point; of e4m3 codes, which have none, all bits are the scale's.
 
 Launches depend on shapes alone and nothing waits for the device: CUDA graphs can hold them.
-Legend: T tokens, X features in, Y features out, G groups, W words, B blocks, P parts.
+Legend: T tokens, X features in, Y features out, G groups, W words, B blocks, S subblocks of 32
+inputs of a block, P parts.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _SUBBLOCK_INPUTS = _BLOCK_INPUTS // _SUBBLOCKS_PER_BLOCK
 # parts with less to read than what they write are of no use.
 _TARGET_PROGRAMS = 512
 _MIN_BLOCKS_PER_PART = 4
-_FEATURES_PER_PROGRAM = 256
+_FEATURES_PER_PROGRAM = 256  # of one that adds up parts
 _FEATURES_PER_WIDENING = 32  # of a program that writes widened codes
 _WIDENED_TILE_BYTES = 32 * 2**20  # of a tile: fits the second-level cache of an A100
 _ROWS_AT_ONCE = 1024  # output features of a weight that are packed at a time

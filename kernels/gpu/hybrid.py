@@ -2,8 +2,8 @@
 first, FlashAttention-3 for the others.
 
 Both write into one output, and both find queries by their place in the step, so nothing is copied
-or shifted. Legend: T tokens of the step, H query heads of this rank, K its KV heads, D head dim, N
-blocks, P block size.
+or shifted. Legend: T tokens of the step, B rows, H query heads of this rank, K its KV heads, D head
+dim, N blocks, P block size, W blocks of a row.
 """
 
 from __future__ import annotations

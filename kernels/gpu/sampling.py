@@ -7,9 +7,14 @@ waits for the device and grids depend on shapes alone. All arguments are contigu
 Bits: a subtraction, then a division rounded as IEEE 754 says; a product that is added to something
 is an explicit fused operation, and no other operation is fused. So a gap or a weight is the same in
 every kernel and on every chip.
-Legend: as `kernels/reference/sampling.py`, and S copies of a row's histogram; a block is
-`BLOCK_COLUMNS` columns of a row, the last one shorter. Inside a program X is the blocks of a tile
-or of the row, C the columns of a block or the entries of a list.
+A gap is (largest logit of all ranks - logit) / temperature, a weight floor(exp(-gap) * 2**40), a
+target weight where the drawn token lies in the running sum of this rank's weights. An entry of a
+list is a gap and how many tokens it stands for; `prefix_R` is the digits of a gap that earlier
+passes found, `top_p_R` in units of 2**-30.
+Legend: B rows, R rows of one draw, V this rank's columns (tokens of its shard), X blocks of columns
+or bins of a histogram, K the largest top-k of a draw, N ranks, S copies of a row's histogram; a
+block is `BLOCK_COLUMNS` columns of a row, the last one shorter. Inside a program X is the blocks of
+a tile or of the row, C the columns of a block or the entries of a list.
 """
 
 from __future__ import annotations
@@ -143,8 +148,9 @@ def pick_column(
 
 def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     """The k blocks with the largest maxima hold k tokens at least as near as any token elsewhere,
-    so these blocks alone determine the list, which `torch.topk` makes. Only ties with the last
-    entry may lie elsewhere; they are counted separately.
+    so these blocks alone determine the list, which `torch.topk` makes. Only ties with entry k, the
+    row's last, may lie elsewhere: its count is how many tokens of this shard lie within its gap,
+    less the k - 1 entries before it.
     """
     num_rows = len(gap_rows.rows_R)
     num_vocab_blocks = gap_rows.block_max_BX.shape[1]
@@ -174,8 +180,8 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
     nearest_gaps_RK = functional.pad(
         nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
     )
-    gap_limit_R = nearest_gaps_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
-    counts_RX = _sums_within_gap_limit(gap_rows, gap_limit_R, by_weight=False)
+    last_gap_R = nearest_gaps_RK.gather(1, top_k_R[:, None] - 1).squeeze(1)
+    counts_RX = _sums_within_gap_limit(gap_rows, last_gap_R, by_weight=False)
     lists_RK = torch.empty(num_rows, max_top_k, dtype=torch.int64, device=near_blocks_RX.device)
     _make_list[(num_rows,)](
         nearest_gaps_RK,
@@ -582,8 +588,8 @@ def _make_list(  # type: ignore[no-untyped-def]
     PADDED_BLOCKS: tl.constexpr,
     PADDED_TOP_K: tl.constexpr,
 ):
-    """Entries of a list from the nearest gaps, and from how many tokens lie within the last of them
-    by block.
+    """Entries of a list from the nearest gaps, and from how many tokens of each block lie within
+    the row's last one, of entry k; behind that, entries for no token.
     """
     r = tl.program_id(0).to(tl.int64)
     last_entry = tl.load(top_k_R + r) - 1

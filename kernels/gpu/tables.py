@@ -1,4 +1,7 @@
-"""The tables of a batch on a GPU, in Triton: one launch each. Legend as in the references."""
+"""The tables of a batch on a GPU, in Triton: one launch each.
+
+Legend: S slots, L token columns, W blocks in a row's table, T tokens of the step, R sampling rows.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ def look_up_tokens(
     num_stored_tokens_T: Tensor,
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """As `look_up_tokens_reference`; all tensors are contiguous."""
+    """As `look_up_tokens_reference`; all tensors are contiguous. A position below
+    `num_stored_tokens_T`, how many tokens the cache held when the row was admitted, has no place.
+    """
     token_ids_T = torch.empty_like(slots_T)
     kv_places_T = torch.empty_like(slots_T, dtype=torch.int64)
     _look_up_tokens[(triton.cdiv(len(slots_T), _TOKENS_PER_PROGRAM),)](
@@ -41,7 +46,7 @@ def look_up_tokens(
 def write_tokens(
     tokens_SL: Tensor, slots_R: Tensor, positions_R: Tensor, token_ids_R: Tensor
 ) -> None:
-    """As `write_tokens_reference`; all tensors are contiguous."""
+    """As `write_tokens_reference`, nowhere at position 0; all tensors are contiguous."""
     _write_tokens[(triton.cdiv(len(slots_R), _TOKENS_PER_PROGRAM),)](
         tokens_SL,
         slots_R,

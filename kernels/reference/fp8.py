@@ -1,8 +1,9 @@
-"""8-bit floating-point numbers of a KV cache: e4m3, four bits of exponent and three of mantissa
-(Micikevicius et al. 2022, "FP8 formats for deep learning", arXiv:2209.05433), without a scale.
+"""8-bit floating-point numbers of a KV cache, without a scale, and of weights, whose scales are
+elsewhere: e4m3, four bits of exponent and three of mantissa (Micikevicius et al. 2022, "FP8 formats
+for deep learning", arXiv:2209.05433).
 
-Caches hold them as uint8, since not every library knows the format. The largest number is 448;
-larger ones become 448, which is also what NVIDIA's conversion instructions do.
+They are held as uint8, since not every library knows the format. The largest number is 448; larger
+ones become 448, which is also what NVIDIA's conversion instructions do.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from kernels.reference.fp8 import MAX_FP8, from_fp8, to_fp8
 # Where the codes of consecutive inputs lie in a word: two consecutive inputs in its two halves.
 INT4_SHIFTS = (0, 16, 4, 20, 8, 24, 12, 28)
 INT4_CODES_PER_WORD = len(INT4_SHIFTS)
-MAX_INT4_CODE, MIDDLE_INT4_CODE = 15, 8
+MAX_INT4_CODE, MIDDLE_INT4_CODE = 15, 8  # CPU kernels multiply codes less the middle one
 FP8_SCALE_BLOCK_ROWS = 128  # output features per scale, where a rank rounds weights to e4m3
 _MIN_SCALE = 2.0**-100  # of groups of zeros too; every dtype of scales but float16 holds it
 

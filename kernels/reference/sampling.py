@@ -15,9 +15,9 @@ What reads the logits is a method of `SamplingKernels`, here in plain PyTorch. G
 bits in every backend; weights may differ by the rounding of the exponential, but within one backend
 they are one function of the gap.
 
-Legend: B rows, R rows of one draw, V this rank's columns (tokens of its shard), X blocks of columns
-or bins of a histogram, K the largest top-k of a draw, N ranks, C any columns. A column is a token
-id minus the start of the shard.
+Legend: B rows, R rows of one draw, with penalties, or with a mask, V this rank's columns (tokens of
+its shard), X blocks of columns or bins of a histogram, K the largest top-k of a draw, N ranks, W
+words of a mask, C any columns. A column is a token id minus the start of the shard.
 """
 
 from __future__ import annotations
@@ -184,14 +184,14 @@ def list_nearest(gap_rows: GapRows, top_k_R: Tensor, max_top_k: int) -> Tensor:
         nearest_gaps_RK, (0, max_top_k - nearest_gaps_RK.shape[1]), value=torch.inf
     )
     last_entry_R1 = top_k_R[:, None] - 1
-    gap_limit_R1 = nearest_gaps_RK.gather(1, last_entry_R1)
+    last_gap_R1 = nearest_gaps_RK.gather(1, last_entry_R1)
     is_listed_RK = torch.arange(max_top_k, device=nearest_gaps_RK.device) <= last_entry_R1
     nearest_gaps_RK = torch.where(is_listed_RK, nearest_gaps_RK, torch.inf)
-    num_ties_R1 = (gaps_RV == gap_limit_R1).sum(1, keepdim=True) - (
-        nearest_gaps_RK == gap_limit_R1
+    num_ties_R1 = (gaps_RV == last_gap_R1).sum(1, keepdim=True) - (
+        nearest_gaps_RK == last_gap_R1
     ).sum(1, keepdim=True)
     counts_RK = nearest_gaps_RK.isfinite().to(torch.int64)
-    counts_RK.scatter_add_(1, last_entry_R1, torch.where(gap_limit_R1.isfinite(), num_ties_R1, 0))
+    counts_RK.scatter_add_(1, last_entry_R1, torch.where(last_gap_R1.isfinite(), num_ties_R1, 0))
     return (nearest_gaps_RK.view(torch.int32).to(torch.int64) << 32) + counts_RK
 
 
@@ -261,7 +261,9 @@ def gap_histogram(
 
 
 def next_digit(histogram_RX: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    """(the first bin up to which `target_R` is reached, how much of that bin is still wanted)."""
+    """(the first bin up to which `target_R` is reached, else the last one, how much of that bin is
+    still wanted).
+    """
     running_sum_RX = histogram_RX.cumsum(dim=1)
     digit_R1 = (
         (running_sum_RX < target_R[:, None])

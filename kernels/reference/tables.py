@@ -18,7 +18,7 @@ def look_up_tokens_reference(
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """(token ids, int32 [T]; where each token's KV goes, int64 [T]: -1 for positions below
-    `num_stored_tokens_T`, whose KV is in the cache and is not written again).
+    `num_stored_tokens_T`, whose KV was there when the row was admitted and is not written again).
 
     The other tensors are int32, on any device.
     """

@@ -68,6 +68,7 @@ class DecodeGraphs:
         self._batch_state = batch_state
         self._device = device
         self._static_hidden_ME = static_hidden_ME
+        # With them the number of parts is computed; attention in every graph gets the largest.
         self.seq_len_bounds = sorted(
             {min(_MAX_SHORT_ROW_TOKENS, config.max_model_len), config.max_model_len}
         )

@@ -17,8 +17,8 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVCacheLedger:
-    """How `num_blocks` was computed. `budget_terms` are named bytes: the source of the budget, then
-    what was deducted.
+    """How `num_blocks`, never more than `num_wanted_blocks`, was computed. `budget_terms` are named
+    bytes: the source of the budget, then what was deducted.
     """
 
     rank: int
@@ -62,7 +62,7 @@ def plan_kv_cache(
     Of those that fit, never more than a full batch of the longest sequences uses; on a CPU without
     `kv_cache_bytes`, not more than `DEFAULT_KV_CACHE_TOKENS` or one sequence. `measure_budget`
     gives the parts of a GPU's budget and is called only where neither a number of blocks nor a
-    CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is given in later epochs only. Raises
+    CPU's `kv_cache_bytes` decides. `num_blocks_at_start` is None if the engine begins now. Raises
     `ConfigError` with the numbers when not even one block fits.
     """
     engine_config = config.engine

@@ -36,7 +36,8 @@ class StepRows:
     """What one step computes, as int32 arrays on the host.
 
     slots_T, positions_T, num_stored_tokens_T : per token: its slot, its position, and how many of
-        the slot's first tokens have their KV in the cache, where it is not written again.
+        the slot's first tokens had their KV in the cache when the row was admitted: it is not
+        written again.
     query_start_B1, seq_start_B1, seq_lens_B : as in `AttentionMetadata`.
     slots_B : slot of each row.
     logits_indices_R : last token of each sampling row.
@@ -141,11 +142,13 @@ class BatchState:
         self.block_table_SW = torch.zeros(
             num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch_device
         )
+        # By row of the step, of which there are at most as many as slots.
         self._num_arrived_parts_SK = torch.zeros(
             num_slots, num_kv_heads, dtype=torch.int32, device=device.torch_device
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
-        # Of tokens: all that are known or in flight, prompt, stored, computed; of blocks.
+        # Of tokens: all that are known or in flight, those of the prompt, those in the cache when
+        # the row was admitted, and those in it now or in flight; of blocks.
         self._counts_5S = np.zeros((5, num_slots), np.int32)
         self.num_tokens_S, self.num_prompt_tokens_S, self.num_stored_tokens_S = self._counts_5S[:3]
         self.num_computed_tokens_S, self.num_table_blocks_S = self._counts_5S[3:]

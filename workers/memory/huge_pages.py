@@ -23,7 +23,7 @@ _MADV_COLLAPSE = 25  # not in Python's mmap
 
 
 def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int) -> Any:
-    """Map a file from the first byte of a huge page on. flags, protection: `mmap.MAP_*` and
+    """Map the start of a file, at the address of a huge page. flags, protection: `mmap.MAP_*` and
     `mmap.PROT_*`. Returns an object with a buffer of the bytes, which stay mapped while it, or a
     tensor or an array of it, is in use. Raises `OSError`.
     """

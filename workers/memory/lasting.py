@@ -85,13 +85,13 @@ class SharedMemfd:
         then it is as long as before.
         """
         try:
-            for end in range(self.num_bytes, num_bytes, _PIECE_BYTES):
+            for start in range(self.num_bytes, num_bytes, _PIECE_BYTES):
                 # Asked for more, the kernel would take all there is and then end processes. Other
                 # ranks take memory at the same time, so what was enough may be no more.
-                if (missing := num_bytes - end) > (available := available_bytes()):
+                if (missing := num_bytes - start) > (available := available_bytes()):
                     message = f"only {available} bytes of memory are available, not {missing}"
                     raise OSError(errno.ENOMEM, message)
-                allocate(self.descriptor, end, end + min(_PIECE_BYTES, missing))
+                allocate(self.descriptor, start, start + min(_PIECE_BYTES, missing))
                 if progress is not None:
                     progress.allocated_bytes += min(_PIECE_BYTES, missing)
         except OSError:

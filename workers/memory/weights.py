@@ -75,7 +75,7 @@ class WeightsFile:
     """
 
     def __init__(self, name: str, group: TensorParallelGroup, kernels: Kernels) -> None:
-        """name: at most 249 bytes of the kernel's lists."""
+        """name: in the kernel's lists, at most 249 bytes."""
         self._owner = _owner(group, kernels)
         self._own_objects = _objects_of_own_process(kernels, group)
         self._end = 0  # of what is written

@@ -164,7 +164,7 @@ def _matrix_tensors(
 
 
 def is_layer_tensor(name: str) -> bool:
-    """Whether a tensor belongs to a decoder layer, and not to the vocabulary."""
+    """Whether a tensor belongs to a decoder layer; vocabulary and last norm do not."""
     return name.startswith("model.layers.")
 
 
@@ -192,7 +192,7 @@ def _plain_matrices(model: ModelConfig, stored_tensors: Mapping[str, StoredTenso
 
 
 def _dtypes_of_codes(model: ModelConfig, expected_shapes: Collection[str]) -> dict[str, str]:
-    """The dtype that a tensor of codes must have, by its name."""
+    """The dtype that a tensor of codes, zero points or group numbers must have, by its name."""
     dtypes: dict[str, str] = {}
     if (stored_format := model.stored_format) is not None:
         for name in expected_shapes:

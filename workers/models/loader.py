@@ -85,8 +85,8 @@ def held_dtype(
     quantization: Quantization | None = None,
 ) -> torch.dtype:
     """The dtype in which matrices that are not quantized can be held without loss: `weight_dtype`,
-    which is bfloat16 or `dtype`, if the checkpoint stores them all in it; otherwise `dtype`. Raises
-    `ConfigError` (see `check_checkpoint`).
+    bfloat16 or the engine's `dtype`, if the checkpoint stores them all in it; otherwise `dtype`.
+    Raises `ConfigError` (see `check_checkpoint`).
     """
     if weight_dtype is dtype:
         return dtype

@@ -10,7 +10,7 @@ from configs.model import ModelConfig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterCounts:
     """Numbers of parameters. `active`: those that one token uses. `expert_parameters` are part of
-    `total`; `vocabulary`, the embedding and the head, part of both.
+    `total`; `vocabulary`, the embedding and the head (one if tied), of `total` and `active`.
     """
 
     total: int

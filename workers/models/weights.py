@@ -32,8 +32,9 @@ _SCALE_DTYPES = {FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class WeightSlice:
-    """`target` is filled from the checkpoint tensor `name` of the full `shape`: elements `start` to
-    `start + target.shape[dim]` along `dim`, everything along the others.
+    """`target` is filled from the tensor that a checkpoint without codes or merged experts calls
+    `name`, of the full `shape`: elements `start` to `start + target.shape[dim]` along `dim`,
+    everything along the others.
 
     With `scale`, `target` gets codes, `scale` and `zeros` those of groups of inputs, one group per
     column, as in `GroupedCodes`. `start` counts rows or inputs. The codes are the checkpoint's or,

@@ -18,7 +18,8 @@ program order. So nobody reads what is being overwritten, and nobody is two part
 read-modify-write is needed, because each word has one writer. `closed` is stored (release) after
 the last part its rank published: a rank that sees a peer closed and then still finds no part n from
 it will never get one. A rank leaves an operation only once all ranks have published its last part,
-so a peer that leaves right after an operation does not make it fail for those still inside it.
+so a peer that leaves right after an operation does not make it fail for those still inside it. Here
+ranks are numbered from 0 within the segment, whatever their ranks in the group are.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _MAX_SPINS = 40  # about 1 us; then Python checks peers and the time limit
 OUTCOME_FACTOR = 1 << 16
 OUTCOME_WAITS, OUTCOME_CLOSED, OUTCOME_DIFFERS = 1, 2, 3
 
-# The state of a rank, which `advance` keeps between calls.
+# Places in the state of a rank, which `advance` keeps between calls: address of the segment, rank,
+# number of ranks, number of the part in work, and bytes of the operation before that part.
 BASE_INDEX, RANK_INDEX, SIZE_INDEX, PART_INDEX, OFFSET_INDEX, STATE_SIZE = range(6)
 
 # Kinds of operations. Two of them gather what the caller then adds or compares, under a label of
@@ -89,8 +91,8 @@ def _buffer_address(base: int, size: int, rank: int, part: int) -> int:
 
 @exact_entry_jit
 def advance(state: Any, source: int, target: int, num_bytes: int, kind: int) -> int:
-    """Continue an operation from `source` to `target` (addresses), waiting for at most `_MAX_SPINS`
-    turns.
+    """Continue an operation from `source`, where `num_bytes` are, to `target` (addresses), waiting
+    for at most `_MAX_SPINS` turns.
 
     Returns 0 when it is done, otherwise a code; called again with the same arguments, it
     continues where it was.

@@ -118,7 +118,7 @@ class TorchTransport:
         return out_R
 
     def next_number(self, name: str) -> int:
-        """0, 1, 2, ...: every call, by whichever rank, gets the next number."""
+        """0, 1, 2, ...: every call with this `name`, by whichever rank, gets the next number."""
         try:
             return int(self.store.add(name, 1)) - 1
         except RuntimeError as error:
@@ -142,7 +142,7 @@ class TorchTransport:
         return tensor
 
     def _run(self, name: str, start: Callable[[Any], Any]) -> None:
-        """Start an operation of the backend and wait for it (on CUDA only the stream does)."""
+        """Start an operation and wait (on CUDA the stream does). Its own error has the `name`."""
         if self._backend is None:
             raise WorkerError(f"{self._rank_label} has left its tensor-parallel group")
         try:

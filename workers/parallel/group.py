@@ -110,8 +110,8 @@ class TensorParallelGroup:
             yield tasks[index]
 
     def wait_until_loaded(self) -> None:
-        """The last barrier. After it, ranks on CPUs that share memory leave gloo, whose thread
-        wakes a hundred times per second even if there is nothing to do.
+        """The last barrier. After it, ranks on CPUs that share memory leave the gloo of all ranks,
+        whose thread wakes a hundred times per second even if there is nothing to do.
         """
         self.barrier()
         if self._backend is not self._chosen_transport and self.device.type == "cpu":

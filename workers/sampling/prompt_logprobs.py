@@ -52,7 +52,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredTokens:
-    """The scores of `rows`, one after another; token_rank_P int64."""
+    """Scores of `rows` in turn; token_rank_P int64: how many tokens are at least as probable."""
 
     rows: ScoredRows
     tensors: LogprobTensors
@@ -148,7 +148,7 @@ class PromptScorer:
 def score_slice(
     head: Head, shard: VocabularyShard, hidden_SE: Tensor, ids_S: Tensor, num_top_logprobs: int
 ) -> tuple[LogprobTensors, Tensor]:
-    """(log probabilities, ranks) of the tokens that follow S positions."""
+    """(log probabilities, ranks of tokens) of `ids_S`, the tokens that follow S positions."""
     logits_SV = shard.unpadded_logits(head.logits(hidden_SE)).to(torch.float32)
     tensors = shard.logprobs(logits_SV, ids_S, num_top_logprobs)
     return tensors, shard.token_ranks(logits_SV, tensors.logit_L)

@@ -123,7 +123,7 @@ class Sampler:
             self._counts.admit(slot, np.asarray(token_ids, np.int64), num_prompt_tokens)
 
     def row_masks(self, step_mask: StepMask) -> RowMasks | None:
-        """This shard's part of a mask, on the device; None if it says nothing about any row."""
+        """This shard's part of a mask, on the device; None if that says nothing about any row."""
         if not step_mask.masks or self.shard.num_columns == 0:
             return None
         first_word, first_bit = divmod(self.shard.start, 32)
@@ -297,7 +297,7 @@ def _gap_rows(logits_BV: Tensor, block_max_BX: Tensor, max_B: Tensor, rows: Draw
 
 class _TokenCounts:
     """Which tokens of this shard occur in a slot's prompt, and how often each occurs in its output;
-    meaningful only for slots in use.
+    meaningful only for slots in use whose row has a penalty.
     """
 
     def __init__(

@@ -29,8 +29,8 @@ from cluster.grammar.markers import THINKING_SWITCH, answer_state_after
 from scheduler.errors import RequestError
 from scheduler.params import StructuredOutputs
 
-# The line with which Claude Code begins its system prompt. It differs between sessions, so that
-# nothing behind it would be cached for the next one.
+# How the line begins that Claude Code puts first in its system prompt. It differs between sessions,
+# so that nothing behind it would be cached for the next one.
 BILLING_HEADER = "x-anthropic-billing-header:"
 
 
@@ -143,7 +143,7 @@ def _structure(request: ConversationRequest) -> StructuredOutputs | None:
 
 def _template_values(request: ConversationRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """Whether the model thinks, for templates that can switch it. `thinking` decides; without it,
-    an effort other than `none` asks for it.
+    an effort other than `none` asks for it; with neither, it is off.
     """
     effort = request.output_config.effort if request.output_config is not None else None
     thinks = effort not in (None, "none")

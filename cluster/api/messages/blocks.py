@@ -104,8 +104,8 @@ def _tool_result_turn(block: ToolResultBlock, omissions: Omissions) -> Turn:
     return {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
 
 
-def _part_text(part: ResultPart, path: str, omissions: Omissions) -> str:
-    """The text of a part, or the line that stands for it."""
+def _part_text(part: ResultPart, holder: str, omissions: Omissions) -> str:
+    """The text of a part, or a line in its place. `holder`: what has it, to name omissions."""
     if isinstance(part, TextBlock):
         return part.text
     if isinstance(part, SearchResultBlock):
@@ -114,7 +114,7 @@ def _part_text(part: ResultPart, path: str, omissions: Omissions) -> str:
         return "\n".join(filter(None, [part.title, part.context, text]))
     if not isinstance(part, OtherBlock | DocumentBlock):
         return part.tool_name
-    return omissions.leave_out(path, part.type)
+    return omissions.leave_out(holder, part.type)
 
 
 def _document_text(document: DocumentBlock, omissions: Omissions) -> str | None:

@@ -67,7 +67,7 @@ class OtherBlock(RequestModel):
 
 
 class DocumentSource(RequestModel):
-    """`data` is text if the type is `text`."""
+    """`data` is read if the type is `text`, `content` if it is `content`; other types are not."""
 
     type: str
     data: str | None = None
@@ -172,9 +172,9 @@ class Thinking(Options):
     """A thinking budget has no effect: thinking ends when the model ends it, or at `max_tokens`."""
 
     FIELD_PATH: ClassVar[str] = "thinking"
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "disabled"]  # the first two do not differ
     budget_tokens: int | None = None
-    display: str | None = None
+    display: str | None = None  # changes nothing: thinking is always part of the answer
 
 
 class OutputFormat(Options):

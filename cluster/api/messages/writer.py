@@ -37,7 +37,7 @@ class MessageWriter:
     def __init__(
         self, model: str, generation: Generation, *, state: AnswerState, looks_for_calls: bool
     ) -> None:
-        """As `ChatWriter`."""
+        """`state`: the part that begins the answer. Without `looks_for_calls`, calls are text."""
         self._model, self._generation = model, generation
         self._initial_state, self._looks_for_calls = state, looks_for_calls
         self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
@@ -197,7 +197,7 @@ def _input(call: ToolCall) -> Any:
 
 
 def _input_json(call: ToolCall) -> str:
-    """The arguments as an object; a value that is not an object is wrapped in one."""
+    """JSON of the arguments; a value that is no object is wrapped in one, left out if cut off."""
     if not call.is_complete and not call.arguments.startswith("{"):
         return ""
     is_object = call.arguments.startswith("{")

@@ -124,7 +124,7 @@ def _echo_of_format(text_format: ResponseFormat | None) -> dict[str, Any]:
 
 def _echo(request: ResponsesRequest, tool_table: ToolTable, job: Job, model: str) -> dict[str, Any]:
     """What an answer repeats of its request, with the defaults that were used. Of the tools, it has
-    those that the model was offered."""
+    those that the model may be offered."""
     choice, text, reasoning = request.tool_choice, request.text, request.reasoning
     text_format = text.format if text is not None else None
     return {

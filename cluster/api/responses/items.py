@@ -118,14 +118,14 @@ def _decode_reasoning(content: str) -> str | None:
         return None
 
 
-def _text(content: str | Sequence[Part], path: str, omissions: Omissions) -> str:
-    """The text of the parts, with a line for each that is not text."""
+def _text(content: str | Sequence[Part], holder: str, omissions: Omissions) -> str:
+    """The text of the parts, a line for any other. `holder`: what has them, to name omissions."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
         if isinstance(part, OtherPart):
-            texts.append(omissions.leave_out(path, part.type))
+            texts.append(omissions.leave_out(holder, part.type))
         else:
             texts.append(part.refusal if isinstance(part, RefusalPart) else part.text)
     return "\n".join(texts)

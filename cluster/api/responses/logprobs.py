@@ -29,7 +29,7 @@ class MessageLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, state: AnswerState, *, looks_for_calls: bool) -> None:
-        """`state`, `looks_for_calls`: as `AnswerParser`."""
+        """`state`: the part that begins the answer. Without `looks_for_calls`, calls are text."""
         self.messages: list[list[dict[str, Any]]] = []
         self._tokenizer = tokenizer
         self._parser = AnswerParser(state, looks_for_calls=looks_for_calls)
@@ -58,7 +58,7 @@ class MessageLogprobs:
                 self._partial_token_indices = []
 
     def finish(self, *, is_cut_off: bool) -> None:
-        """Report what is left at the end of the answer; `is_cut_off`: as `AnswerParser`."""
+        """Report what is left at the end of the answer; `is_cut_off`: by a limit or stop string."""
         self._add_parts(self._parser.finish(is_cut_off=is_cut_off))
 
     def _push_character(self, character: str) -> None:

@@ -66,8 +66,8 @@ class ReasoningText(RequestModel):
 
 
 class ReasoningItem(RequestModel):
-    """Reasoning sent back. An answer of this server has the whole text in one of three places; of
-    another's, at least a summary can be read.
+    """Reasoning sent back. An answer of this server has the whole text in `content` or `summary`,
+    and in `encrypted_content` if that was asked for; of another's, at least a summary can be read.
     """
 
     type: Literal["reasoning"]
@@ -204,10 +204,10 @@ class AllowedTools(Options):
 class SchemaFormat(Options):
     FIELD_PATH: ClassVar[str] = "text.format"
     type: Literal["json_schema"]
-    name: Annotated[str, Field(max_length=field_limit("name"))]
+    name: Annotated[str, Field(max_length=field_limit("name"))]  # only repeated in the answer
     schema_: Annotated[dict[str, Any] | bool, Field(alias="schema")]
-    description: str | None = None
-    strict: bool | None = None
+    description: str | None = None  # only repeated in the answer
+    strict: bool | None = None  # changes nothing: any schema is kept
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | SchemaFormat
@@ -225,7 +225,7 @@ class Reasoning(Options):
     """A summary, if one is asked for, is the whole reasoning: no other is written."""
 
     FIELD_PATH: ClassVar[str] = "reasoning"
-    effort: ReasoningEffort | None = None
+    effort: ReasoningEffort | None = None  # any but "none" asks for thinking, all of them alike
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -271,7 +271,7 @@ class ResponsesRequest(RequestModel):
     # What is not known would come from tools of the server.
     include: FailFastList[str] | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None  # only repeated in the answer
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None

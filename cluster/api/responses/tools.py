@@ -30,19 +30,19 @@ _TEXT_PARAMETERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfferedTool:
-    name: str
+    name: str  # without the namespace
     namespace: str | None
     is_custom: bool
 
 
 class ToolTable:
-    """functions: what the model is offered, as tools of a chat. tools: the same, as requested."""
+    """functions: what the model may be offered, as tools of a chat. tools: the same, as given."""
 
     def __init__(self, tools: Sequence[Tool], omissions: Omissions) -> None:
-        """Raises `RequestError` for too many tools, or too long a name."""
+        """Raises `RequestError` for too many tools, too long a name, and as `Omissions.add`."""
         self.functions: list[Function] = []
         self.tools: list[Tool] = []
-        self._offered_tools: dict[str, _OfferedTool] = {}
+        self._offered_tools: dict[str, _OfferedTool] = {}  # by full name
         for tool in tools:
             if isinstance(tool, OtherTool):
                 omissions.add(f"tools.{tool.type}")

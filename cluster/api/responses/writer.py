@@ -1,9 +1,9 @@
 """Answers of the Responses API: items of reasoning, text and calls, whole or as events.
 
 The order of events: response.created, response.in_progress; per item response.output_item.added,
-what is inside it, response.output_item.done; response.completed, or response.incomplete if the
-answer was cut off. Inside a message or a reasoning item: content_part.added, the deltas, the text's
-done, content_part.done; for reasoning that is asked for as a summary, the same events of a summary.
+what is inside it, response.output_item.done; response.completed, or response.incomplete if a
+limit cut the answer off. Inside a message or a reasoning item: content_part.added, the deltas, the
+text's done, content_part.done; for reasoning as a summary, the same events of a summary.
 Inside a call: function_call_arguments.delta and .done, or custom_tool_call_input.delta and .done.
 """
 
@@ -23,7 +23,7 @@ from cluster.client.outputs import Chunk, Generation
 from cluster.client.tokenizer import Tokenizer
 from cluster.grammar.markers import AnswerState
 
-# Characters of reasoning that are encoded together, in a few milliseconds.
+# Characters of reasoning that are tokenized together to be counted, in a few milliseconds.
 REASONING_PART_CHARS = 4096
 
 
@@ -63,10 +63,10 @@ class ResponseWriter:
         includes_encrypted_content: bool = False,
         logprobs: bool = False,
     ) -> None:
-        """`echo`: what the answer repeats of its request. `state`: as `ChatWriter`. `tools`: those
-        that may be called. `summarizes`: reasoning is written as a summary.
-        `includes_encrypted_content`: it is repeated in the form in which clients send it back.
-        `logprobs`: of messages.
+        """`echo`: what the answer repeats of its request. `state`: the part with which it begins.
+        `tools`: those that may be called; None if calls are text. `summarizes`: reasoning is
+        written as a summary. `includes_encrypted_content`: it is repeated in the form in which
+        clients send it back. `logprobs`: of messages.
         """
         self._echo, self._generation, self._tokenizer = echo, generation, tokenizer
         self._tools, self._includes_encrypted_content = tools, includes_encrypted_content
@@ -131,7 +131,7 @@ class ResponseWriter:
         return self._response(_status(reason))
 
     @property
-    def _is_cut_off(self) -> bool:
+    def _is_cut_off(self) -> bool:  # by a limit or a stop string
         return self._generation.completions[0].is_cut_off
 
     def _response(self, status: str) -> dict[str, Any]:
