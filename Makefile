@@ -9,7 +9,7 @@ TP ?= 2
 # Every program that a test starts would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
+.PHONY: run test test-slow test-programs test-nodes test-clients check simulate soak screenshots bench bench-throughput \
     gpu-check clean
 
 run: $(VENV)/.ready
@@ -19,12 +19,20 @@ run: $(VENV)/.ready
 PYTEST := $(BIN)/python -m pytest
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
+FIRST_ENGINE_TESTS := tests/cluster/test_default_model.py tests/cluster/test_llm.py
+SLOW_TESTS := tests/benchmarks tests/kernels/test_gpu_compile.py
 
 # Tests that start engines run one after another, the others in three processes, since some wait: a
 # process takes neighbors, which share what they prepare; one that is done takes over from others.
 test: $(VENV)/.ready
-	$(PYTEST) -n 3 --dist worksteal -m "not engine"
-	$(PYTEST) -m "engine and not programs and not nodes" $(ENGINE_TESTS)
+	$(PYTEST) -n 3 --dist worksteal -m "not engine" $(SLOW_TESTS:%=--ignore=%)
+	$(PYTEST) -m "engine and not programs and not nodes" $(FIRST_ENGINE_TESTS)
+
+# The programs of benchmarks/, kernels compiled for each kind of GPU, and the other tests of engines.
+test-slow: $(VENV)/.ready
+	$(PYTEST) -n 3 --dist worksteal -m "not engine" $(SLOW_TESTS)
+	$(PYTEST) -m "engine and not programs and not nodes" \
+	    $(filter-out $(FIRST_ENGINE_TESTS),$(ENGINE_TESTS))
 
 # The command line, the server, engines whose processes are killed: whole programs, which take long.
 test-programs: $(VENV)/.ready
