@@ -20,7 +20,8 @@ PYTEST := $(BIN)/python -m pytest
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 FIRST_ENGINE_TESTS := tests/cluster/test_default_model.py tests/cluster/test_llm.py
-SLOW_TESTS := tests/benchmarks tests/kernels/test_gpu_compile.py
+SLOW_TESTS := tests/benchmarks \
+    $(addprefix tests/kernels/,test_gpu_compile.py test_cache.py test_scratch_memory.py)
 
 # Tests that start engines run one after another, the others in three processes, since some wait: a
 # process takes neighbors, which share what they prepare; one that is done takes over from others.
@@ -28,7 +29,7 @@ test: $(VENV)/.ready
 	$(PYTEST) -n 3 --dist worksteal -m "not engine" $(SLOW_TESTS:%=--ignore=%)
 	$(PYTEST) -m "engine and not programs and not nodes" $(FIRST_ENGINE_TESTS)
 
-# The programs of benchmarks/, kernels compiled for each kind of GPU, and the other tests of engines.
+# The programs of benchmarks/, what compiles many kernels, and the other tests of engines.
 test-slow: $(VENV)/.ready
 	$(PYTEST) -n 3 --dist worksteal -m "not engine" $(SLOW_TESTS)
 	$(PYTEST) -m "engine and not programs and not nodes" \

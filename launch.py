@@ -112,7 +112,7 @@ FLAG_GROUPS: dict[str, tuple[dict[str, inspect.Parameter], Callable[[dict[str, A
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """`command`, with those of its parameters that `FLAG_GROUPS` names replaced by flags."""
+    """`command`, with those of its parameters that `FLAG_GROUPS` names replaced by those flags."""
     command_parameters = inspect.signature(command, eval_str=True).parameters
     groups = {name: FLAG_GROUPS[name] for name in command_parameters if name in FLAG_GROUPS}
     own_parameters = [p for p in command_parameters.values() if p.name not in groups]

@@ -176,7 +176,11 @@ class EngineConfig:
         at_most=int(MAX_TIMEOUT_S),
     )
     start_timeout_s: float = option(
-        300.0, help="Limit on each start of the ranks.", above=0, at_most=MAX_TIMEOUT_S, has_flag=False
+        300.0,
+        help="Limit on each start of the ranks.",
+        above=0,
+        at_most=MAX_TIMEOUT_S,
+        has_flag=False,
     )
     stuck_after_s: float = option(
         20.0,

@@ -28,7 +28,9 @@ MAX_TENSOR_PARALLEL_SIZE = 64  # that is proposed; a larger one is not refused
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
     """Rotary embedding: type, base `theta`, and the parameters of the scaling
-    (`workers/models/rope.py`).
+    (`workers/models/rope.py`). With type yarn, cosines and sines are multiplied by
+    `attention_factor`; if that is None, by a factor from `mscale` and `mscale_all_dim` where both
+    are given, and otherwise from `factor`.
     """
 
     rope_type: str = "default"

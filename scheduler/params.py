@@ -72,7 +72,7 @@ class ResolvedSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the answer must match, in exactly one form.
+    """What the answer must match, in exactly one form; tool calls have a subclass without any.
 
     json: a JSON schema, as an object, true, false, or text. json_object: any JSON object. regex:
     the whole answer matches it. choice: the answer is one of these texts. structural_tag: a format

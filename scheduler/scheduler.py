@@ -92,8 +92,8 @@ class Scheduler:
     # -- requests ----------------------------------------------------------------------------------
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request whose tokens are in the vocabulary; one with all its tokens comes back
-        finished. Raises `RequestError`.
+        """Queue a request whose tokens are in the vocabulary; one with all its tokens, or that ends
+        in a stop token, comes back finished. Raises `RequestError`.
         """
         check_lengths(request, self.limits)
         max_total_tokens = min(

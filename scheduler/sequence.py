@@ -55,7 +55,7 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[int] = field(default_factory=list)  # of full blocks; outlive the blocks
     num_published_blocks: int = 0  # the first ones of `block_table`, cached ones included
-    slot: int = NO_SLOT
+    slot: int = NO_SLOT  # while it runs: the index of its row in the tables of every rank
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0
     num_total_tokens: int = field(init=False)

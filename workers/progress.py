@@ -10,7 +10,7 @@ class Progress:
     """What one rank is doing. Written by the thread that computes, read from any thread."""
 
     phase: str = "start"  # then those that `Worker` names, at last "steps"
-    step_id: int = -1  # begun last
+    step_id: int = -1  # begun last, in this rank's epoch
     layer: int = 0  # begun last
     num_layers_run: int = 0  # layers begun, over all steps; not by replays of CUDA graphs
     num_all_reduces: int = 0  # sums begun; not maxima, nor by replays of CUDA graphs

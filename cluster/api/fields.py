@@ -203,7 +203,8 @@ _IGNORED_SAMPLERS = """
     penalty_alpha no_repeat_ngram_size rep_pen_range repetition_penalty_range
     encoder_repetition_penalty negative_prompt
 """
-# What each of these ignored fields belongs to. Unknown ones that are not listed are ignored too.
+# What each of these ignored fields belongs to; one of an object has its path. Unknown ones that are
+# not listed are ignored too, unless they look like one of ours misspelled.
 IGNORED_FIELDS: dict[str, str] = {
     **{n: server for server, names in _IGNORED_NAMES_BY_SERVER.items() for n in names.split()},
     **dict.fromkeys(_IGNORED_SAMPLERS.split(), "samplers that are not offered"),

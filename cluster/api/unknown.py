@@ -48,7 +48,7 @@ class UnknownFields:
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
-        """`refuse`: no unknown field is ignored."""
+        """`refuse`: each unknown field that `remove_unknown` gets raises, a null one too."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
         # The path and name of each that was let pass: many tools have the same.

@@ -79,7 +79,9 @@ def no_server_error(url: str, error: Exception) -> ConfigError:
 
 
 def metrics_table(url: str, previous: MetricsReading | None, reading: MetricsReading) -> Table:
-    """A table of the server's state, and of its rates since the previous reading or the start."""
+    """A table of the server's state, totals, and rates and means since the previous reading. If
+    there is none, there are no rates, and means are those since the start.
+    """
     baseline = previous or MetricsReading(reading.time_s)
     totals, seconds = reading.totals, reading.time_s - baseline.time_s
 

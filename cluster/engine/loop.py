@@ -31,7 +31,7 @@ IDLE_CHECK_DELAY_S = 1.0
 # A step is planned this long before the ranks need it, or this share of the time until then,
 # whichever is longer.
 PLAN_LEAD_S, PLAN_LEAD_SHARE = 0.008, 0.2
-# How long tokens are held back from a frontend, at most.
+# After this long, a step's news has all tokens that were held back from frontends.
 MAX_HOLD_BACK_S = 2.0
 
 logger = logging.getLogger("eagleray.driver")
@@ -132,7 +132,7 @@ class StepLoop:
         self._has_ranks = True
         self.busy_since_s: float | None = None  # when the wait for a result began; None: no work
         self._open_requests: dict[str, _OpenRequest] = {}  # by request id
-        self._all_sent_at_s = 0.0  # the last time that no token was held back
+        self._all_sent_at_s = 0.0  # or when the first open request came
         self._inbox: deque[Command] = deque()
         self._wake_condition = threading.Condition()
         self._is_stopping = False

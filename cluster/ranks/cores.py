@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 # The name in /proc of the thread that computes, and of the threads it starts, which inherit it.
 THREAD_NAME = "eagleray"
-_MAX_CLAIM_BYTES = 65536
+_MAX_CLAIM_CHARS = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +75,9 @@ class CoreShare:
         """
         own_claim = self._claim
         rank_counts = {own_claim.engine: own_claim.ranks_on_node}  # by engine
-        for other_claim in self._living_claims():
-            if set(other_claim.cores) & set(own_claim.cores):
-                rank_counts[other_claim.engine] = other_claim.ranks_on_node
+        for claim in self._living_claims():
+            if set(claim.cores) & set(own_claim.cores):
+                rank_counts[claim.engine] = claim.ranks_on_node
         cores_per_rank = len(own_claim.cores) // sum(rank_counts.values())
         if cores_per_rank == 0:
             return own_claim.cores, 1
@@ -86,7 +86,7 @@ class CoreShare:
         return own_claim.cores[start : start + cores_per_rank], cores_per_rank
 
     def _living_claims(self) -> Iterator[CoreClaim]:
-        """The claims of ranks whose processes live; removes the others."""
+        """The claims of ranks whose processes live, this one's too; removes the others."""
         if self._path is None:
             return
         for claim_path in self._folder.glob("[!.]*"):
@@ -95,7 +95,7 @@ class CoreShare:
                     fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 except BlockingIOError:
                     with contextlib.suppress(ValueError, TypeError, KeyError):
-                        fields = json.loads(file.read(_MAX_CLAIM_BYTES))
+                        fields = json.loads(file.read(_MAX_CLAIM_CHARS))
                         yield CoreClaim(**fields | {"cores": tuple(fields["cores"])})
                 else:
                     claim_path.unlink(missing_ok=True)  # its process has ended

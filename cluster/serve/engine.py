@@ -53,9 +53,9 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine as `launch.py status` shows it. replica_id: Ray Serve's; model: its name in the
-    API; hosts: the address of each rank's node; state: of the group of ranks (`RecoveryState`);
-    num_admitted: sequences admitted since its driver's start.
+    """One engine, of which `launch.py status` shows the most. replica_id: Ray Serve's; model: its
+    name in the API; hosts: the address of each rank's node; state: of the group of ranks
+    (`RecoveryState`); num_admitted: sequences admitted since its driver's start.
     """
 
     replica_id: str

@@ -10,6 +10,7 @@ from configs.formats.stored import Section, StoredFormat
 from scheduler.errors import ConfigError
 
 _FORMATS = (awq, gptq, fp8, compressed_tensors)
+# By `quant_method` of config.json.
 READERS: dict[str, Callable[[Section], StoredFormat]] = {
     format_module.QUANT_METHOD: format_module.read for format_module in _FORMATS
 }

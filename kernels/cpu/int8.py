@@ -1,4 +1,5 @@
-"""Products of 8-bit codes on a CPU: oneDNN's for many rows, our own for few, with the same bits.
+"""Products of 8-bit codes on a CPU: oneDNN's for many rows, our own for few where we know oneDNN's
+layout, with the same bits.
 
 Both read one weight, packed by oneDNN. A processor multiplies unsigned by signed numbers, so the
 codes of the input are stored with 128 added, which adds 128 times the sum of a weight's codes to

@@ -129,7 +129,9 @@ def _apply_epilogue(
     scales: tuple[Array, ...],
     out_TY: Array,
 ) -> None:
-    """Scale the sums of `width` output features, add the bias and round."""
+    """Scale the sums of `width` output features, those of row t from `first_sum_index` + t *
+    `width` on, add the bias and round.
+    """
     raise NotImplementedError("for compiled code")
 
 

@@ -22,7 +22,8 @@ def look_up_tokens(
     block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """As `look_up_tokens_reference`; all tensors are contiguous. A position below
-    `num_stored_tokens_T`, how many tokens the cache held when the row was admitted, has no place.
+    `num_stored_tokens_T`, how many tokens the cache held when the row was admitted, has no place;
+    so padding of a graph, at position 0, has 1.
     """
     token_ids_T = torch.empty_like(slots_T)
     kv_places_T = torch.empty_like(slots_T, dtype=torch.int64)

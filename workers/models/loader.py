@@ -130,7 +130,7 @@ def _values(
     model: ModelConfig,
     stored_tensors: dict[str, StoredTensor],
 ) -> Any:
-    """The whole tensor, to be indexed like a slice of safetensors."""
+    """All values that `piece` is a part of, to be indexed like a slice of safetensors."""
     if model.stored_format is not None and is_quantized(model, piece.name, stored_tensors):
         rows, columns = piece.shape
         return StoredMatrix(model.stored_format, piece.name, (rows, columns), stored_tensors, files)

@@ -125,8 +125,8 @@ class SharedMemoryReducer:
                 except OSError as error:
                     reason = f"{first_name} got no shared memory: {error}"
             peer_infos = [
-                json.loads(peer_info)
-                for peer_info in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
+                json.loads(text)
+                for text in exchange(json.dumps([segment.host_id(), os.getpid(), path, token]))
             ]
             if peer_infos[0][2]:
                 try:

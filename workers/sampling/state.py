@@ -406,7 +406,7 @@ class SamplingState:
         )
 
     def upload(self, values: npt.NDArray[np.generic]) -> Tensor:
-        """An asynchronous copy on the device."""
+        """The array on the device: on a GPU a copy, asynchronously; on a CPU the same memory."""
         tensor = torch.from_numpy(values)
         if self._device.type != "cuda":
             return tensor

@@ -286,6 +286,6 @@ def _new_item(kind: str, item_names: _ItemNames) -> dict[str, Any]:
         "type": kind,
         "id": f"msg_{uuid.uuid4().hex}",
         "role": "assistant",
-        "content": [part | {"annotations": [], "logprobs": []}],
+        item_names.parts_field: [part | {"annotations": [], "logprobs": []}],
         "status": "in_progress",
     }
