@@ -31,7 +31,8 @@ ALLOWED = {
     },
     "configs": {"configs", "scheduler.errors"},
     "cluster": {"cluster", "workers", "kernels", "configs", "scheduler"},
-    "eagleray": {"eagleray", "cluster", "scheduler", "launch"},
+    "eagleray": {"eagleray", "cluster", "scheduler.messages", "scheduler.params", "launch"},
+    "launch": {"cluster", "configs", "scheduler.errors", "scheduler.params"},
 }
 NEVER = {
     "kernels": {"ray", "transformers"},

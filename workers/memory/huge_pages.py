@@ -45,16 +45,17 @@ def allocate(descriptor: int, start: int, end: int) -> None:
     """Take memory for bytes `start` to `end` of a memory file, none of which is there yet, as
     `os.posix_fallocate` does, and raise as it does; in huge pages where the system makes them.
     """
-    first = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    num_huge = max(0, (end - first) // HUGE_PAGE_BYTES)
-    if num_huge > 0:
+    huge_start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    huge_end = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    if huge_end > huge_start:
         os.ftruncate(descriptor, end)
+        for offset in range(huge_start, huge_end, HUGE_PAGE_BYTES):
+            os.posix_fallocate(descriptor, offset, 1)  # a small page, of which one can be made
         # Private, because a sealed file may have no shared mapping before Linux 6.7.
         pages = map_aligned(descriptor, end, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
-        address, libc = ctypes.addressof(pages), _libc()
-        for offset in range(first, first + num_huge * HUGE_PAGE_BYTES, HUGE_PAGE_BYTES):
-            os.posix_fallocate(descriptor, offset, 1)  # a small page, that one can be made of
-            libc.madvise(address + offset, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+        # In one call: each waits for every core.
+        address = ctypes.addressof(pages) + huge_start
+        _libc().madvise(address, huge_end - huge_start, _MADV_COLLAPSE)
     # All that is not there, also where a huge page could not be made.
     os.posix_fallocate(descriptor, start, end - start)
 

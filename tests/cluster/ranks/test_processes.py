@@ -68,7 +68,7 @@ for thread in threads:
 pages = mmap.mmap(-1, 2**29, mmap.MAP_SHARED)
 for start in range(0, len(pages), mmap.PAGESIZE):
     pages[start] = 1
-print(thread.native_id, flush=True)
+print(threads[0].native_id, flush=True)  # mostly not the last to end, which frees the memory
 time.sleep(60)
 """
 
@@ -125,8 +125,8 @@ def test_the_end_of_a_process_is_told_before_its_memory_is_given_back() -> None:
         os.close(os.pidfd_open(threading.get_native_id(), PIDFD_THREAD))
     except OSError:
         pytest.skip("this kernel has no descriptors of threads")
-    # The last thread to end gives the memory back, and that may be this one.
-    assert any(_is_told_early() for _ in range(20))
+    # The last thread to end gives the memory back, and that may be the one that is watched.
+    assert any(_is_told_early() for _ in range(5))
 
 
 def _is_told_early() -> bool:
