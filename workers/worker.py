@@ -27,13 +27,14 @@ from scheduler.errors import ConfigError, EaglerayError, WorkerError
 from scheduler.messages import StepMask, StepPlan, StepResult
 from workers import faults
 from workers.batch.kv_cache import gpu_budget
-from workers.batch.kv_plan import plan_kv_cache
+from workers.batch.kv_plan import KVCacheLedger, plan_kv_cache
 from workers.compilation import compile_first_step, load_first_step, start_background_compilation
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
+from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.processor import compute_platform_of
@@ -137,16 +138,7 @@ class Worker:
             with self._phase("warm_up"), self._convert_memory_errors():
                 warm_up(self.config, loaded_model.model)
         with self._phase("kv_cache"):
-            measure_budget = partial(
-                gpu_budget,
-                self.config,
-                device,
-                run_step=partial(run_largest_step, self.config, loaded_model.model),
-                make_runner=partial(
-                    ModelRunner, self.config, loaded_model.model, device, num_blocks=1
-                ),
-            )
-            ledger = plan_kv_cache(self.config, self.rank, measure_budget, num_kv_blocks)
+            ledger = self._plan_kv_cache(device, loaded_model.model, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
         if self.config.device == "cpu":
@@ -166,6 +158,18 @@ class Worker:
             weights_hash=loaded_model.weights_hash,
             compute_platform=compute_platform_of(device.torch_device),
         )
+
+    def _plan_kv_cache(
+        self, device: Device, model: Qwen3, num_kv_blocks: int | None
+    ) -> KVCacheLedger:
+        measure_budget = partial(
+            gpu_budget,
+            self.config,
+            device,
+            run_step=partial(run_largest_step, self.config, model),
+            make_runner=partial(ModelRunner, self.config, model, device, num_blocks=1),
+        )
+        return plan_kv_cache(self.config, self.rank, measure_budget, num_kv_blocks)
 
     def set_num_threads(self, num_threads: int) -> None:
         """Compute on `num_threads` threads from now on. Call it on the thread that launches."""

@@ -266,7 +266,10 @@ class DriverHandle:
 
     def watch_end(self) -> None:
         """From now on, notice the end of the driver, or of its engine, without requests too."""
-        self._watch_end(self.actor)
+        actor = self.actor
+        if not self.is_closed and self._is_ray_connected():
+            end_future = actor.wait_for_end.remote().future()
+            end_future.add_done_callback(lambda end_future: self._note_end(actor, end_future))
 
     def current_actor(self) -> Any:
         """The present driver; waits while it is being replaced, and while it is sent requests."""
@@ -328,14 +331,10 @@ class DriverHandle:
         self._actor_since_s = time.monotonic()
         return successor
 
-    def _watch_end(self, actor: Any) -> None:
-        if actor is self.actor and not self.is_closed and self._is_ray_connected():
-            end_future = actor.wait_for_end.remote().future()
-            end_future.add_done_callback(lambda end_future: self._note_end(actor, end_future))
-
     def _note_end(self, actor: Any, end_future: Future[None]) -> None:
         if was_lost(end_future):
-            self._run_on_sender(self._watch_end, actor)
+            if actor is self.actor:  # otherwise the next one is watched
+                self._run_on_sender(self.watch_end)
             return
         error = end_future.exception()
         cause = cause_of(error) if isinstance(error, Exception) else None

@@ -121,7 +121,7 @@ class Driver:
             self._die,
             on_failed_step=self._supervisor.note_failed_step,
             on_result_applied=self._supervisor.note_applied_result,
-            on_conviction=self._supervisor.note_conviction,
+            on_conviction=self._supervisor.convictions.note,
         )
         self._supervisor.watch()
         gc.freeze()  # so that later garbage collections do not visit the blocks

@@ -20,6 +20,7 @@ from enum import Enum
 
 from cluster.timeouts import GIVE_UP_AFTER_S
 
+MAX_CONVICTIONS_IN_A_ROW = 8  # without a result
 BACKOFF_DELAYS_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 15.0)
 MIN_SERVING_S = 10.0  # after which a serving group without work counts like a result
 
@@ -124,3 +125,28 @@ class Recovery:
     def report(self) -> str:
         """Why recovery ended: every failure in order."""
         return "; ".join(self.failures)
+
+
+class Convictions:
+    """The times since the last result that requests failed for killing the ranks. The engine thread
+    notes them, the supervisor's asks.
+    """
+
+    def __init__(self) -> None:
+        self._num_noted = 0
+        self._num_known = 0  # when it was last asked
+
+    def note(self) -> None:
+        """Requests have failed, to which the last losses were due."""
+        self._num_noted += 1
+
+    def note_result(self) -> None:
+        """A result was applied. Cheap."""
+        self._num_noted = 0
+
+    def has_new(self) -> bool:
+        """Whether there are others since the last call, so that the last losses were due to
+        requests. After many in a row without any result they are due to the machine.
+        """
+        num_known, self._num_known = self._num_known, self._num_noted
+        return num_known < self._num_known <= MAX_CONVICTIONS_IN_A_ROW

@@ -20,12 +20,11 @@ from cluster.ranks.group import GroupReport, RankGroup, RankHandle, RankMaker, e
 from cluster.ranks.processes import ProcessId
 from cluster.recovery.endings import GroupDeathWatch
 from cluster.recovery.standby import Standby
-from cluster.recovery.states import Recovery, RecoveryState
+from cluster.recovery.states import Convictions, Recovery, RecoveryState
 from cluster.recovery.watch import Watch
 from cluster.timeouts import HEARTBEAT_S, Timeouts
 from scheduler.errors import EaglerayError, EngineDeadError
 
-MAX_CONVICTIONS_IN_A_ROW = 8  # without a result
 # After the start, while there is work: processes that start take the cores of those that compute,
 # and a program that computes for less needs no spares.
 BUSY_SPARES_DELAY_S = 30.0
@@ -80,8 +79,7 @@ class Supervisor:
         self._is_serving = False  # whether the engine thread has the present group
         self._epoch = 0  # of the group that serves, else the next; a failed start keeps it
         self._last_applied_epoch = 0  # of the last result applied; 0 also before any
-        self._num_convictions = 0  # calls since the last result; by the engine thread
-        self._num_known_convictions = 0  # of these at the last check
+        self.convictions = Convictions()
         self._assembly_executor = ThreadPoolExecutor(1, "assemble")
         self._assembly: Future[Any] | None = None
         self._assembly_began_s = 0.0
@@ -129,12 +127,8 @@ class Supervisor:
 
     def note_applied_result(self, epoch: int) -> None:
         """A result of this epoch was applied. The engine thread; cheap."""
-        self._num_convictions = 0
+        self.convictions.note_result()
         self._last_applied_epoch = epoch
-
-    def note_conviction(self) -> None:
-        """Requests have failed, to which the last losses were due. The engine thread."""
-        self._num_convictions += 1
 
     @property
     def is_ready(self) -> bool:
@@ -207,7 +201,7 @@ class Supervisor:
         recovery = self.recovery
         if recovery.state is RecoveryState.SERVING:
             assert self._group is not None and self._group_watch is not None
-            has_new_conviction = self._has_new_conviction()  # each check notes how many there are
+            has_new_conviction = self.convictions.has_new()  # each check notes how many there are
             if self._last_applied_epoch == self._group.epoch or has_new_conviction:
                 recovery.note_progress()
             elif self._group_watch.all_ranks_answer and not self._has_work():
@@ -225,14 +219,6 @@ class Supervisor:
             self._check_assembly()
         elif recovery.state is RecoveryState.BACKOFF and recovery.retry():
             self._assemble()
-
-    def _has_new_conviction(self) -> bool:
-        """Whether the last losses were due to requests. After many in a row without any result
-        they are due to the machine.
-        """
-        num_known, num_convictions = self._num_known_convictions, self._num_convictions
-        self._num_known_convictions = num_convictions
-        return num_known < num_convictions <= MAX_CONVICTIONS_IN_A_ROW
 
     def _take_step_failure(self) -> str | None:
         """Why a step of the present epoch failed, if one did. Each failure is returned once."""

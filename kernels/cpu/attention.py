@@ -197,9 +197,8 @@ def _attend_tile(
     dtype_example: Array,
     prefetch_address: int,
 ) -> None:
-    """One tile: `num_queries` queries of a row, from token `first_token` of the step and position
-    `first_position` of the row on, against KV head `head`. `prefetch_address`: of the keys that the
-    thread's next tile begins with.
+    """`num_queries` queries of a row, from token `first_token` of the step and position
+    `first_position` of the row on, against a KV head. `prefetch_address`: of the next tile's keys.
     """
     num_kv_heads, block_size = k_NKDPW.shape[1], k_NKDPW.shape[3]
     num_heads, head_dim = q_THD.shape[1:]

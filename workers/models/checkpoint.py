@@ -212,9 +212,8 @@ def check_checkpoint(model_dir: Path, model: ModelConfig) -> dict[str, StoredTen
     stored_tensors = read_headers(model_dir)
     if model.stored_format is None:
         _check_not_quantized(model_dir, stored_tensors)
-    is_merged = any(
-        name.endswith(f".mlp.experts.{_MERGED_GATE_UP_NAME}") for name in stored_tensors
-    )
+    merged_suffix = f".mlp.experts.{_MERGED_GATE_UP_NAME}"
+    is_merged = any(name.endswith(merged_suffix) for name in stored_tensors)
     expected_shapes = expected_tensors(
         model,
         has_merged_experts=is_merged,

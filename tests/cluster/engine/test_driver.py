@@ -26,7 +26,7 @@ from cluster.engine.loop import Finish
 from cluster.engine.mailbox import Mailbox
 from cluster.news import News
 from cluster.ranks.group import GroupReport
-from cluster.recovery.states import Recovery
+from cluster.recovery.states import Convictions, Recovery
 from cluster.scheduler_limits import limits_of
 from scheduler.errors import (
     EaglerayError,
@@ -73,6 +73,11 @@ class CountingGroup(FakeGroup):
         )
 
 
+class NoConvictions(Convictions):
+    def note(self) -> None:
+        raise AssertionError("no rank was lost")
+
+
 class FakeSupervisor:
     """Provides one group, which it does not watch."""
 
@@ -94,8 +99,9 @@ class FakeSupervisor:
     def note_applied_result(self, epoch: int) -> None:
         assert epoch == 0
 
-    def note_conviction(self) -> None:
-        raise AssertionError("no rank was lost")
+    @property
+    def convictions(self) -> Convictions:
+        return NoConvictions()
 
     def end(self) -> None:
         self.group.close()

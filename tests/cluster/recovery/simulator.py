@@ -261,7 +261,7 @@ class Driver:
             self.fail,
             on_failed_step=self.supervisor.note_failed_step,
             on_result_applied=self.supervisor.note_applied_result,
-            on_conviction=self.supervisor.note_conviction,
+            on_conviction=self.supervisor.convictions.note,
         )
 
     def fail(self, error: Exception) -> None:

@@ -279,7 +279,7 @@ def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_fou
         num_crashes += 1
         turns(supervisor, world, 16.0)  # longer than the longest pause
         if is_convicted and num_crashes % 4 == 0:
-            supervisor.note_conviction()
+            supervisor.convictions.note()
         if has_results and num_crashes % 32 == 0:
             supervisor.note_applied_result(-1)  # of an epoch that is over
     assert bool(world.dead) is not lives
@@ -288,12 +288,12 @@ def test_requests_that_kill_ranks_one_after_another_end_no_engine_if_each_is_fou
 def test_a_conviction_after_a_result_is_as_new_as_the_first(world: World) -> None:
     supervisor = serving(world)
     supervisor._last_applied_epoch = -1  # as after a loss
-    supervisor.note_conviction()
+    supervisor.convictions.note()
     supervisor.check_group()
     supervisor.note_applied_result(0)  # of the present epoch
     supervisor.check_group()
-    supervisor.note_conviction()
-    assert supervisor._has_new_conviction()
+    supervisor.convictions.note()
+    assert supervisor.convictions.has_new()
 
 
 def test_what_only_the_caller_can_mend_ends_the_engine(world: World) -> None:
