@@ -218,9 +218,10 @@ class StepResult:
 class EngineStats:
     """Current numbers of sequences and blocks; steps, preemptions and tokens since the start.
 
-    num_prompt_tokens counts the tokens of sequences when first admitted, num_cached_tokens those
-    that were found in the prefix cache, num_evictions the blocks that were taken from it to hold
-    other tokens. queue_s adds up the time from arrival to first admission of num_admitted
+    num_prompt_tokens counts the tokens of sequences when first admitted, with what they bring of
+    their output if they are sent again; num_cached_tokens those that were found in the prefix cache
+    and are not computed, so never the last one; num_evictions the blocks that were taken from it to
+    hold other tokens. queue_s adds up the time from arrival to first admission of num_admitted
     sequences, step_seconds the parts of `StepResult.seconds` on rank 0, rank_seconds the whole
     steps of each rank. is_ready: the ranks answer, and work, if there is any, makes progress. state
     (the value of a `RecoveryState`) and num_recoveries are those of the group of ranks; step_age_s

@@ -69,9 +69,8 @@ class StepRecords:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, as in `EngineStats`. num_prompt_tokens: of sequences when first
-    admitted, with what they bring of their output. queue_s: the sum over these; step_seconds: by
-    part of the step, on rank 0; rank_seconds: by rank.
+    """Counters since the start, as in `EngineStats`. queue_s: the sum over admitted sequences;
+    step_seconds: by part of the step, on rank 0; rank_seconds: by rank.
     """
 
     num_steps: int = 0

@@ -32,9 +32,12 @@ ENGINE_METRICS = {
     "eagleray_kv_blocks_free": ("Blocks of the KV cache that nobody uses.", "num_free_blocks"),
     "eagleray_steps_total": ("Steps run.", "num_steps"),
     "eagleray_preemptions_total": ("Preemptions; a sequence may have several.", "num_preemptions"),
-    "eagleray_prompt_tokens_total": ("Prompt tokens admitted.", "num_prompt_tokens"),
+    "eagleray_prompt_tokens_total": (
+        "Tokens of prompts admitted, and of the output of requests that are sent again.",
+        "num_prompt_tokens",
+    ),
     "eagleray_prefix_cache_hit_tokens_total": (
-        "Prompt tokens found in the prefix cache.",
+        "Of these, found in the prefix cache; the last one of a sequence is always computed.",
         "num_cached_tokens",
     ),
     "eagleray_prefix_cache_evictions_total": (
