@@ -16,7 +16,7 @@ class Progress:
     num_all_reduces: int = 0  # sums begun; not maxima, nor by replays of CUDA graphs
     num_download_updates: int = 0  # how often a part of a file has come
     loaded_bytes: int = 0  # of weights, as this rank holds them
-    allocated_bytes: int = 0  # of a KV cache that outlives the rank
+    allocated_bytes: int = 0  # of memory that outlives the rank
     num_packed_matrices: int = 0  # those of one product, or of all experts of a layer, are one
     num_warmup_calls: int = 0  # of kernels, which are compiled or found in the cache
 

@@ -246,8 +246,8 @@ class Worker:
         logprobs.
 
         Raises what the step raised (wrapped in a `WorkerError` if it is not one of our own errors),
-        and `StepTimeoutError` when it is not launched within `step_timeout_s` after the one before,
-        or when waiting for the device then takes as long.
+        and `StepTimeoutError` when it is not launched in time (see `StepMailbox.take_outcome`), or
+        when the device is not done with it within `step_timeout_s`.
         """
         limit_s = self.config.engine.step_timeout_s
         outcome = self._mailbox.take_outcome(step_id, epoch, limit_s)

@@ -48,7 +48,7 @@ class UnknownFields:
     """
 
     def __init__(self, *, refuse: bool = False) -> None:
-        """`refuse`: each unknown field that `remove_unknown` gets raises, a null one too."""
+        """`refuse`: each unknown field that no table allows raises, a null one too."""
         self.names: dict[str, None] = {}
         self._refuse = refuse
         # The path and name of each that was let pass: many tools have the same.

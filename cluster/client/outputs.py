@@ -26,7 +26,7 @@ _MAX_PIECES = 64
 class Chunk:
     """What is new in output `index`. The first one has the `prompt_logprobs`, if they were asked
     for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort or error.
-    num_cached_tokens: of the prompt, in the prefix cache; 0 after an abort, and some errors.
+    num_cached_tokens: of the prompt, in the prefix cache; 0 where the engine has not said it.
     """
 
     index: int
@@ -264,8 +264,9 @@ class Generation:
         loosened_tools: tuple[str, ...] = (),
     ) -> None:
         """`prompt`: its text (of a conversation, rendered), None for token ids. `session_id`: of
-        several engines, one gets all requests of a session. `loosened_tools`: the tools whose calls
-        may have arguments that do not match their schemas, although calls follow a grammar.
+        several engines, one is preferred for all requests of a session. `loosened_tools`: the tools
+        whose calls may have arguments that do not match their schemas, although calls follow a
+        grammar.
         """
         self.prompt = prompt
         self.loosened_tools = loosened_tools

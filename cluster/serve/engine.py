@@ -186,8 +186,9 @@ class EngineReplica:
         deadline_s = time.monotonic() + self._drain_limit_s
         while await self._may_be_busy() and time.monotonic() < deadline_s:
             await asyncio.sleep(LAST_NEWS_DELAY_S)
-        # The last request may have ended just before the look.
-        await asyncio.sleep(LAST_NEWS_DELAY_S)
+        if time.monotonic() + LAST_NEWS_DELAY_S < deadline_s:
+            # The last request may have ended just before the look.
+            await asyncio.sleep(LAST_NEWS_DELAY_S)
 
     async def _may_be_busy(self) -> bool:
         try:

@@ -4,8 +4,9 @@ attention over a cache 6 to 10%. A process that ends unmaps a GiB in 0.02 s inst
 
 Systems seldom give huge pages to memory files by themselves, but the kernel makes one of a file's
 small pages on request (MADV_COLLAPSE, since Linux 6.1), even if all but one of these are missing
-yet. Taking memory in this way, before anything is written, takes less time than in small pages. All
-processes that map the file use them, if their mapping is aligned as `map_aligned` does it.
+yet. Taking memory in this way, before anything is written, takes less time than in small pages,
+unless a hypervisor has taken it back. All processes that map the file use huge pages, if their
+mapping is aligned as `map_aligned` does it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,6 @@ def allocate(descriptor: int, start: int, end: int) -> None:
         os.ftruncate(descriptor, end)
         for offset in range(huge_start, huge_end, HUGE_PAGE_BYTES):
             os.posix_fallocate(descriptor, offset, 1)  # a small page, of which one can be made
-        # Private, because a sealed file may have no shared mapping before Linux 6.7.
         pages = map_aligned(descriptor, end, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
         # In one call: each waits for every core.
         address = ctypes.addressof(pages) + huge_start

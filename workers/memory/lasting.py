@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.progress import Progress
 
 
-# Taken at a time: after each piece the others see less memory, and 10 to 200 ms have passed.
+# Taken at a time: after each piece the others see less memory, and 6 to 280 ms have passed.
 _PIECE_BYTES = 64 * 2**20
 _CGROUP_DIR = Path("/sys/fs/cgroup")  # in a container, its own
 # Folder, files of the limit and of what is used, and pages of files that the kernel may take back,
@@ -85,15 +85,19 @@ class SharedMemfd:
         then it is as long as before.
         """
         try:
-            for start in range(self.num_bytes, num_bytes, _PIECE_BYTES):
+            start = self.num_bytes
+            while start < num_bytes:
                 # Asked for more, the kernel would take all there is and then end processes. Other
                 # ranks take memory at the same time, so what was enough may be no more.
                 if (missing := num_bytes - start) > (available := available_bytes()):
                     message = f"only {available} bytes of memory are available, not {missing}"
                     raise OSError(errno.ENOMEM, message)
-                allocate(self.descriptor, start, start + min(_PIECE_BYTES, missing))
+                # Pieces end where huge pages do.
+                end = min(num_bytes, (start // _PIECE_BYTES + 1) * _PIECE_BYTES)
+                allocate(self.descriptor, start, end)
                 if progress is not None:
-                    progress.allocated_bytes += min(_PIECE_BYTES, missing)
+                    progress.allocated_bytes += end - start
+                start = end
         except OSError:
             os.ftruncate(self.descriptor, self.num_bytes)
             raise

@@ -78,6 +78,7 @@ class WeightsFile:
         """name: in the kernel's lists, at most 249 bytes."""
         self._owner = _owner(group, kernels)
         self._own_objects = _objects_of_own_process(kernels, group)
+        self._progress = group.progress
         self._end = 0  # of what is written
         self._error: OSError | None = None
         try:
@@ -155,7 +156,7 @@ class WeightsFile:
             rounded_bytes = _round_up(num_bytes, HUGE_PAGE_BYTES)
             if rounded_bytes > len(self._memory_B):
                 raise OSError(errno.ENOMEM, "the weights are larger than the machine's memory")
-            self._memory.grow(rounded_bytes)
+            self._memory.grow(rounded_bytes, self._progress)
         return self._memory.num_bytes
 
     def _write(self, offset: int, data: memoryview) -> None:

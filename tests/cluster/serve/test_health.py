@@ -235,8 +235,15 @@ def test_an_engine_waits_for_its_requests_also_while_its_driver_does_not_answer(
     replica: Any = object.__new__(EngineReplica)
     replica._has_started, replica._drain_limit_s, replica._stats_call = True, 60.0, None
     replica._engine = SimpleNamespace(frontend=SimpleNamespace(stats=stats))
-    asyncio.run(asyncio.wait_for(end(replica), 10))
+    sleeps: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+
+    monkeypatch.setattr(engine_module.asyncio, "sleep", sleep)
+    asyncio.run(end(replica))
     assert not list(unread)
+    assert len(sleeps) == len(answers), "the news of the last request has no time"
 
 
 def test_an_api_to_which_no_engine_comes_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
