@@ -14,7 +14,7 @@ REFERENCE_CAPABILITIES = Capabilities(
     kv_cache_dtypes=("fp8_e4m3",),
 )
 # Codes in groups would be widened in every step: on a GPU they are held as values instead.
-# Attention and experts wait for values on the device.
+# Attention, experts and storing keys and values wait for values on the device.
 REFERENCE_GPU_CAPABILITIES = dataclasses.replace(
     REFERENCE_CAPABILITIES, quantizations=("int8",), fits_graphs=False
 )

@@ -16,7 +16,9 @@ from kernels.reference.fp8 import to_cache_dtype
 def store_kv_reference(
     k_TKD: Tensor, v_TKD: Tensor, k_cache_NPKD: Tensor, v_cache_NPKD: Tensor, kv_places_T: Tensor
 ) -> None:
-    """Write token t to place `kv_places_T[t]` of both caches, in place. On any device."""
+    """Write token t to place `kv_places_T[t]` of both caches, in place. On any device, but not
+    in a CUDA graph.
+    """
     is_written_T = kv_places_T >= 0
     places = kv_places_T[is_written_T]
     blocks = places // k_cache_NPKD.shape[1]

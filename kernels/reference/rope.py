@@ -49,7 +49,8 @@ def qk_norm_rope_store_reference(
     """Queries [T, H, D] out of one projection of queries, keys and values; keys and values go to
     the caches, in place.
 
-    The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device.
+    The caches are token-major, [N, P, K, D] (see `store_kv_reference`). On any device, but
+    not in a CUDA graph.
     """
     num_kv_heads = k_cache_NPKD.shape[2]
     q_THD, k_TKD, v_TKD = qkv_TXD.split(
