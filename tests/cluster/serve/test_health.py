@@ -240,7 +240,7 @@ def test_an_engine_waits_for_its_requests_also_while_its_driver_does_not_answer(
     async def sleep(seconds: float) -> None:
         sleeps.append(seconds)
 
-    monkeypatch.setattr(engine_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr("cluster.serve.engine.asyncio.sleep", sleep)
     asyncio.run(end(replica))
     assert not list(unread)
     assert len(sleeps) == len(answers), "the news of the last request has no time"
