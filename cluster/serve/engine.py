@@ -53,7 +53,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
-    """One engine, of which `launch.py status` shows the most. replica_id: Ray Serve's; model: its
+    """One engine, of which `launch.py status` shows most. replica_id: Ray Serve's; model: its
     name in the API; hosts: the address of each rank's node; state: of the group of ranks
     (`RecoveryState`); num_admitted: sequences admitted since its driver's start.
     """

@@ -30,6 +30,7 @@ from tests.workers.fake_gpu import LateEvent
 from tests.workers.planner import GREEDY, Planner, Row
 from workers import step_mailbox
 from workers.device import Device, open_device
+from workers.memory.lasting import has_memfds
 from workers.model_runner import PendingStep
 from workers.worker import Worker
 
@@ -41,6 +42,14 @@ def worker(small_checkpoint: Path) -> Iterator[Worker]:
     worker.allocate_cache(32)
     yield worker
     worker.close()
+
+
+@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
+def test_all_memory_that_outlives_the_rank_counts_as_progress(worker: Worker) -> None:
+    handles = worker.memory()
+    assert handles.weights is not None and handles.cache is not None
+    taken_bytes = handles.weights.num_bytes + handles.cache.num_bytes
+    assert worker.progress.allocated_bytes == taken_bytes
 
 
 def plans(number: int, epoch: int = 0, row: Row | None = None) -> list[StepPlan]:

@@ -82,7 +82,7 @@ class WeightsFile:
         self._end = 0  # of what is written
         self._error: OSError | None = None
         try:
-            self._memory = SharedMemfd.create(name, HUGE_PAGE_BYTES)
+            self._memory = SharedMemfd.create(name, HUGE_PAGE_BYTES, self._progress)
             # The file grows into these addresses, as many as the machine has memory: what is free
             # now grows with each part that moves.
             self._memory_B = _map(self._memory, physical_bytes())

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-import cluster.serve.engine as engine_module
 from cluster import timeouts
 from cluster.client import driver_handle
 from cluster.client.frontend import Frontend
@@ -231,7 +230,6 @@ def test_an_engine_waits_for_its_requests_also_while_its_driver_does_not_answer(
 
     end = EngineReplica.__del__
     monkeypatch.delattr(EngineReplica, "__del__")
-    monkeypatch.setattr(engine_module, "LAST_NEWS_DELAY_S", PERIOD_S)
     replica: Any = object.__new__(EngineReplica)
     replica._has_started, replica._drain_limit_s, replica._stats_call = True, 60.0, None
     replica._engine = SimpleNamespace(frontend=SimpleNamespace(stats=stats))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,6 +187,13 @@ def write_to_file(state: State) -> None:
 
 def forget(state: State) -> None:
     state.forget()
+
+
+def makes_huge_pages() -> bool:
+    """Whether this system should make huge pages of memory files when it is asked to."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    version = tuple(int(part) for part in os.uname().release.split(".")[:2])
+    return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
 
 
 def huge_bytes(state: State) -> int:
