@@ -196,6 +196,12 @@ def makes_huge_pages() -> bool:
     return version >= (6, 1) and setting.exists() and "[deny]" not in setting.read_text()
 
 
+def uncounted_bytes(state: State) -> int:
+    """What was taken for the weights and does not count as progress."""
+    assert state.memory is not None and state.model is not None
+    return state.memory.num_bytes - state.model.group.progress.allocated_bytes
+
+
 def huge_bytes(state: State) -> int:
     """What this process has of memory files in huge pages."""
     lines = Path("/proc/self/smaps").read_text().splitlines()

@@ -145,6 +145,7 @@ def test_a_process_that_writes_over_the_weights_ends_and_the_other_has_them_stil
 
 def test_both_processes_have_the_weights_in_huge_pages(rank: Holder, standby: Holder) -> None:
     share(rank, standby, LARGE)
+    assert rank.tell(holder.uncounted_bytes) == 0
     for process in (rank, standby):
         process.tell(holder.logits)
     huge = [process.tell(holder.huge_bytes) for process in (rank, standby)]
