@@ -20,9 +20,11 @@ from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.checkpoint import quantization_of_files
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
+from workers.models.layers import Part
 from workers.models.loader import held_dtype, load_weights
 from workers.models.local import local_checkpoint
 from workers.models.qwen3 import Qwen3
+from workers.models.weights import release_freed_memory
 from workers.parallel.group import TensorParallelGroup
 from workers.progress import Progress
 
@@ -92,7 +94,8 @@ def load_model(
     config: ResolvedConfig, group: TensorParallelGroup, kernels: Kernels, progress: Progress
 ) -> LoadedModel:
     """Read this rank's slices of the checkpoint and pack them; on a CPU that has spares, move them
-    to memory that outlives the process. `progress` counts bytes and matrices. Raises `ConfigError`.
+    to memory that outlives the process. One part after the other, so that no more than one is held
+    twice. `progress` counts bytes and parts. Raises `ConfigError`.
     """
     model_dir = local_checkpoint(config, progress)
     checkpoint_hash = fingerprint(model_dir)
@@ -109,15 +112,20 @@ def load_model(
             " faster, takes half the memory where weights are not codes, and is less exact"
         )
     model = empty_model(config, form, group, kernels)
+    weights_file = _weights_file(config, model)
 
-    def count(loaded_bytes: int) -> None:
-        progress.loaded_bytes = loaded_bytes
+    def finish(part: Part) -> None:
+        part.pack()
+        if weights_file is not None:
+            weights_file.move(part)
+        release_freed_memory()
+        progress.num_packed_parts += 1
 
     with LoadedWeightsHash() as weights_hash:
-        load_weights(model.slices(), model_dir, config.model, count, weights_hash)
+        load_weights(model.parts(), model_dir, config.model, finish, progress, weights_hash)
     return LoadedModel(
         model=model,
-        memory=_pack(config, model, progress),
+        memory=None if weights_file is None else _finished(weights_file, model),
         checkpoint_hash=checkpoint_hash,
         weights_hash=weights_hash.hexdigest(),
     )
@@ -139,21 +147,18 @@ def adopt_model(
     )
 
 
-def _pack(config: ResolvedConfig, model: Qwen3, progress: Progress) -> SharedMemfd | None:
-    """Pack the weights of the model. Returns where they lie then, if spares can share them."""
-    is_shared = config.device == "cpu" and config.engine.spares != "off"
-    if is_shared and not has_memfds():
-        logger.warning("spares cannot share the weights: this system has no memory files (memfd)")
-    if not is_shared or not has_memfds():
-        model.pack(progress.count_packed)
+def _weights_file(config: ResolvedConfig, model: Qwen3) -> WeightsFile | None:
+    """Where the weights of the model move, if spares can share them."""
+    if config.device != "cpu" or config.engine.spares == "off":
         return None
-    weights_file = WeightsFile("eagleray-weights", model.group, model.kernels)
+    if not has_memfds():
+        logger.warning("spares cannot share the weights: this system has no memory files (memfd)")
+        return None
+    return WeightsFile("eagleray-weights", model.group, model.kernels)
 
-    def move(matrix: object) -> None:
-        weights_file.move(matrix)
-        progress.count_packed(matrix)
 
-    model.pack(move)
+def _finished(weights_file: WeightsFile, model: Qwen3) -> SharedMemfd | None:
+    """The memory of the weights, if all could move."""
     try:
         return weights_file.finish(model)
     except OSError as error:

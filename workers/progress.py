@@ -17,7 +17,7 @@ class Progress:
     num_download_updates: int = 0  # how often a part of a file has come
     loaded_bytes: int = 0  # of weights, as this rank holds them
     allocated_bytes: int = 0  # of memory that outlives the rank
-    num_packed_matrices: int = 0  # those of one product, or of all experts of a layer, are one
+    num_packed_parts: int = 0  # of the model (`Qwen3.parts`)
     num_warmup_calls: int = 0  # of kernels, which are compiled or found in the cache
 
     def enter_layer(self, layer: int) -> None:
@@ -25,15 +25,11 @@ class Progress:
         self.layer = layer
         self.num_layers_run += 1
 
-    def count_packed(self, _matrix: object) -> None:
-        """A matrix is packed, and lies where it stays."""
-        self.num_packed_matrices += 1
-
     def describe(self) -> str:
         """For a message."""
         if self.phase == "load":
             loaded_text = f"load, {self.loaded_bytes / 2**20:.0f} MiB read"
-            return f"{loaded_text}, {self.num_packed_matrices} matrices packed"
+            return f"{loaded_text}, {self.num_packed_parts} parts packed"
         if self.phase == "steps":
             return f"step {self.step_id}, layer {self.layer}"
         return self.phase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import platform
 import shutil
@@ -99,7 +100,8 @@ def _rank_weights(
     group = TensorParallelGroup(0, num_ranks, torch.device("meta"))
     rank_model = empty_model(config, form, group, find_kernels(config))
     bytes_by_part: dict[str, int] = defaultdict(int)
-    for piece in rank_model.slices():
+    slices = itertools.chain.from_iterable(part.slices() for part in rank_model.parts())
+    for piece in slices:
         bytes_by_part["experts" if ".experts." in piece.name else "other"] += piece.nbytes
     vocabulary = rank_model.embedding.weight
     is_tied = rank_model.head.is_tied

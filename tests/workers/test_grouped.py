@@ -43,11 +43,12 @@ from tests.stored_checkpoints import (
     write_stored,
 )
 from tests.workers.conftest import config_of
+from tests.workers.models.parts import fill_and_pack_parts, fill_parts, slices_of
 from tests.workers.test_exactness import run_logits
 from workers.loading import load_model
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.checkpoint import quantization_of_files
-from workers.models.loader import load_weights
+from workers.models.layers import ReplicatedVector
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import GroupedWeight, WeightFormat, WeightSlice
 from workers.parallel.group import TensorParallelGroup
@@ -97,9 +98,7 @@ def loaded_model(model_dir: Path, rank: int = 0, size: int = 1, packs: bool = Tr
     kept, _ = quantization_of_files(model_dir, model, quantization)
     assert kept is not None
     ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, kept)
-    load_weights(ours.slices(), model_dir, model)
-    if packs:
-        ours.pack()
+    (fill_and_pack_parts if packs else fill_parts)(ours, model_dir, model)
     return ours
 
 
@@ -128,7 +127,7 @@ def test_codes_that_are_kept_stand_for_the_stored_values(
     weights = stored_model(tmp_path, name).state_dict()
     for rank in range(size):
         model = loaded_model(tmp_path, rank, size, packs=False)
-        pieces = [piece for piece in model.slices() if piece.scale is not None]
+        pieces = [piece for piece in slices_of(model) if piece.scale is not None]
         assert len(pieces) == 7 * SHAPE.layers
         for piece in pieces:
             values = dequantize(codes_of(piece))
@@ -160,7 +159,8 @@ def test_a_rank_holds_its_share_of_the_file(tmp_path: Path, name: str, size: int
     )
     for rank in range(size):
         layers = loaded_model(tmp_path, rank, size).layers
-        weights = [matrix.weight for layer in layers for matrix in layer.matrices()]  # type: ignore[attr-defined]
+        parts = [part for layer in layers for part in layer.parts()]
+        weights = [part.weight for part in parts if not isinstance(part, ReplicatedVector)]  # type: ignore[attr-defined]
         assert all(isinstance(weight, GroupedWeight) for weight in weights)
         tensors = [
             tensor
@@ -197,8 +197,8 @@ def test_a_plain_checkpoint_is_rounded_to_the_same_codes_on_any_number_of_ranks(
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(INT4))
-        pieces = [piece for piece in ours.slices() if piece.scale is not None]
-        load_weights(pieces, tmp_path, model)
+        fill_parts(ours, tmp_path, model)
+        pieces = [piece for piece in slices_of(ours) if piece.scale is not None]
         assert len(pieces) == 7 * SHAPE.layers + 2, "with embedding and head"
         for piece in pieces:
             whole = plain[piece.name]
@@ -226,10 +226,10 @@ def test_codes_that_are_computed_are_the_same_on_any_number_of_ranks(
         for rank in range(size):
             group = TensorParallelGroup(rank, size, torch.device("cpu"))
             ours = Qwen3(model, group, CPU_KERNELS, torch.float32, 64, computed_quantization(form))
-            pieces = [piece for piece in ours.slices() if piece.name == name]
-            load_weights(pieces, tmp_path, model)
-            parts.append(dequantize(codes_of(pieces[0])))
-        values[size] = torch.cat(parts, dim=pieces[0].dim)
+            fill_parts(ours, tmp_path, model)
+            piece = next(piece for piece in slices_of(ours) if piece.name == name)
+            parts.append(dequantize(codes_of(piece)))
+        values[size] = torch.cat(parts, dim=piece.dim)
     assert torch.equal(values[1], values[4])
 
 

@@ -194,5 +194,5 @@ def test_packing_moves_the_counters_of_a_rank(tmp_path: Path, spares: str) -> No
     progress = Progress()
     config = config_of(tmp_path, spares=spares)
     load_model(config, TensorParallelGroup(0, 1, CPU), CPU_KERNELS, progress)
-    num_matrices = 4 * model.config.num_hidden_layers + 1  # of each layer, and the head
-    assert progress.num_packed_matrices == num_matrices and progress.loaded_bytes
+    num_parts = 8 * model.config.num_hidden_layers + 3  # and the embedding, a norm and the head
+    assert progress.num_packed_parts == num_parts and progress.loaded_bytes

@@ -59,15 +59,19 @@ class LoadedWeightsHash:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._executor.shutdown(cancel_futures=kind is not None)
         if kind is None:
-            for future in self._pending_futures:
-                future.result()
+            self.wait()
 
     def add(self, values: Tensor) -> None:
-        """Add values in host memory, which must stay as they are until the context ends."""
+        """Add values in host memory, which must stay as they are until `wait`."""
         data = values.contiguous().flatten().view(torch.uint8).numpy().data
         if len(self._pending_futures) == _MAX_PENDING:
             self._pending_futures.popleft().result()
         self._pending_futures.append(self._executor.submit(self._digest.update, data))
+
+    def wait(self) -> None:
+        """Wait until all values are added."""
+        while self._pending_futures:
+            self._pending_futures.popleft().result()
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

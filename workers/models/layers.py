@@ -19,11 +19,16 @@ from configs.model import ModelConfig
 from workers.models.weights import WeightFormat, WeightSlice
 
 
-class Packable(Protocol):
-    """What a product needs in a layout of its own."""
+class Part(Protocol):
+    """A part of a model that is loaded and packed before the next one is begun."""
+
+    def slices(self) -> Iterator[WeightSlice]:
+        """Where its parameters come from."""
 
     def pack(self) -> None:
-        """Call once, after every slice is filled."""
+        """Convert what products need into the layout in which they are fastest. Call once, after
+        every slice is filled.
+        """
 
 
 class ReplicatedVector:
@@ -35,6 +40,9 @@ class ReplicatedVector:
 
     def slices(self) -> Iterator[WeightSlice]:
         yield WeightSlice(f"{self.name}.weight", tuple(self.weight.shape), self.weight)
+
+    def pack(self) -> None:
+        """Products do not read it."""
 
 
 class _Matrix:
@@ -230,10 +238,14 @@ class VocabParallelEmbedding(_VocabParallelMatrix):
         hidden_TE = self.weight.rows(local_ids_T.masked_fill(is_outside_T, 0))
         return self.group.all_reduce(hidden_TE.masked_fill_(is_outside_T.unsqueeze(1), 0))
 
+    def pack(self) -> None:
+        """Products do not read it; a tied one is the head's."""
+
 
 class ParallelLMHead(_VocabParallelMatrix):
     """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings
-    the parameter is the embedding's, and a head stored in the checkpoint is not read.
+    the parameter is the embedding's, which is a part of the model with its head; a head stored in
+    the checkpoint is not read.
     """
 
     def __init__(
@@ -243,12 +255,17 @@ class ParallelLMHead(_VocabParallelMatrix):
         is_tied: bool,
         weight_format: WeightFormat,
     ) -> None:
-        self.is_tied = is_tied
+        self.tied_embedding = embedding if is_tied else None
         if is_tied:
             self.first_id, self.shard_size = embedding.first_id, embedding.shard_size
             self.weight = embedding.weight
         else:
             super().__init__(name, embedding.vocab_size, embedding.hidden_size, weight_format)
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weight is the embedding's."""
+        return self.tied_embedding is not None
 
     def __call__(self, hidden_BE: Tensor) -> Tensor:
         """[B, V] in the dtype of the hidden states; columns of padding hold 0: the sampler leaves
@@ -263,4 +280,4 @@ class ParallelLMHead(_VocabParallelMatrix):
         self.weight = self.weight.packed()
 
     def slices(self) -> Iterator[WeightSlice]:
-        return iter(()) if self.is_tied else super().slices()
+        return super().slices() if self.tied_embedding is None else self.tied_embedding.slices()

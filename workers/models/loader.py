@@ -8,7 +8,6 @@ codes, happens in that copy, so nothing is held twice. Never imports transformer
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -37,44 +36,44 @@ from workers.models.checkpoint import (
     merged_place,
 )
 from workers.models.fingerprint import LoadedWeightsHash
+from workers.models.layers import Part
 from workers.models.stored import OpenFiles, StoredMatrix
 from workers.models.weights import WeightSlice
+from workers.progress import Progress
 
 _ROWS_AT_ONCE = 256  # quantized or unpacked at a time
 
 
 def load_weights(
-    slices: Iterable[WeightSlice],
+    parts: Iterable[Part],
     model_dir: Path,
     model: ModelConfig,
-    progress: Callable[[int], None] | None = None,
+    finish: Callable[[Part], None],
+    progress: Progress | None = None,
     weights_hash: LoadedWeightsHash | None = None,
-) -> int:
-    """Fill every slice and return the bytes filled. Raises `ConfigError` (see `check_checkpoint`),
-    of which `UnreadableError` may pass.
+) -> None:
+    """Fill every slice of each part, which is given to `finish` then, before the next one is begun.
+    Raises `ConfigError` (see `check_checkpoint`), of which `UnreadableError` may pass.
 
-    `progress` is called with the bytes filled so far, after each slice. `weights_hash` gets all
-    values.
+    `progress` counts the bytes filled. `weights_hash` gets all values, and has read those of a part
+    before that is finished.
     """
     stored_tensors = check_checkpoint(model_dir, model)
-    slices_by_file: dict[Path, list[WeightSlice]] = defaultdict(list)
-    for piece in slices:
-        name = _stored_name(piece.name, model, stored_tensors)
-        slices_by_file[stored_tensors[name].path].append(piece)
-    loaded_bytes = 0
     with OpenFiles() as files:
-        for path, pieces in sorted(slices_by_file.items()):
-            try:
-                for piece in pieces:
+        for part in parts:
+            for piece in part.slices():
+                path = stored_tensors[_stored_name(piece.name, model, stored_tensors)].path
+                try:
                     _fill(piece, _values(piece, files, model, stored_tensors), weights_hash)
-                    loaded_bytes += piece.nbytes
-                    if progress is not None:
-                        progress(loaded_bytes)
-            except OSError as error:  # also of a file that is missing, which the check has found
-                raise UnreadableError(f"{path} cannot be read: {error}") from None
-            except SafetensorError as error:
-                raise ConfigError(f"{path} cannot be read: {error}") from None
-    return loaded_bytes
+                except OSError as error:  # also of a file that is missing, which the check found
+                    raise UnreadableError(f"{path} cannot be read: {error}") from None
+                except SafetensorError as error:
+                    raise ConfigError(f"{path} cannot be read: {error}") from None
+                if progress is not None:
+                    progress.loaded_bytes += piece.nbytes
+            if weights_hash is not None:
+                weights_hash.wait()
+            finish(part)
 
 
 def held_dtype(

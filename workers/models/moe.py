@@ -21,7 +21,7 @@ from torch import Tensor
 
 from configs.model import ModelConfig
 from kernels.interface import ExpertWeights
-from workers.models.layers import Packable, ReplicatedLinear
+from workers.models.layers import Part, ReplicatedLinear
 from workers.models.weights import WeightFormat, WeightSlice
 
 
@@ -77,7 +77,7 @@ class MoE:
             yield WeightSlice(f"{name}.up_proj.weight", (full_size, size), up, 0, start)
             yield WeightSlice(f"{name}.down_proj.weight", (size, full_size), down, 1, start)
 
-    def matrices(self) -> tuple[Packable, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return (self,)
 
     def pack(self) -> None:

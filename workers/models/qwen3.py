@@ -9,8 +9,7 @@ rank, K its KV heads, D head dim, L positions of the rotary table, V its vocabul
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -23,8 +22,8 @@ from kernels.metadata import AttentionMetadata
 from workers import faults
 from workers.models.layers import (
     MergedColumnParallelLinear,
-    Packable,
     ParallelLMHead,
+    Part,
     QKVParallelLinear,
     ReplicatedVector,
     RowParallelLinear,
@@ -32,7 +31,7 @@ from workers.models.layers import (
 )
 from workers.models.moe import MoE
 from workers.models.rope import cos_sin_table
-from workers.models.weights import WeightFormat, WeightSlice, release_freed_memory
+from workers.models.weights import WeightFormat
 from workers.parallel.group import TensorParallelGroup
 
 LayerCache = tuple[Tensor, Tensor]
@@ -78,12 +77,8 @@ class Attention:
         out_THD = self.kernels.paged_attention(q_THD, k_cache, v_cache, attn, self.scale)
         return self.out(out_THD.flatten(1))
 
-    def slices(self) -> Iterator[WeightSlice]:
-        for layer in (self.qkv, self.q_norm, self.k_norm, self.out):
-            yield from layer.slices()
-
-    def matrices(self) -> tuple[Packable, ...]:
-        return self.qkv, self.out
+    def parts(self) -> tuple[Part, ...]:
+        return self.qkv, self.q_norm, self.k_norm, self.out
 
 
 class MLP:
@@ -102,11 +97,7 @@ class MLP:
     def __call__(self, x_TE: Tensor, num_live_tokens_1: Tensor | None = None) -> Tensor:
         return self.down(self.kernels.silu_and_mul(self.gate_up(x_TE)))
 
-    def slices(self) -> Iterator[WeightSlice]:
-        yield from self.gate_up.slices()
-        yield from self.down.slices()
-
-    def matrices(self) -> tuple[Packable, ...]:
+    def parts(self) -> tuple[Part, ...]:
         return self.gate_up, self.down
 
 
@@ -127,18 +118,12 @@ class DecoderLayer:
         )
         self.mlp = mlp(f"{name}.mlp", model, weight_format)
 
-    def slices(self) -> Iterator[WeightSlice]:
-        for part in (self.input_norm, self.attention, self.post_norm, self.mlp):
-            yield from part.slices()
-
-    def matrices(self) -> tuple[Packable, ...]:
-        return *self.attention.matrices(), *self.mlp.matrices()
+    def parts(self) -> tuple[Part, ...]:
+        return self.input_norm, *self.attention.parts(), self.post_norm, *self.mlp.parts()
 
 
 class Qwen3:
-    """The model of one rank. Weights are uninitialized until every slice of `slices` is filled;
-    then `pack`.
-    """
+    """The model of one rank. Its `parts` are uninitialized until each is filled and packed."""
 
     def __init__(
         self,
@@ -229,20 +214,11 @@ class Qwen3:
         """[B, V], this rank's part of the vocabulary."""
         return self.head(hidden_BE)
 
-    def slices(self) -> Iterator[WeightSlice]:
-        """Where every parameter of this rank comes from."""
-        yield from self.embedding.slices()
+    def parts(self) -> Iterator[Part]:
+        """All parameters of this rank, part by part."""
+        if not self.head.is_tied:
+            yield self.embedding
         for layer in self.layers:
-            yield from layer.slices()
-        yield from self.norm.slices()
-        yield from self.head.slices()
-
-    def pack(self, move: Callable[[object], None] = lambda _: None) -> None:
-        """Convert every matrix, once it is filled, into the layout in which multiplying by it is
-        fastest. Each is given to `move` then, which may give it other memory.
-        """
-        layer_matrices = itertools.chain.from_iterable(layer.matrices() for layer in self.layers)
-        for matrix in (*layer_matrices, self.head):
-            matrix.pack()
-            move(matrix)
-            release_freed_memory()
+            yield from layer.parts()
+        yield self.norm
+        yield self.head

@@ -14,10 +14,10 @@ from scheduler.messages import int32_array
 from scheduler.params import ResolvedSampling
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu, FakeGraph
+from tests.workers.models.parts import fill_and_pack_parts
 from tests.workers.planner import Planner, Row
 from workers.device import Device
 from workers.model_runner import ModelRunner
-from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -47,8 +47,7 @@ class MakeRunner:
         kernels = device.recordable(kernels) if isinstance(device, FakeGpu) else kernels
         length, quantization = config.max_model_len, config.quantization
         model = Qwen3(config.model, group, kernels, torch.float32, length, quantization)
-        load_weights(model.slices(), Path(config.model_dir), config.model)
-        model.pack()
+        fill_and_pack_parts(model, Path(config.model_dir), config.model)
         num_blocks = num_blocks or max_num_seqs * 4
         return ModelRunner(config, model, device, num_blocks)
 

@@ -23,6 +23,7 @@ from tests.checkpoints import Shape, make_checkpoint
 from tests.kernels.replaced import Replaced
 from tests.workers.batch.graph_pair import MakeRunner, Pair, admitted
 from tests.workers.conftest import config_of
+from tests.workers.models.parts import slices_of
 from tests.workers.test_grouped import stored_model
 from workers.batch import mixed_graphs
 from workers.model_runner import warm_up
@@ -80,7 +81,7 @@ def warmed_up(model_dir: Path, kernels: Any, quantization: str | None) -> None:
     model = Qwen3(
         config.model, group, kernels, torch.float32, config.max_model_len, config.quantization
     )
-    for piece in model.slices():
+    for piece in slices_of(model):
         piece.target.zero_()
     warm_up(config, model)
 

@@ -19,12 +19,12 @@ from scheduler.errors import ConfigError
 from tests.kernels.replaced import Replaced, functions_of
 from tests.workers.conftest import config_of
 from tests.workers.fake_gpu import FakeGpu
+from tests.workers.models.parts import fill_parts, slices_of
 from workers.batch.kv_cache import KVCache, gpu_budget
 from workers.batch.kv_plan import KVCacheLedger, block_bytes, plan_kv_cache
 from workers.device import Device
 from workers.memory.lasting import has_memfds
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
-from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -212,7 +212,7 @@ def test_largest_step_runs_within_every_limit(make: Any, options: dict[str, int]
     config = make(**options)
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
     model = Qwen3(config.model, group, KERNELS, torch.float32, config.max_model_len)
-    load_weights(model.slices(), Path(config.model_dir), config.model)
+    fill_parts(model, Path(config.model_dir), config.model)
     run_largest_step(config, model)
 
 
@@ -247,7 +247,7 @@ def test_warming_up_runs_every_kernel_that_requests_can_need(make: Any) -> None:
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=300))
     model = Qwen3(config.model, group, kernels, torch.bfloat16, config.max_model_len)
-    for piece in model.slices():
+    for piece in slices_of(model):
         piece.target.normal_()
     warm_up(config, model)
     attention = {(128, 64, 64), (2, 2, 64), (1, 1, 1), (1, 1, 64)}

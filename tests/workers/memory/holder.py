@@ -18,6 +18,7 @@ from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_address_range
 from kernels.metadata import AttentionMetadata
+from tests.workers.models.parts import pack_parts, slices_of
 from workers.memory.lasting import MemoryHandle, SharedMemfd
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
@@ -127,7 +128,7 @@ def load(state: State, form: Form) -> None:
         None if form.quantization is None else computed_quantization(form.quantization),
         form.weight_dtype,
     )
-    for piece in model.slices():
+    for piece in slices_of(model):
         if not piece.target.dtype.is_floating_point:
             piece.target.random_(0 if piece.target.dtype is torch.uint8 else -127, 127)
         else:
@@ -136,8 +137,8 @@ def load(state: State, form: Form) -> None:
             piece.scale.uniform_(1e-3, 2e-3)
         if piece.zeros is not None:
             piece.zeros.random_(0, 16)
-    state.weight_bytes = sum(piece.nbytes for piece in model.slices())
-    model.pack()
+    state.weight_bytes = sum(piece.nbytes for piece in slices_of(model))
+    pack_parts(model)
 
 
 def keep(state: State, name: str) -> MemoryHandle:

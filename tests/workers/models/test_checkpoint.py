@@ -20,13 +20,13 @@ from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
+from tests.workers.models.parts import fill_parts, slices_of
 from workers.models.checkpoint import (
     INDEX_NAME,
     SINGLE_FILE_NAME,
     check_checkpoint,
     expected_tensors,
 )
-from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -70,8 +70,9 @@ def assert_loads_as_in_transformers(model_dir: Path) -> None:
     assert not report["missing_keys"]
     config = ModelConfig.from_dir(model_dir)
     group = TensorParallelGroup(0, 1, torch.device("cpu"))
-    pieces = list(Qwen3(config, group, select_backend("cpu"), torch.float32, 64).slices())
-    load_weights(pieces, model_dir, config)
+    model = Qwen3(config, group, select_backend("cpu"), torch.float32, 64)
+    fill_parts(model, model_dir, config)
+    pieces = slices_of(model)
     for piece in pieces:
         assert torch.equal(piece.target, theirs.get_parameter(piece.name)), piece.name
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from kernels.select import select_backend
 from tests.checkpoints import Shape, make_checkpoint
 from workers.models.checkpoint import SINGLE_FILE_NAME
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
+from workers.models.layers import Part
 from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
@@ -46,14 +49,18 @@ def test_what_gives_weights_their_meaning_counts(name: str, counts: bool, tmp_pa
 
 
 def loaded_hash(
-    model_dir: Path, rank: int, size: int, quantization: Quantization | None = None
+    model_dir: Path,
+    rank: int,
+    size: int,
+    quantization: Quantization | None = None,
+    finish: Callable[[Part], None] = lambda part: None,
 ) -> str:
     config = ModelConfig.from_dir(model_dir)
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     kernels = select_backend("cpu", "reference")
     model = Qwen3(config, group, kernels, torch.float32, 64, quantization)
     with LoadedWeightsHash() as weights_hash:
-        load_weights(model.slices(), model_dir, config, weights_hash=weights_hash)
+        load_weights(model.parts(), model_dir, config, finish, weights_hash=weights_hash)
     return weights_hash.hexdigest()
 
 
@@ -100,3 +107,24 @@ def test_what_cannot_be_hashed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setattr(weights_hash, "_digest", Broken())
             for _ in range(num_tensors):
                 weights_hash.add(torch.ones(3))
+
+
+def test_a_part_is_hashed_before_it_is_packed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Packing may use the same memory."""
+
+    def overwrite(part: Part) -> None:
+        for piece in part.slices():
+            piece.target.zero_()
+
+    make_checkpoint(tmp_path, Shape(name="plain"))
+    before = loaded_hash(tmp_path, 0, 1)
+    add = LoadedWeightsHash.add
+
+    def add_slowly(self: LoadedWeightsHash, values: torch.Tensor) -> None:
+        self._executor.submit(time.sleep, 0.01)
+        add(self, values)
+
+    monkeypatch.setattr(LoadedWeightsHash, "add", add_slowly)
+    assert loaded_hash(tmp_path, 0, 1, finish=overwrite) == before

@@ -21,10 +21,11 @@ from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint, pack_checkpoint
 from tests.workers.conftest import config_of
+from tests.workers.models.parts import fill_parts, slices_of
 from tests.workers.models.test_loader import build
 from tests.workers.test_exactness import run_logits
 from workers.models.checkpoint import INDEX_NAME, SINGLE_FILE_NAME, check_checkpoint
-from workers.models.loader import held_dtype, load_weights
+from workers.models.loader import held_dtype
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -70,9 +71,8 @@ def test_every_rank_gets_the_stored_values(
 
 
 def loaded(model: Qwen3, model_dir: Path, config: ModelConfig) -> list[Any]:
-    pieces = list(model.slices())
-    load_weights(pieces, model_dir, config)
-    return pieces
+    fill_parts(model, model_dir, config)
+    return slices_of(model)
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import errno
+import itertools
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from configs.model import ModelConfig
 from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
+from tests.workers.models.parts import fill_and_pack_parts, fill_parts, slices_of
 from workers.models.checkpoint import SINGLE_FILE_NAME, expected_tensors
 from workers.models.loader import held_dtype, load_weights
 from workers.models.qwen3 import MLP, Qwen3
 from workers.models.weights import PlainWeight, Weight
 from workers.parallel.group import TensorParallelGroup
+from workers.progress import Progress
 
 SHAPES = [
     Shape(name="plain"),
@@ -58,9 +61,9 @@ def test_slices_of_all_ranks_cover_every_tensor_with_its_values(
     covered = {name: torch.zeros(tensor.shape, dtype=torch.bool) for name, tensor in stored.items()}
     for rank in range(size):
         model = build(config, rank, size)
-        pieces = list(model.slices())
+        pieces = slices_of(model)
         assert {piece.name: piece.shape for piece in pieces} == expected_tensors(config)
-        load_weights(pieces, tmp_path, config)
+        fill_parts(model, tmp_path, config)
         for piece in pieces:
             length = piece.target.shape[piece.dim]
             assert torch.equal(
@@ -80,7 +83,7 @@ def test_matrices_lie_one_after_the_other_in_merged_parameters(small_checkpoint:
         load_file(small_checkpoint / SINGLE_FILE_NAME),
     )
     model = build(config, 0, 1)
-    load_weights(model.slices(), small_checkpoint, config)
+    fill_parts(model, small_checkpoint, config)
     layer = model.layers[1]
     prefix = "model.layers.1."
     qkv = torch.cat([stored[f"{prefix}self_attn.{letter}_proj.weight"] for letter in "qkv"])
@@ -98,7 +101,7 @@ def test_more_ranks_than_kv_heads_share_them_in_order(small_checkpoint: Path) ->
     keys = stored["model.layers.0.self_attn.k_proj.weight"]
     for rank in range(4):
         model = build(config, rank, 4)
-        load_weights(model.slices(), small_checkpoint, config)
+        fill_parts(model, small_checkpoint, config)
         ours = values(model.layers[0].attention.qkv.weight)[config.head_dim : 2 * config.head_dim]
         assert torch.equal(ours, keys.view(2, config.head_dim, -1)[rank // 2])
 
@@ -109,7 +112,7 @@ def test_weights_take_the_dtype_of_the_engine_in_contiguous_memory(small_checkpo
         load_file(small_checkpoint / SINGLE_FILE_NAME),
     )
     model = build(config, 1, 2, torch.bfloat16)
-    load_weights(model.slices(), small_checkpoint, config)
+    fill_parts(model, small_checkpoint, config)
     down = values(mlp_of(model, 0).down.weight)
     assert down.is_contiguous() and down.dtype == torch.bfloat16
     full = stored["model.layers.0.mlp.down_proj.weight"]
@@ -120,7 +123,7 @@ def test_weights_outlive_their_file(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, Shape(name="plain"))
     config, path = ModelConfig.from_dir(tmp_path), tmp_path / SINGLE_FILE_NAME
     model = build(config, 0, 1)
-    load_weights(model.slices(), tmp_path, config)
+    fill_parts(model, tmp_path, config)
     before = values(mlp_of(model, 0).down.weight).clone()
     with path.open("r+b") as file:  # a mapping would show the same inode
         file.write(b"\xff" * path.stat().st_size)
@@ -135,8 +138,7 @@ def test_a_tied_embedding_is_held_once_in_bfloat16(tmp_path: Path, size: int) ->
     for rank in range(size):
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         model = Qwen3(config, group, select_backend("cpu"), torch.float32, 64, None, torch.bfloat16)
-        load_weights(model.slices(), tmp_path, config)
-        model.pack()
+        fill_and_pack_parts(model, tmp_path, config)
         assert model.embedding.weight is model.head.weight
         first, count = model.embedding.first_id, model.embedding.num_ids
         rows = model.embedding.weight.rows(torch.arange(model.embedding.shard_size))
@@ -162,11 +164,17 @@ def test_matrices_are_held_in_bfloat16_only_if_all_are_stored_in_it(tmp_path: Pa
 def test_progress_grows_to_the_total(small_checkpoint: Path) -> None:
     config = ModelConfig.from_dir(small_checkpoint)
     model = build(config, 0, 2)
-    done: list[int] = []
-    loaded = load_weights(model.slices(), small_checkpoint, config, done.append)
-    assert done == sorted(done) and done[-1] == loaded
-    assert loaded == sum(piece.nbytes for piece in model.slices())
-    assert loaded < (small_checkpoint / SINGLE_FILE_NAME).stat().st_size
+    progress, loaded_bytes = Progress(), []
+    load_weights(
+        model.parts(),
+        small_checkpoint,
+        config,
+        lambda part: loaded_bytes.append(progress.loaded_bytes),
+        progress,
+    )
+    part_bytes = [sum(piece.nbytes for piece in part.slices()) for part in model.parts()]
+    assert loaded_bytes == list(itertools.accumulate(part_bytes))
+    assert progress.loaded_bytes < (small_checkpoint / SINGLE_FILE_NAME).stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -188,11 +196,11 @@ def test_a_file_that_cannot_be_read_while_it_is_loaded_is_not_lost(
     with pytest.raises(
         ConfigError, match=rf"{SINGLE_FILE_NAME} cannot be read: .*not now"
     ) as raised:
-        load_weights(build(config, 0, 1).slices(), small_checkpoint, config)
+        fill_parts(build(config, 0, 1), small_checkpoint, config)
     assert kind_of(raised.value).is_transient == may_pass
 
 
 def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path: Path) -> None:
     config = ModelConfig.from_dir(small_checkpoint)
     with pytest.raises(ConfigError, match="holds no"):
-        load_weights(build(config, 0, 1).slices(), tmp_path, config)
+        fill_parts(build(config, 0, 1), tmp_path, config)

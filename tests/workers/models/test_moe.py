@@ -26,10 +26,11 @@ from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from tests.kernels.replaced import Replaced
+from tests.workers.models.parts import fill_and_pack_parts, fill_parts, slices_of
 from tests.workers.models.ranks import on_every_rank
 from tests.workers.parallel.test_group import HERE, TRANSPORTS, on_ranks
 from workers.models.checkpoint import SINGLE_FILE_NAME, check_checkpoint, expected_tensors
-from workers.models.loader import held_dtype, load_weights
+from workers.models.loader import held_dtype
 from workers.models.moe import MoE
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import WeightFormat
@@ -309,8 +310,7 @@ def choices_of(
         kernels = cast(Kernels, Replaced(CPU, experts=Recorded(CPU.experts)))
         config = ModelConfig.from_dir(model_dir)
         model = Qwen3(config, group, kernels, dtype, LENGTH)
-        load_weights(model.slices(), model_dir, config)
-        model.pack()
+        fill_and_pack_parts(model, model_dir, config)
         return chosen, logits_of(model)
 
     results = on_ranks(size, run)
@@ -439,15 +439,11 @@ def test_both_ways_of_storing_experts_load_the_same_weights(tmp_path: Path, size
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         for model_dir in (tmp_path, merged_dir):
             model = Qwen3(config, group, CPU, torch.float32, 64)
-            pieces = list(model.slices())
-            filled: list[int] = []
-            assert load_weights(pieces, model_dir, config, filled.append) == filled[-1]
-            assert len(filled) == len(pieces)
-            for piece in pieces:
+            fill_parts(model, model_dir, config)
+            for piece in slices_of(model):
                 length = piece.target.shape[piece.dim]
                 expected = stored[piece.name].narrow(piece.dim, piece.start, length)
                 assert torch.equal(piece.target, expected), piece.name
-            assert sum(piece.nbytes for piece in pieces) == filled[-1]
 
 
 def test_transformers_loads_merged_experts_too(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
 from kernels.select import select_backend
+from tests.workers.models.parts import slices_of
 from workers.models.qwen3 import Qwen3
 from workers.models.size import count_parameters, parameters_line
 from workers.parallel.group import TensorParallelGroup
@@ -47,7 +48,7 @@ def test_a_rank_holds_as_many_parameters_as_are_counted(
     model = ModelConfig.from_dict(TINY | extra)
     group = TensorParallelGroup(num_ranks - 1, num_ranks, torch.device("cpu"))
     ours = Qwen3(model, group, select_backend("cpu", "reference"), torch.float32, 16)
-    slices = list(ours.slices())
+    slices = slices_of(ours)
     counted = count_parameters(model, num_ranks)
     assert sum(piece.target.numel() for piece in slices) == counted.total
     expert_parameters = sum(piece.target.numel() for piece in slices if ".experts." in piece.name)

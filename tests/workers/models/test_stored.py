@@ -32,9 +32,9 @@ from tests.stored_checkpoints import (
     write_stored,
 )
 from tests.workers.conftest import config_of
+from tests.workers.models.parts import fill_parts, slices_of
 from tests.workers.test_exactness import run_logits
 from workers.models.checkpoint import SINGLE_FILE_NAME, check_checkpoint
-from workers.models.loader import load_weights
 from workers.models.qwen3 import Qwen3
 from workers.parallel.group import TensorParallelGroup
 
@@ -91,9 +91,8 @@ def loaded(model_dir: Path, rank: int, size: int, dtype: torch.dtype = F32) -> l
     config = ModelConfig.from_dir(model_dir)
     group = TensorParallelGroup(rank, size, torch.device("cpu"))
     model = Qwen3(config, group, select_backend("cpu", "reference"), dtype, 64)
-    pieces = list(model.slices())
-    load_weights(pieces, model_dir, config)
-    return pieces
+    fill_parts(model, model_dir, config)
+    return slices_of(model)
 
 
 @pytest.mark.parametrize("name", FORMATS)
