@@ -32,7 +32,9 @@ from workers.compilation import compile_first_step, load_first_step, start_backg
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
+from workers.memory.huge_pages import collapse_when_idle
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
+from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -69,6 +71,7 @@ class Worker:
         self._failure: str | None = None  # why no further step runs
         self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
+        self._stop_event = threading.Event()  # for the thread that makes pages huge
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -191,7 +194,7 @@ class Worker:
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
             if not is_standby:
-                self._runner.cache.allow_writing()
+                self._begin_steps(self._runner)
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemoryHandles:
@@ -209,7 +212,7 @@ class Worker:
         """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
         assert self._runner is not None
         self.epoch = epoch
-        self._runner.cache.allow_writing()
+        self._begin_steps(self._runner)
 
     def start_background_compilation(self) -> None:
         """On the first CPU rank: start a process that compiles what no greedy step needs."""
@@ -283,12 +286,34 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
+        self._stop_event.set()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
         self._group = self._loaded_model = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _begin_steps(self, runner: ModelRunner) -> None:
+        """This rank's steps follow: let it write to the cache, and give weights and cache huge
+        pages when there is none to run.
+        """
+        runner.cache.allow_writing()
+        weights = self._loaded_model.memory if self._loaded_model is not None else None
+        if weights is None:
+            return
+        self._stop_event.set()  # if there was another cache before
+        self._stop_event = threading.Event()
+        thread = threading.Thread(
+            target=_collapse_when_idle,
+            args=(weights, runner.cache.memory, self.progress, self._stop_event),
+            name="huge-pages",
+            daemon=True,
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads are allowed
+            logger.debug("weights and cache may stay in small pages: %s", error)
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -330,6 +355,22 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - began_s
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
+
+
+def _collapse_when_idle(
+    weights: SharedMemfd, cache: SharedMemfd | None, progress: Progress, stop_event: threading.Event
+) -> None:
+    """As the function it calls, for the weights, of which steps read all, and then the cache. They
+    stay open until then.
+    """
+    try:
+        for memory in (weights, cache):
+            if memory is not None and not stop_event.is_set():
+                collapse_when_idle(
+                    memory.descriptor, memory.num_bytes, lambda: progress.step_id, stop_event
+                )
+    except OSError as error:
+        logger.debug("the rest may stay in small pages: %s", error)
 
 
 def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:

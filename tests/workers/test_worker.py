@@ -11,9 +11,10 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import Empty, Queue
 from types import SimpleNamespace
 
 import pytest
@@ -364,6 +365,34 @@ def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) 
     worker._group = SimpleNamespace(close=lambda: held.append(runner()))  # type: ignore[assignment]
     worker.close()
     assert held == [None]
+
+
+@pytest.mark.skipif(not has_memfds(), reason="memory files need Linux")
+def test_whoever_runs_steps_gives_weights_and_cache_huge_pages_until_it_is_closed(
+    small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began: Queue[int] = Queue()
+    standby = Worker(config_of(small_checkpoint), rank=0)
+
+    def note(_: int, num_bytes: int, num_steps: Callable[[], int], stop: threading.Event) -> None:
+        if stop is standby._stop_event:  # not by a worker of another test
+            standby.progress.step_id = num_bytes
+            assert num_steps() == num_bytes
+            began.put(num_bytes)
+
+    monkeypatch.setattr("workers.worker.collapse_when_idle", note)
+    standby.start(None)
+    standby.allocate_cache(32, is_standby=True)
+    with pytest.raises(Empty):
+        began.get(timeout=0.2)
+    standby.take_over(1)
+    handles = standby.memory()
+    assert handles.weights is not None and handles.cache is not None
+    assert began.get(timeout=20.0) == handles.weights.num_bytes
+    assert began.get(timeout=20.0) == handles.cache.num_bytes
+    assert not standby._stop_event.is_set()
+    standby.close()
+    assert standby._stop_event.is_set()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -4,9 +4,11 @@ attention over a cache 6 to 10%. A process that ends unmaps a GiB in 0.02 s inst
 
 Systems seldom give huge pages to memory files by themselves, but the kernel makes one of a file's
 small pages on request (MADV_COLLAPSE, since Linux 6.1), even if all but one of these are missing
-yet. Taking memory in this way, before anything is written, takes less time than in small pages,
-unless a hypervisor has taken it back. All processes that map the file use huge pages, if their
-mapping is aligned as `map_aligned` does it.
+yet. Taking memory in this way, before anything is written, takes less time than in small pages.
+But where a hypervisor has taken back what was free, a huge page takes 5 to 14 ms, and small ones,
+of which such a system often has others, do not: there, small pages become huge while nothing else
+is to be done. All processes that map the file use huge pages, if their mapping is aligned as
+`map_aligned` does it.
 """
 
 from __future__ import annotations
@@ -14,11 +16,17 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
+_SLOW_PAGE_S = 0.002  # of processor time; otherwise a page takes 0.1 ms
+_BYTES_WHEN_IDLE = 4 * HUGE_PAGE_BYTES  # what a request may have to wait for
+_IDLE_S = 0.25
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
 
@@ -44,7 +52,8 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
 
 def allocate(descriptor: int, start: int, end: int) -> None:
     """Take memory for bytes `start` to `end` of a memory file, none of which is there yet, as
-    `os.posix_fallocate` does, and raise as it does; in huge pages where the system makes them.
+    `os.posix_fallocate` does, and raise as it does; in huge pages where the system makes them
+    soon.
     """
     huge_start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     huge_end = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
@@ -53,11 +62,32 @@ def allocate(descriptor: int, start: int, end: int) -> None:
         for offset in range(huge_start, huge_end, HUGE_PAGE_BYTES):
             os.posix_fallocate(descriptor, offset, 1)  # a small page, of which one can be made
         pages = map_aligned(descriptor, end, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
-        # In one call: each waits for every core.
         address = ctypes.addressof(pages) + huge_start
-        _libc().madvise(address, huge_end - huge_start, _MADV_COLLAPSE)
-    # All that is not there, also where a huge page could not be made.
+        start_s = time.thread_time()
+        _libc().madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
+        if time.thread_time() - start_s < _SLOW_PAGE_S:
+            # In one call: each waits for every core.
+            _libc().madvise(address, huge_end - huge_start, _MADV_COLLAPSE)
+    # All that is not there, also where huge pages were not made.
     os.posix_fallocate(descriptor, start, end - start)
+
+
+def collapse_when_idle(
+    descriptor: int, num_bytes: int, num_steps: Callable[[], int], stop_event: threading.Event
+) -> None:
+    """Make the small pages of a memory file huge, for every process that maps it, a few at a time
+    whenever `num_steps` has not changed for `_IDLE_S`. The contents stay the same, and may be used
+    meanwhile. Returns early once `stop_event` is set. Raises `OSError`.
+    """
+    # Private, because a sealed file may have no shared mapping before Linux 6.7.
+    pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
+    address, end = ctypes.addressof(pages), num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    for start in range(0, end, _BYTES_WHEN_IDLE):
+        last_num_steps: int | None = None
+        while last_num_steps != (last_num_steps := num_steps()):
+            if stop_event.wait(_IDLE_S):
+                return
+        _libc().madvise(address + start, min(_BYTES_WHEN_IDLE, end - start), _MADV_COLLAPSE)
 
 
 def _libc() -> ctypes.CDLL:

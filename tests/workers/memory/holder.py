@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import multiprocessing
 import os
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_address_range
 from kernels.metadata import AttentionMetadata
 from tests.workers.models.parts import pack_parts, slices_of
+from workers.memory import huge_pages
 from workers.memory.lasting import MemoryHandle, SharedMemfd
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.qwen3 import Qwen3
@@ -252,6 +254,7 @@ def _group(rank: int = 0, size: int = 1) -> TensorParallelGroup:
 
 def _serve(pipe: Any) -> None:
     CPU_KERNELS.set_num_threads(1)
+    huge_pages._SLOW_PAGE_S = math.inf  # take them at once on every system
     state = State()
     while True:
         try:

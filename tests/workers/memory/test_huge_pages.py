@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.workers.memory.holder import makes_huge_pages
-from workers.memory.huge_pages import HUGE_PAGE_BYTES
+from workers.memory.huge_pages import HUGE_PAGE_BYTES, collapse_when_idle
 from workers.memory.lasting import SharedMemfd
 
 NAME = "eagleray-test-huge"
+
+
+@pytest.fixture(autouse=True)
+def takes_huge_pages_however_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", math.inf)
 
 
 def num_huge_bytes(tensor: torch.Tensor) -> int:
@@ -80,3 +89,46 @@ def test_where_the_system_makes_no_huge_pages_all_memory_is_taken_in_small_ones(
     memory = SharedMemfd.create(NAME, 3 * HUGE_PAGE_BYTES)
     assert has_all_pages(memory)
     assert makes_huge_pages_itself() or num_huge_bytes(memory.tensor()) == 0
+
+
+def test_where_huge_pages_take_long_small_ones_become_huge_when_nothing_else_is_to_be_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
+    num_pages = 9
+    memory = SharedMemfd.create(NAME, num_pages * HUGE_PAGE_BYTES + 4096)
+    assert has_all_pages(memory)
+    mine, theirs = memory.tensor(), SharedMemfd.open(memory.handle).tensor()
+    if makes_huge_pages_itself():
+        pytest.skip("this system makes huge pages of memory files itself")
+    assert num_huge_bytes(mine) <= HUGE_PAGE_BYTES  # the first was tried
+    memory.allow_writing()
+    mine.copy_(torch.randint(256, (len(mine),), generator=torch.Generator().manual_seed(0)))
+    expected = mine.clone()
+    began_s = time.monotonic()
+    collapse_when_idle(memory.descriptor, memory.num_bytes, lambda: 7, threading.Event())
+    assert time.monotonic() - began_s > 3 * 0.2, "with a pause before each four pages"
+    assert torch.equal(mine, expected) and torch.equal(theirs, expected)
+    got = num_huge_bytes(theirs)
+    if not makes_huge_pages():
+        pytest.skip("this system makes no huge pages of memory files")
+    assert got == num_huge_bytes(mine) == num_pages * HUGE_PAGE_BYTES
+
+
+def test_pages_stay_as_they_are_while_steps_run_and_after_the_stop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("workers.memory.huge_pages._IDLE_S", 0.01)
+    monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
+    memory = SharedMemfd.create(NAME, 9 * HUGE_PAGE_BYTES)
+    stop_event = threading.Event()
+    arguments = memory.descriptor, memory.num_bytes, itertools.count().__next__, stop_event
+    thread = threading.Thread(target=collapse_when_idle, args=arguments)
+    thread.start()
+    time.sleep(0.2)
+    assert thread.is_alive()
+    if not makes_huge_pages_itself():
+        assert num_huge_bytes(memory.tensor()) <= HUGE_PAGE_BYTES
+    stop_event.set()
+    thread.join(20.0)
+    assert not thread.is_alive()
