@@ -125,7 +125,7 @@ def load_model(
         load_weights(model.parts(), model_dir, config.model, finish, progress, weights_hash)
     return LoadedModel(
         model=model,
-        memory=None if weights_file is None else _finished(weights_file, model),
+        memory=None if weights_file is None else _memory_of(weights_file, model),
         checkpoint_hash=checkpoint_hash,
         weights_hash=weights_hash.hexdigest(),
     )
@@ -157,7 +157,7 @@ def _weights_file(config: ResolvedConfig, model: Qwen3) -> WeightsFile | None:
     return WeightsFile("eagleray-weights", model.group, model.kernels)
 
 
-def _finished(weights_file: WeightsFile, model: Qwen3) -> SharedMemfd | None:
+def _memory_of(weights_file: WeightsFile, model: Qwen3) -> SharedMemfd | None:
     """The memory of the weights, if all could move."""
     try:
         return weights_file.finish(model)

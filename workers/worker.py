@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -71,7 +71,9 @@ class Worker:
         self._failure: str | None = None  # why no further step runs
         self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
-        self._stop_event = threading.Event()  # for the thread that makes pages huge
+        self._idle_since_s: float | None = time.monotonic()  # None while a step is launched
+        self._collapse_stop_event = threading.Event()
+        self._collapse_thread: threading.Thread | None = None  # makes pages huge until then
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -189,6 +191,7 @@ class Worker:
         if device is None or loaded_model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._convert_memory_errors():
+            self._end_collapse()
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
@@ -223,6 +226,7 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> None:
         """Run the host's part of a step; on a CPU, all of it. Never raises: see `result`."""
+        self._idle_since_s = None
         try:
             self._check_turn(plan)
             assert self._runner is not None
@@ -238,6 +242,7 @@ class Worker:
                 self._failure = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
         if plan.epoch == self.epoch:
             self._next_step_id = plan.step_id + 1
+        self._idle_since_s = time.monotonic()
         self._mailbox.put_outcome(plan, outcome)
 
     def put_mask(self, step_mask: StepMask) -> None:
@@ -286,7 +291,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
-        self._stop_event.set()
+        self._end_collapse()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
@@ -300,20 +305,33 @@ class Worker:
         """
         runner.cache.allow_writing()
         weights = self._loaded_model.memory if self._loaded_model is not None else None
-        if weights is None:
-            return
-        self._stop_event.set()  # if there was another cache before
-        self._stop_event = threading.Event()
+        memories = [memory for memory in (weights, runner.cache.memory) if memory is not None]
+        self._end_collapse()
+        self._collapse_stop_event = threading.Event()
         thread = threading.Thread(
             target=_collapse_when_idle,
-            args=(weights, runner.cache.memory, self.progress, self._stop_event),
+            args=(memories, self._idle_s, self._collapse_stop_event),
             name="huge-pages",
             daemon=True,
         )
         try:
-            thread.start()
+            if memories:
+                thread.start()
+                self._collapse_thread = thread
         except RuntimeError as error:  # no more threads are allowed
             logger.debug("weights and cache may stay in small pages: %s", error)
+
+    def _end_collapse(self) -> None:
+        """Wait until the thread that makes pages huge has ended, at most 0.1 s."""
+        self._collapse_stop_event.set()
+        if self._collapse_thread is not None:
+            self._collapse_thread.join()
+            self._collapse_thread = None
+
+    def _idle_s(self) -> float:
+        """For how long no step has been launched; 0 during a launch."""
+        idle_since_s = self._idle_since_s
+        return 0.0 if idle_since_s is None else time.monotonic() - idle_since_s
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -358,17 +376,12 @@ class Worker:
 
 
 def _collapse_when_idle(
-    weights: SharedMemfd, cache: SharedMemfd | None, progress: Progress, stop_event: threading.Event
+    memories: Sequence[SharedMemfd], idle_s: Callable[[], float], stop_event: threading.Event
 ) -> None:
-    """As the function it calls, for the weights, of which steps read all, and then the cache. They
-    stay open until then.
-    """
+    """Make the pages of one memory after the other huge, which stay open until this returns."""
     try:
-        for memory in (weights, cache):
-            if memory is not None and not stop_event.is_set():
-                collapse_when_idle(
-                    memory.descriptor, memory.num_bytes, lambda: progress.step_id, stop_event
-                )
+        for memory in memories:
+            collapse_when_idle(memory.descriptor, memory.num_bytes, idle_s, stop_event)
     except OSError as error:
         logger.debug("the rest may stay in small pages: %s", error)
 

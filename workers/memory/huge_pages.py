@@ -5,15 +5,16 @@ attention over a cache 6 to 10%. A process that ends unmaps a GiB in 0.02 s inst
 Systems seldom give huge pages to memory files by themselves, but the kernel makes one of a file's
 small pages on request (MADV_COLLAPSE, since Linux 6.1), even if all but one of these are missing
 yet. Taking memory in this way, before anything is written, takes less time than in small pages.
-But where a hypervisor has taken back what was free, a huge page takes 5 to 14 ms, and small ones,
-of which such a system often has others, do not: there, small pages become huge while nothing else
-is to be done. All processes that map the file use huge pages, if their mapping is aligned as
+But where a hypervisor has taken back what was free, a huge page takes 5 to 14 ms; small ones, of
+which such a system often has others, do not. There, small pages become huge while nothing else is
+to be done. All processes that map the file use huge pages, if their mapping is aligned as
 `map_aligned` does it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import threading
@@ -50,14 +51,14 @@ def map_aligned(descriptor: int, num_bytes: int, *, flags: int, protection: int)
     return pages
 
 
-def allocate(descriptor: int, start: int, end: int) -> None:
+def allocate(descriptor: int, start: int, end: int, makes_huge: bool = True) -> bool:
     """Take memory for bytes `start` to `end` of a memory file, none of which is there yet, as
-    `os.posix_fallocate` does, and raise as it does; in huge pages where the system makes them
-    soon.
+    `os.posix_fallocate` does, and raise as it does; if `makes_huge`, in huge pages where the system
+    makes them. Returns `makes_huge`, but False if the first took long: then all others are small.
     """
     huge_start = -(-start // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     huge_end = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    if huge_end > huge_start:
+    if makes_huge and huge_end > huge_start:
         os.ftruncate(descriptor, end)
         for offset in range(huge_start, huge_end, HUGE_PAGE_BYTES):
             os.posix_fallocate(descriptor, offset, 1)  # a small page, of which one can be made
@@ -65,29 +66,38 @@ def allocate(descriptor: int, start: int, end: int) -> None:
         address = ctypes.addressof(pages) + huge_start
         start_s = time.thread_time()
         _libc().madvise(address, HUGE_PAGE_BYTES, _MADV_COLLAPSE)
-        if time.thread_time() - start_s < _SLOW_PAGE_S:
+        makes_huge = time.thread_time() - start_s < _SLOW_PAGE_S
+        num_other_bytes = huge_end - huge_start - HUGE_PAGE_BYTES
+        if makes_huge and num_other_bytes:
             # In one call: each waits for every core.
-            _libc().madvise(address, huge_end - huge_start, _MADV_COLLAPSE)
+            _libc().madvise(address + HUGE_PAGE_BYTES, num_other_bytes, _MADV_COLLAPSE)
     # All that is not there, also where huge pages were not made.
     os.posix_fallocate(descriptor, start, end - start)
+    return makes_huge
 
 
 def collapse_when_idle(
-    descriptor: int, num_bytes: int, num_steps: Callable[[], int], stop_event: threading.Event
+    descriptor: int, num_bytes: int, idle_s: Callable[[], float], stop_event: threading.Event
 ) -> None:
     """Make the small pages of a memory file huge, for every process that maps it, a few at a time
-    whenever `num_steps` has not changed for `_IDLE_S`. The contents stay the same, and may be used
-    meanwhile. Returns early once `stop_event` is set. Raises `OSError`.
+    whenever there has been nothing else to do for a while: `idle_s` gives for how long. The
+    contents stay the same, and may be used meanwhile; each process maps a page again when it next
+    uses it. Returns early once `stop_event` is set, or where the system makes no huge pages. Raises
+    `OSError`.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     address, end = ctypes.addressof(pages), num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     for start in range(0, end, _BYTES_WHEN_IDLE):
-        last_num_steps: int | None = None
-        while last_num_steps != (last_num_steps := num_steps()):
+        is_idle = False
+        while not is_idle:
             if stop_event.wait(_IDLE_S):
                 return
-        _libc().madvise(address + start, min(_BYTES_WHEN_IDLE, end - start), _MADV_COLLAPSE)
+            is_idle = idle_s() >= _IDLE_S
+        piece_bytes = min(_BYTES_WHEN_IDLE, end - start)
+        has_failed = _libc().madvise(address + start, piece_bytes, _MADV_COLLAPSE)
+        if has_failed and ctypes.get_errno() == errno.EINVAL:
+            return
 
 
 def _libc() -> ctypes.CDLL:

@@ -244,8 +244,8 @@ class VocabParallelEmbedding(_VocabParallelMatrix):
 
 class ParallelLMHead(_VocabParallelMatrix):
     """Hidden states to logits of this rank's ids. Logits are never gathered. With tied embeddings
-    the parameter is the embedding's, which is a part of the model with its head; a head stored in
-    the checkpoint is not read.
+    the parameter is the embedding's, which is loaded and packed with the head; a head stored in the
+    checkpoint is not read.
     """
 
     def __init__(

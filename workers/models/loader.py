@@ -61,19 +61,31 @@ def load_weights(
     stored_tensors = check_checkpoint(model_dir, model)
     with OpenFiles() as files:
         for part in parts:
-            for piece in part.slices():
-                path = stored_tensors[_stored_name(piece.name, model, stored_tensors)].path
-                try:
-                    _fill(piece, _values(piece, files, model, stored_tensors), weights_hash)
-                except OSError as error:  # also of a file that is missing, which the check found
-                    raise UnreadableError(f"{path} cannot be read: {error}") from None
-                except SafetensorError as error:
-                    raise ConfigError(f"{path} cannot be read: {error}") from None
-                if progress is not None:
-                    progress.loaded_bytes += piece.nbytes
+            # A call of its own, because `finish` may free the memory that its variables refer to.
+            _fill_slices(part, files, model, stored_tensors, progress, weights_hash)
             if weights_hash is not None:
                 weights_hash.wait()
             finish(part)
+
+
+def _fill_slices(
+    part: Part,
+    files: OpenFiles,
+    model: ModelConfig,
+    stored_tensors: dict[str, StoredTensor],
+    progress: Progress | None,
+    weights_hash: LoadedWeightsHash | None,
+) -> None:
+    for piece in part.slices():
+        path = stored_tensors[_stored_name(piece.name, model, stored_tensors)].path
+        try:
+            _fill(piece, _values(piece, files, model, stored_tensors), weights_hash)
+        except OSError as error:  # also of a file that is missing, which the check has found
+            raise UnreadableError(f"{path} cannot be read: {error}") from None
+        except SafetensorError as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from None
+        if progress is not None:
+            progress.loaded_bytes += piece.nbytes
 
 
 def held_dtype(
@@ -169,8 +181,8 @@ def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash
     first_row, first_input = (piece.start, 0) if piece.dim == 0 else (0, piece.start)
     inputs = range(first_input, first_input + num_inputs)
     for first in range(0, num_rows, _ROWS_AT_ONCE):
-        part = slice(first, min(first + _ROWS_AT_ONCE, num_rows))
-        rows = range(first_row + part.start, first_row + part.stop)
+        chunk = slice(first, min(first + _ROWS_AT_ONCE, num_rows))
+        rows = range(first_row + chunk.start, first_row + chunk.stop)
         if piece.group_size == 0:
             codes, zeros, scale = values.codes(rows, inputs, piece.scale.shape[1])
         else:
@@ -178,9 +190,9 @@ def _fill_codes(piece: WeightSlice, values: Any, weights_hash: LoadedWeightsHash
         if piece.zeros is not None:
             assert zeros is not None
             codes = pack_codes(codes)
-            _copy(piece.zeros[part], zeros, weights_hash)
-        _copy(piece.target[part], codes, weights_hash)
-        _copy(piece.scale[part], scale, weights_hash)
+            _copy(piece.zeros[chunk], zeros, weights_hash)
+        _copy(piece.target[chunk], codes, weights_hash)
+        _copy(piece.scale[chunk], scale, weights_hash)
 
 
 def _computed_codes(
@@ -227,8 +239,8 @@ def _unpack(
     first_row = rows.start or 0
     for first in range(0, len(piece.target), _ROWS_AT_ONCE):
         end_row = min(first + _ROWS_AT_ONCE, len(piece.target))
-        part = slice(first_row + first, first_row + end_row)
-        _copy(piece.target[first:end_row], values[part, columns], weights_hash)
+        chunk = slice(first_row + first, first_row + end_row)
+        _copy(piece.target[first:end_row], values[chunk, columns], weights_hash)
 
 
 def _copy(target: Tensor, values: Tensor, weights_hash: LoadedWeightsHash | None) -> None:

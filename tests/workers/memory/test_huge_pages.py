@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import fcntl
 import math
 import os
 import re
@@ -91,8 +91,9 @@ def test_where_the_system_makes_no_huge_pages_all_memory_is_taken_in_small_ones(
     assert makes_huge_pages_itself() or num_huge_bytes(memory.tensor()) == 0
 
 
+@pytest.mark.parametrize("seals", [0, 0x2 | 0x4 | 0x10])  # F_SEAL_SHRINK, _GROW, _FUTURE_WRITE
 def test_where_huge_pages_take_long_small_ones_become_huge_when_nothing_else_is_to_be_done(
-    monkeypatch: pytest.MonkeyPatch,
+    seals: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
     num_pages = 9
@@ -105,30 +106,44 @@ def test_where_huge_pages_take_long_small_ones_become_huge_when_nothing_else_is_
     memory.allow_writing()
     mine.copy_(torch.randint(256, (len(mine),), generator=torch.Generator().manual_seed(0)))
     expected = mine.clone()
+    if seals:
+        fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
     began_s = time.monotonic()
-    collapse_when_idle(memory.descriptor, memory.num_bytes, lambda: 7, threading.Event())
+    collapse_when_idle(memory.descriptor, memory.num_bytes, lambda: 1.0, threading.Event())
     assert time.monotonic() - began_s > 3 * 0.2, "with a pause before each four pages"
     assert torch.equal(mine, expected) and torch.equal(theirs, expected)
-    got = num_huge_bytes(theirs)
     if not makes_huge_pages():
         pytest.skip("this system makes no huge pages of memory files")
-    assert got == num_huge_bytes(mine) == num_pages * HUGE_PAGE_BYTES
+    for tensor in (theirs, mine, SharedMemfd.open(memory.handle).tensor()):
+        assert num_huge_bytes(tensor) == num_pages * HUGE_PAGE_BYTES
 
 
-def test_pages_stay_as_they_are_while_steps_run_and_after_the_stop(
+def test_what_grows_tries_a_huge_page_in_each_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And takes what grows before the next such piece as it found it best."""
+    monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
+    memory = SharedMemfd.create(NAME, HUGE_PAGE_BYTES)
+    for num_pages in range(2, 67):
+        memory.grow(num_pages * HUGE_PAGE_BYTES)
+    got = num_huge_bytes(memory.tensor())
+    if makes_huge_pages_itself() or not makes_huge_pages():
+        pytest.skip("this system does not make huge pages of memory files when it is asked to")
+    assert got == 3 * HUGE_PAGE_BYTES
+
+
+def test_pages_stay_as_they_are_while_a_step_runs_and_after_the_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("workers.memory.huge_pages._IDLE_S", 0.01)
     monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
     memory = SharedMemfd.create(NAME, 9 * HUGE_PAGE_BYTES)
     stop_event = threading.Event()
-    arguments = memory.descriptor, memory.num_bytes, itertools.count().__next__, stop_event
-    thread = threading.Thread(target=collapse_when_idle, args=arguments)
+    arguments = memory.descriptor, memory.num_bytes, lambda: 0.0, stop_event
+    thread = threading.Thread(target=collapse_when_idle, args=arguments, daemon=True)
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive()
-    if not makes_huge_pages_itself():
-        assert num_huge_bytes(memory.tensor()) <= HUGE_PAGE_BYTES
     stop_event.set()
     thread.join(20.0)
     assert not thread.is_alive()
+    if not makes_huge_pages_itself():
+        assert num_huge_bytes(memory.tensor()) <= HUGE_PAGE_BYTES

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.models.parts import fill_and_pack_parts, fill_parts, slices_of
 from workers.models.checkpoint import SINGLE_FILE_NAME, expected_tensors
+from workers.models.layers import MergedColumnParallelLinear, Part
 from workers.models.loader import held_dtype, load_weights
 from workers.models.qwen3 import MLP, Qwen3
 from workers.models.weights import PlainWeight, Weight
@@ -204,3 +206,20 @@ def test_loading_refuses_what_the_check_refuses(small_checkpoint: Path, tmp_path
     config = ModelConfig.from_dir(small_checkpoint)
     with pytest.raises(ConfigError, match="holds no"):
         fill_parts(build(config, 0, 1), tmp_path, config)
+
+
+def test_memory_that_a_part_gives_up_is_free_at_once(small_checkpoint: Path) -> None:
+    """A matrix whose packed copy is used instead must not be held until the next part is loaded."""
+    config = ModelConfig.from_dir(small_checkpoint)
+    model = build(config, 0, 1)
+
+    def finish(part: Part) -> None:
+        if isinstance(part, MergedColumnParallelLinear):
+            assert isinstance(part.weight, PlainWeight)
+            values = weakref.ref(part.weight.values_YX)
+            part.weight = PlainWeight(kernels=part.weight.kernels, values_YX=torch.empty(0, 0))
+            freed.append(values() is None)
+
+    freed: list[bool] = []
+    load_weights(model.parts(), small_checkpoint, config, finish)
+    assert freed and all(freed)

@@ -26,16 +26,17 @@ from kernels.select import select_backend
 from scheduler.errors import ConfigError
 from tests.checkpoints import Shape, make_checkpoint
 from tests.kernels.replaced import Replaced
-from tests.workers.models.parts import fill_and_pack_parts, fill_parts, slices_of
+from tests.workers.models.parts import fill_and_pack_parts, slices_of
 from tests.workers.models.ranks import on_every_rank
 from tests.workers.parallel.test_group import HERE, TRANSPORTS, on_ranks
 from workers.models.checkpoint import SINGLE_FILE_NAME, check_checkpoint, expected_tensors
-from workers.models.loader import held_dtype
+from workers.models.loader import held_dtype, load_weights
 from workers.models.moe import MoE
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import WeightFormat
 from workers.parallel import segment
 from workers.parallel.group import TensorParallelGroup
+from workers.progress import Progress
 
 CPU = select_backend("cpu", "cpu")
 REFERENCE = select_backend("cpu", "reference")
@@ -439,7 +440,9 @@ def test_both_ways_of_storing_experts_load_the_same_weights(tmp_path: Path, size
         group = TensorParallelGroup(rank, size, torch.device("cpu"))
         for model_dir in (tmp_path, merged_dir):
             model = Qwen3(config, group, CPU, torch.float32, 64)
-            fill_parts(model, model_dir, config)
+            progress = Progress()
+            load_weights(model.parts(), model_dir, config, lambda part: None, progress)
+            assert progress.loaded_bytes == sum(piece.nbytes for piece in slices_of(model))
             for piece in slices_of(model):
                 length = piece.target.shape[piece.dim]
                 expected = stored[piece.name].narrow(piece.dim, piece.start, length)
