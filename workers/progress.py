@@ -11,6 +11,8 @@ class Progress:
 
     phase: str = "start"  # then those that `Worker` names, at last "steps"
     step_id: int = -1  # begun last, in this rank's epoch
+    num_launches: int = 0  # of steps, begun; on a CPU, all of a step
+    num_launches_ended: int = 0  # also of steps that failed
     layer: int = 0  # begun last
     num_layers_run: int = 0  # layers begun, over all steps; not by replays of CUDA graphs
     num_all_reduces: int = 0  # sums begun; not maxima, nor by replays of CUDA graphs

@@ -15,7 +15,7 @@ import subprocess
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -32,9 +32,8 @@ from workers.compilation import compile_first_step, load_first_step, start_backg
 from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
-from workers.memory.huge_pages import collapse_when_idle
+from workers.memory.idle_collapse import IdleCollapse
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
-from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -71,9 +70,7 @@ class Worker:
         self._failure: str | None = None  # why no further step runs
         self._mailbox = StepMailbox(rank)
         self._finish_lock = threading.Lock()
-        self._idle_since_s: float | None = time.monotonic()  # None while a step is launched
-        self._collapse_stop_event = threading.Event()
-        self._collapse_thread: threading.Thread | None = None  # makes pages huge until then
+        self._idle_collapse = IdleCollapse(self.progress)
         # It ends when this object does.
         self._compiler_process: subprocess.Popen[bytes] | None = None
 
@@ -191,13 +188,13 @@ class Worker:
         if device is None or loaded_model is None:
             raise WorkerError(f"rank {self.rank}: allocate_cache before start")
         with self._phase("allocate_cache"), self._convert_memory_errors():
-            self._end_collapse()
+            self._idle_collapse.stop()
             self._runner = None  # frees the memory of an earlier one first
             self._runner = ModelRunner(
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
-            if not is_standby:
-                self._begin_steps(self._runner)
+        if not is_standby:
+            self.take_over(self.epoch)
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemoryHandles:
@@ -212,10 +209,15 @@ class Worker:
         )
 
     def take_over(self, epoch: int) -> None:
-        """After `allocate_cache` for a rank that stands by: the steps of `epoch` follow."""
-        assert self._runner is not None
+        """After `allocate_cache`, which calls this unless the rank stands by: the steps of `epoch`
+        follow.
+        """
+        assert self._runner is not None and self._loaded_model is not None
         self.epoch = epoch
-        self._begin_steps(self._runner)
+        cache = self._runner.cache
+        cache.allow_writing()
+        memories = (self._loaded_model.memory, cache.memory)  # steps read all of the weights
+        self._idle_collapse.start([memory for memory in memories if memory is not None])
 
     def start_background_compilation(self) -> None:
         """On the first CPU rank: start a process that compiles what no greedy step needs."""
@@ -226,7 +228,7 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> None:
         """Run the host's part of a step; on a CPU, all of it. Never raises: see `result`."""
-        self._idle_since_s = None
+        self.progress.num_launches += 1
         try:
             self._check_turn(plan)
             assert self._runner is not None
@@ -242,7 +244,7 @@ class Worker:
                 self._failure = f"step {plan.step_id} failed with {type(error).__name__}: {error}"
         if plan.epoch == self.epoch:
             self._next_step_id = plan.step_id + 1
-        self._idle_since_s = time.monotonic()
+        self.progress.num_launches_ended += 1
         self._mailbox.put_outcome(plan, outcome)
 
     def put_mask(self, step_mask: StepMask) -> None:
@@ -291,47 +293,13 @@ class Worker:
 
     def close(self) -> None:
         """Leave the group and drop model and cache. Never waits for a peer."""
-        self._end_collapse()
+        self._idle_collapse.stop()
         self._runner = None  # first, because NCCL would wait for graphs that hold its operations
         if self._group is not None:
             self._group.close()
         self._group = self._loaded_model = self._kernels = self._rendezvous = None
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _begin_steps(self, runner: ModelRunner) -> None:
-        """This rank's steps follow: let it write to the cache, and give weights and cache huge
-        pages when there is none to run.
-        """
-        runner.cache.allow_writing()
-        weights = self._loaded_model.memory if self._loaded_model is not None else None
-        memories = [memory for memory in (weights, runner.cache.memory) if memory is not None]
-        self._end_collapse()
-        self._collapse_stop_event = threading.Event()
-        thread = threading.Thread(
-            target=_collapse_when_idle,
-            args=(memories, self._idle_s, self._collapse_stop_event),
-            name="huge-pages",
-            daemon=True,
-        )
-        try:
-            if memories:
-                thread.start()
-                self._collapse_thread = thread
-        except RuntimeError as error:  # no more threads are allowed
-            logger.debug("weights and cache may stay in small pages: %s", error)
-
-    def _end_collapse(self) -> None:
-        """Wait until the thread that makes pages huge has ended, at most 0.1 s."""
-        self._collapse_stop_event.set()
-        if self._collapse_thread is not None:
-            self._collapse_thread.join()
-            self._collapse_thread = None
-
-    def _idle_s(self) -> float:
-        """For how long no step has been launched; 0 during a launch."""
-        idle_since_s = self._idle_since_s
-        return 0.0 if idle_since_s is None else time.monotonic() - idle_since_s
 
     def _check_turn(self, plan: StepPlan) -> None:
         step_label = f"rank {self.rank}: step {plan.step_id} of epoch {plan.epoch}"
@@ -373,17 +341,6 @@ class Worker:
         finally:
             self._seconds[name] = time.perf_counter() - began_s
             logger.info("rank %d: %s took %.2f s", self.rank, name, self._seconds[name])
-
-
-def _collapse_when_idle(
-    memories: Sequence[SharedMemfd], idle_s: Callable[[], float], stop_event: threading.Event
-) -> None:
-    """Make the pages of one memory after the other huge, which stay open until this returns."""
-    try:
-        for memory in memories:
-            collapse_when_idle(memory.descriptor, memory.num_bytes, idle_s, stop_event)
-    except OSError as error:
-        logger.debug("the rest may stay in small pages: %s", error)
 
 
 def _launch_test_kernel(kernels: Kernels, device: torch.device) -> None:

@@ -371,46 +371,56 @@ def test_graphs_end_before_the_group_whose_operations_they_hold(worker: Worker) 
 def test_whoever_runs_steps_gives_weights_and_cache_huge_pages_until_it_is_closed(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began: Queue[tuple[int, Callable[[], float], threading.Event]] = Queue()
+    began: Queue[tuple[int, threading.Event]] = Queue()
     standby = Worker(config_of(small_checkpoint), rank=0)
 
     def note(
-        _: int, num_bytes: int, idle_s: Callable[[], float], stop_event: threading.Event
+        _: int, num_bytes: int, is_idle: Callable[[], bool], stop_event: threading.Event
     ) -> None:
-        if stop_event is standby._collapse_stop_event:  # not by a worker of another test
-            began.put((num_bytes, idle_s, stop_event))
+        if stop_event is standby._idle_collapse._stop_event:  # not by a worker of another test
+            began.put((num_bytes, stop_event))
             stop_event.wait(0.0 if began.qsize() == 1 else 60.0)
 
-    monkeypatch.setattr("workers.worker.collapse_when_idle", note)
+    monkeypatch.setattr("workers.memory.idle_collapse.collapse_when_idle", note)
     standby.start(None)
     standby.allocate_cache(32, is_standby=True)
     with pytest.raises(Empty):
         began.get(timeout=0.2)
     standby.take_over(1)
-    handles, thread = standby.memory(), standby._collapse_thread
+    handles, thread = standby.memory(), standby._idle_collapse._thread
     assert handles.weights is not None and handles.cache is not None and thread is not None
     deadline_s = time.monotonic() + 20.0
     while began.qsize() < 2 and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    (weights_bytes, idle_s, _), (cache_bytes, _, stop_event) = began.get(), began.get()
+    (weights_bytes, _), (cache_bytes, stop_event) = began.get(), began.get()
     assert (weights_bytes, cache_bytes) == (handles.weights.num_bytes, handles.cache.num_bytes)
-    time.sleep(0.05)
-    assert idle_s() >= 0.05
     assert not stop_event.is_set() and thread.is_alive()
     standby.close()
     assert stop_event.is_set() and not thread.is_alive()
 
 
-def test_a_rank_that_runs_a_step_is_not_idle(
+def test_a_rank_that_runs_a_step_or_has_run_one_is_not_idle(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[float] = []
-    time.sleep(0.01)
-    assert worker._idle_s() >= 0.01
-    monkeypatch.setattr(worker._mailbox, "put_outcome", lambda *_: seen.append(worker._idle_s()))
-    monkeypatch.setattr("workers.worker.faults.reach", lambda *_: seen.append(worker._idle_s()))
-    worker.launch(plans(1)[0])
-    assert seen[0] == 0.0 < seen[-1] < 10.0
+    worker._idle_collapse.stop()  # its thread asks too
+    is_idle, seen = worker._idle_collapse.is_idle, []
+    is_idle()
+    assert is_idle()
+
+    def note(*_: object) -> None:
+        seen.append((is_idle(), is_idle()))
+
+    monkeypatch.setattr("workers.worker.faults.reach", note)
+    first, second, out_of_turn = plans(3)
+    worker.launch(first)
+    assert seen and not any(map(any, seen))
+    monkeypatch.undo()
+    assert is_idle()
+    worker.launch(second)
+    assert not is_idle() and is_idle()
+    worker.launch(out_of_turn)
+    worker.launch(out_of_turn)  # which fails
+    assert not is_idle() and is_idle()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -27,7 +27,7 @@ import numpy as np
 HUGE_PAGE_BYTES = 2**21  # on x86-64, and on ARM with pages of 4 KiB
 _SLOW_PAGE_S = 0.002  # of processor time; otherwise a page takes 0.1 ms
 _BYTES_WHEN_IDLE = 4 * HUGE_PAGE_BYTES  # what a request may have to wait for
-_IDLE_S = 0.25
+_CHECK_PERIOD_S = 0.25
 _MAP_FIXED = 0x10
 _MADV_COLLAPSE = 25  # not in Python's mmap
 
@@ -77,23 +77,23 @@ def allocate(descriptor: int, start: int, end: int, makes_huge: bool = True) -> 
 
 
 def collapse_when_idle(
-    descriptor: int, num_bytes: int, idle_s: Callable[[], float], stop_event: threading.Event
+    descriptor: int, num_bytes: int, is_idle: Callable[[], bool], stop_event: threading.Event
 ) -> None:
     """Make the small pages of a memory file huge, for every process that maps it, a few at a time
-    whenever there has been nothing else to do for a while: `idle_s` gives for how long. The
-    contents stay the same, and may be used meanwhile; each process maps a page again when it next
-    uses it. Returns early once `stop_event` is set, or where the system makes no huge pages. Raises
+    whenever there is nothing else to do: `is_idle` is asked four times a second. The contents stay
+    the same, and may be used meanwhile; each process maps a page again when it next uses it.
+    Returns early once `stop_event` is set, or where the system makes no huge pages. Raises
     `OSError`.
     """
     # Private, because a sealed file may have no shared mapping before Linux 6.7.
     pages = map_aligned(descriptor, num_bytes, flags=mmap.MAP_PRIVATE, protection=mmap.PROT_READ)
     address, end = ctypes.addressof(pages), num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     for start in range(0, end, _BYTES_WHEN_IDLE):
-        is_idle = False
-        while not is_idle:
-            if stop_event.wait(_IDLE_S):
+        may_go_on = False
+        while not may_go_on:
+            if stop_event.wait(_CHECK_PERIOD_S):
                 return
-            is_idle = idle_s() >= _IDLE_S
+            may_go_on = is_idle()
         piece_bytes = min(_BYTES_WHEN_IDLE, end - start)
         has_failed = _libc().madvise(address + start, piece_bytes, _MADV_COLLAPSE)
         if has_failed and ctypes.get_errno() == errno.EINVAL:

@@ -109,7 +109,7 @@ def test_where_huge_pages_take_long_small_ones_become_huge_when_nothing_else_is_
     if seals:
         fcntl.fcntl(memory.descriptor, fcntl.F_ADD_SEALS, seals)
     began_s = time.monotonic()
-    collapse_when_idle(memory.descriptor, memory.num_bytes, lambda: 1.0, threading.Event())
+    collapse_when_idle(memory.descriptor, memory.num_bytes, lambda: True, threading.Event())
     assert time.monotonic() - began_s > 3 * 0.2, "with a pause before each four pages"
     assert torch.equal(mine, expected) and torch.equal(theirs, expected)
     if not makes_huge_pages():
@@ -133,11 +133,11 @@ def test_what_grows_tries_a_huge_page_in_each_64_mib(monkeypatch: pytest.MonkeyP
 def test_pages_stay_as_they_are_while_a_step_runs_and_after_the_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("workers.memory.huge_pages._IDLE_S", 0.01)
+    monkeypatch.setattr("workers.memory.huge_pages._CHECK_PERIOD_S", 0.01)
     monkeypatch.setattr("workers.memory.huge_pages._SLOW_PAGE_S", 0.0)
     memory = SharedMemfd.create(NAME, 9 * HUGE_PAGE_BYTES)
     stop_event = threading.Event()
-    arguments = memory.descriptor, memory.num_bytes, lambda: 0.0, stop_event
+    arguments = memory.descriptor, memory.num_bytes, lambda: False, stop_event
     thread = threading.Thread(target=collapse_when_idle, args=arguments, daemon=True)
     thread.start()
     time.sleep(0.2)
