@@ -123,7 +123,9 @@ class AnswerParser:
         return AnswerParts(reasoning=text) if self._state is AnswerState.REASONING else None
 
     def finish(self, *, is_cut_off: bool = False) -> AnswerParts:
-        """What is left at the end of the answer, which a limit or a stop string may cut off."""
+        """What is left at the end of the answer, which a limit or a stop string may cut off: then a
+        call is reported as far as it came. All else that is unfinished is content.
+        """
         rest = self._take_withheld(len(self._text))
         if self._state is AnswerState.REASONING:
             return AnswerParts(reasoning=rest)

@@ -19,7 +19,7 @@ from cluster.resources.session import SESSION, find_address
 from cluster.serve.engine import DEPLOYMENT_NAME, EngineStatus
 from cluster.serve.lifetime import (
     RunningApplication,
-    has_no_replica,
+    has_no_running_replica,
     reported_reason,
     shortage_of_application,
 )
@@ -36,8 +36,10 @@ def run_status(address: str | None) -> None:
         table = Table("NAME", "STATUS", "MODEL", "TP", "DEVICE", "NODES", "RANKS", "RUN", "WAIT")
         remarks = []
         for name, application in sorted(_applications().items()):
-            lacks_replicas = any(map(has_no_replica, application.deployments.values()))
-            engines = [] if lacks_replicas else _engine_statuses(name)
+            lacks_running_replica = any(
+                map(has_no_running_replica, application.deployments.values())
+            )
+            engines = [] if lacks_running_replica else _engine_statuses(name)
             for engine in engines:
                 hosts = ", ".join(sorted(set(engine.hosts)))
                 num_ranks, counts = len(engine.hosts), (engine.num_running, engine.num_waiting)

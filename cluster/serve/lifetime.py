@@ -111,7 +111,7 @@ class RunningApplication:
         changed_names = [
             name for name in reasons if reasons[name] != self._reported_reasons.get(name)
         ]
-        if changed_names and any(map(has_no_replica, unhealthy.values())):
+        if changed_names and any(map(has_no_running_replica, unhealthy.values())):
             self._check_that_another_can_start()
         for name in changed_names:
             event = "has failed to start" if _failed_to_start(unhealthy[name]) else "is lost"
@@ -207,12 +207,12 @@ def _has_used_up_starts(overview: ApplicationStatusOverview) -> bool:
     """
     return any(
         deployment.status_trigger == DeploymentStatusTrigger.REPLICA_STARTUP_FAILED
-        and has_no_replica(deployment)
+        and has_no_running_replica(deployment)
         for deployment in overview.deployments.values()
     )
 
 
-def has_no_replica(deployment: DeploymentStatusOverview) -> bool:
+def has_no_running_replica(deployment: DeploymentStatusOverview) -> bool:
     """Whether no replica of it runs now."""
     return not deployment.replica_states.get(ReplicaState.RUNNING)
 

@@ -100,7 +100,7 @@ class EnginePool:
                 frontend = routed_request.frontend if routed_request is not None else None
             if frontend is not None:
                 generations_by_frontend.setdefault(frontend, []).append(generation)
-            else:  # it has ended, or is moving: then it is ended where it arrives
+            else:  # it has ended, or has no engine now: then it is ended where it arrives
                 generation.abort(error)
         for frontend, frontend_generations in generations_by_frontend.items():
             frontend.abort(frontend_generations, error)

@@ -219,7 +219,7 @@ def _qk_norm_rope_store(
 
 @fast_jit
 def silu_and_mul_token(t: int, gate_up_T2F: Array, out_TF: Array) -> None:
-    """A task: one row of `silu_and_mul`."""
+    """A task: one row of `silu_and_mul`, of a token, or of a token and one of its experts."""
     gate_up_2F, out_F = gate_up_T2F[t], out_TF[t]
     num_features = len(out_F)
     for f in range(num_features):

@@ -76,7 +76,7 @@ class Recording:
             free_arrays.append(np.empty(math.prod(shape) * dtype.itemsize, np.uint8))
             self.keep(free_arrays[0])
         memory = free_arrays.pop()
-        lent_array = memory.view()  # ends with the last tensor that has the memory
+        lent_array = memory.view()  # ends with the last tensor made from it
         weakref.finalize(lent_array, free_arrays.append, memory).atexit = False
         return torch.from_numpy(lent_array).view(dtype).view(shape)
 

@@ -111,7 +111,7 @@ def _list_row(r: int, gap_rows: GapArrays, top_k_R: Array, lists_RK: Array) -> N
     for k in range(len(list_K)):
         gap = nearest_gaps[k] if k < top_k else INFINITY
         list_K[k] = (np.int64(bits_of_float(gap)) << 32) + (1 if gap < INFINITY else 0)
-    if last_gap < INFINITY:
+    if last_gap < INFINITY:  # further tokens of this shard with the gap of the last entry
         list_K[top_k - 1] += _count_equal(gaps, last_gap) - _count_equal(nearest_gaps, last_gap)
 
 

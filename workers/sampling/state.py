@@ -54,7 +54,7 @@ class DrawRows:
     """Rows with a temperature above 0. `rows_R` int64 is their index in the batch, None if they are
     the whole batch; in that case `is_drawn_R`, bool, may exempt rows, which take the best token.
 
-    seeds_R, positions_R: int64, the request's seed and the absolute index of the token to be
+    seeds_R, positions_R: int64, the seed of the output and the absolute index of the token to be
         sampled.
     temperature_R: float32.
     """
