@@ -34,6 +34,7 @@ from scheduler.messages import Request, StepMask, StepPlan, StepResult, int32_ar
 from scheduler.params import ResolvedSampling
 from scheduler.scheduler import Scheduler
 from workers.configuration import resolve_config
+from workers.models.layers import Part
 from workers.models.weights import WeightSlice
 from workers.roofline import floor_s, make_workload
 
@@ -117,9 +118,17 @@ def open_engine(
     )
     config = resolve_config(asked, ModelConfig.from_dict(raw), Path(asked.model), check.device.type)
 
-    def fill_all(slices: Iterable[WeightSlice], *_: object) -> None:
-        for piece in slices:
-            fill(piece)
+    def fill_all(
+        parts: Iterable[Part],
+        model_dir: Path,
+        model: ModelConfig,
+        finish: Callable[[Part], None],
+        *_: object,
+    ) -> None:
+        for part in parts:
+            for piece in part.slices():
+                fill(piece)
+            finish(part)
 
     with (
         mock.patch("workers.loading.local_checkpoint", lambda *_: Path(asked.model)),
