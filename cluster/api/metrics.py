@@ -82,7 +82,8 @@ class ApiMetrics:
         self._registry = CollectorRegistry(auto_describe=True)
         self.requests = Counter(
             "eagleray_http_requests",
-            "Requests answered, by path and HTTP status; 499 when the client left.",
+            "Requests answered, by path and HTTP status; 499 when the client left. A stream that"
+            " failed midway has the status of its error.",
             ["path", "status"],
             registry=self._registry,
         )

@@ -25,7 +25,8 @@ _MAX_PIECES = 64
 @dataclass(slots=True, kw_only=True)  # not frozen: that would take most of the time of making one
 class Chunk:
     """What is new in output `index`. The first one has the `prompt_logprobs`, if they were asked
-    for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort or error.
+    for, as in `RequestOutput`. The last one has a `finish_reason`: stop, length, abort, or error if
+    the driver says so; an output that fails in the client's process ends without another chunk.
     num_cached_tokens: of the prompt, in the prefix cache; 0 where the engine has not said it.
     """
 
