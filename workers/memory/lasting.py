@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.progress import Progress
 
 
-# Taken at a time: after each piece the others see less memory, and at most 0.1 s has passed.
+# Taken at a time: after each piece the others see less memory, and 6 to 400 ms have passed.
 _PIECE_BYTES = 64 * 2**20
 _CGROUP_DIR = Path("/sys/fs/cgroup")  # in a container, its own
 # Folder, files of the limit and of what is used, and pages of files that the kernel may take back,
