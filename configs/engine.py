@@ -191,8 +191,9 @@ class EngineConfig:
     spares: str = option(
         "warm",
         help="warm: a process per rank that is ready to take its place, on a CPU with its weights"
-        " and KV cache; off saves its memory.",
-        choices=("off", "warm"),
+        " and KV cache; standby: on a GPU with these too, which takes as much of its memory as the"
+        " rank has besides them; off saves all of that.",
+        choices=("off", "warm", "standby"),
     )
     step_timeout_s: float = option(
         120.0,
@@ -263,6 +264,13 @@ class ResolvedConfig:
     def max_blocks_per_sequence(self) -> int:
         """Width of a block table."""
         return math.ceil(self.max_model_len / self.block_size)
+
+    @property
+    def has_standby(self) -> bool:
+        """Whether spares hold weights and KV cache of the ranks, in memory that outlives these."""
+        return self.engine.spares == "standby" or (
+            self.engine.spares == "warm" and self.device == "cpu"
+        )
 
 
 def resolve_max_num_seqs(engine_config: EngineConfig, device: str) -> int:

@@ -195,6 +195,9 @@ class Device:
         """
         raise NotImplementedError(f"the memory of {self.torch_device} is not measured")
 
+    def release_unused_memory(self) -> None:
+        """Give back what this process's allocator holds and does not use. On a GPU only."""
+
     def peak_during(self, run: Callable[[], None]) -> int:
         """Peak bytes of tensors while `run` runs, beyond those alive before. GPU only."""
         raise NotImplementedError(f"the memory of {self.torch_device} is not measured")
@@ -255,10 +258,13 @@ class CudaDevice(Device):
             run()
         return graph
 
-    def memory(self) -> DeviceMemory:
+    def release_unused_memory(self) -> None:
         gc.collect()
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
+
+    def memory(self) -> DeviceMemory:
+        self.release_unused_memory()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return DeviceMemory(
             total=total, free=free, reserved=torch.cuda.memory_reserved(self.torch_device)

@@ -15,8 +15,8 @@ from configs.quantization import Quantization
 from kernels.interface import Kernels
 from workers.batch.kv_cache import torch_dtype
 from workers.configuration import reason_to_unpack
-from workers.memory.inheritance import InheritedMemory
-from workers.memory.lasting import SharedMemfd, has_memfds
+from workers.memory.inheritance import InheritedMemory, LastingMemory
+from workers.memory.lasting import has_memfds
 from workers.memory.weights import WeightsFile, adopt_weights
 from workers.models.checkpoint import quantization_of_files
 from workers.models.fingerprint import LoadedWeightsHash, fingerprint
@@ -38,7 +38,7 @@ class LoadedModel:
     """
 
     model: Qwen3
-    memory: SharedMemfd | None
+    memory: LastingMemory | None
     checkpoint_hash: str
     weights_hash: str
 
@@ -93,8 +93,8 @@ def empty_model(
 def load_model(
     config: ResolvedConfig, group: TensorParallelGroup, kernels: Kernels, progress: Progress
 ) -> LoadedModel:
-    """Read this rank's slices of the checkpoint and pack them; on a CPU that has spares, move them
-    to memory that outlives the process. One part after the other, so that no more than one is held
+    """Read this rank's slices of the checkpoint and pack them; where spares stand by, move them to
+    memory that outlives the process. One part after the other, so that no more than one is held
     twice. `progress` counts bytes and parts. Raises `ConfigError`.
     """
     model_dir = local_checkpoint(config, progress)
@@ -133,7 +133,7 @@ def load_model(
 
 def adopt_model(
     inherited_memory: InheritedMemory,
-    weights: SharedMemfd,
+    weights: LastingMemory,
     config: ResolvedConfig,
     group: TensorParallelGroup,
     kernels: Kernels,
@@ -149,15 +149,15 @@ def adopt_model(
 
 def _weights_file(config: ResolvedConfig, model: Qwen3) -> WeightsFile | None:
     """Where the weights of the model move, if spares can share them."""
-    if config.device != "cpu" or config.engine.spares == "off":
+    if not config.has_standby:
         return None
-    if not has_memfds():
+    if config.device == "cpu" and not has_memfds():
         logger.warning("spares cannot share the weights: this system has no memory files (memfd)")
         return None
     return WeightsFile("eagleray-weights", model.group, model.kernels)
 
 
-def _memory_of(weights_file: WeightsFile, model: Qwen3) -> SharedMemfd | None:
+def _memory_of(weights_file: WeightsFile, model: Qwen3) -> LastingMemory | None:
     """The memory of the weights, if all could move."""
     try:
         return weights_file.finish(model)

@@ -33,7 +33,7 @@ from workers.batch.mixed_graphs import MixedGraphs, max_graph_rows
 from workers.batch.recorded_layers import RecordedLayers
 from workers.batch.state import BatchState, StepRows
 from workers.device import Device, Event
-from workers.memory.lasting import SharedMemfd
+from workers.memory.inheritance import LastingMemory
 from workers.models.qwen3 import Qwen3
 from workers.sampling.next_tokens import NextTokens
 from workers.sampling.prompt_logprobs import (
@@ -106,7 +106,7 @@ class ModelRunner:
         model: Qwen3,
         device: Device,
         num_blocks: int,
-        inherited_cache: SharedMemfd | None = None,
+        inherited_cache: LastingMemory | None = None,
     ) -> None:
         """Captures graphs where the device has them and `enforce_eager` is off, on all ranks at the
         same time. Raises `ConfigError` if there is not enough memory for cache and batch.
@@ -122,6 +122,7 @@ class ModelRunner:
             device.torch_device,
             inherited_cache,
             model.group.progress,
+            outlives_ranks=config.has_standby,
         )
         max_seqs = config.max_num_seqs
         int32s_per_seq = config.max_model_len + config.max_blocks_per_sequence

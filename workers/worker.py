@@ -34,8 +34,8 @@ from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.idle_collapse import IdleCollapse
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
+from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
-from workers.models.qwen3 import Qwen3
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
 from workers.parallel.group import TensorParallelGroup
 from workers.processor import compute_platform_of
@@ -85,22 +85,20 @@ class Worker:
 
     def warm_up_spare(self) -> None:
         """Prepare a spare process, which may have to take over a rank: load compiled kernels and,
-        on a CPU, map the weights of the rank. Needs no peers.
+        on a CPU, map the weights of the rank. Needs no peers and no GPU.
         """
         kernels = find_kernels(self.config)
         kernels.set_num_threads(1)
         load_first_step(kernels, self.config)
-        if (weights := self._inherited_memory.weights) is not None:
+        if self.config.device == "cpu" and self.has_weights:
             self._kernels = kernels
             self._group = self._new_group(torch.device("cpu"))
-            self._loaded_model = adopt_model(
-                self._inherited_memory, weights, self.config, self._group, kernels
-            )
+            self._loaded_model = self._load_model(self._group, kernels)
 
     @property
     def has_weights(self) -> bool:
-        """Whether `start` need not load weights: those of the rank are mapped."""
-        return self._loaded_model is not None
+        """Whether `start` need not load weights: those of the rank are there."""
+        return self._inherited_memory.weights is not None
 
     def start(
         self,
@@ -133,14 +131,12 @@ class Worker:
                 _launch_test_kernel(kernels, device.torch_device)
         group.share_memory(engine_config.start_timeout_s, engine_config.shared_memory)
         with self._phase("load"):
-            loaded_model = self._loaded_model or load_model(
-                self.config, group, kernels, self.progress
-            )
+            loaded_model = self._loaded_model or self._load_model(group, kernels)
         if self.config.device == "cuda":
             with self._phase("warm_up"), self._convert_memory_errors():
                 warm_up(self.config, loaded_model.model)
         with self._phase("kv_cache"):
-            ledger = self._plan_kv_cache(device, loaded_model.model, num_kv_blocks)
+            ledger = self._plan_kv_cache(device, loaded_model, num_kv_blocks)
         with self._phase("wait_for_peers"):
             group.wait_until_loaded()
         if self.config.device == "cpu":
@@ -161,15 +157,23 @@ class Worker:
             compute_platform=compute_platform_of(device.torch_device),
         )
 
+    def _load_model(self, group: TensorParallelGroup, kernels: Kernels) -> LoadedModel:
+        inherited_memory = self._inherited_memory
+        if inherited_memory.weights is None:
+            return load_model(self.config, group, kernels, self.progress)
+        return adopt_model(inherited_memory, inherited_memory.weights, self.config, group, kernels)
+
     def _plan_kv_cache(
-        self, device: Device, model: Qwen3, num_kv_blocks: int | None
+        self, device: Device, loaded_model: LoadedModel, num_kv_blocks: int | None
     ) -> KVCacheLedger:
+        model, memory = loaded_model.model, loaded_model.memory
         measure_budget = partial(
             gpu_budget,
             self.config,
             device,
             run_step=partial(run_largest_step, self.config, model),
             make_runner=partial(ModelRunner, self.config, model, device, num_blocks=1),
+            lasting_bytes=0 if memory is None else memory.num_bytes,
         )
         return plan_kv_cache(self.config, self.rank, measure_budget, num_kv_blocks)
 
@@ -193,7 +197,9 @@ class Worker:
             self._runner = ModelRunner(
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
-        if not is_standby:
+        if is_standby:
+            device.release_unused_memory()
+        else:
             self.take_over(self.epoch)
         self.progress.phase = "steps"
 
@@ -217,7 +223,7 @@ class Worker:
         cache = self._runner.cache
         cache.allow_writing()
         memories = (self._loaded_model.memory, cache.memory)  # steps read all of the weights
-        self._idle_collapse.start([memory for memory in memories if memory is not None])
+        self._idle_collapse.start([each for each in memories if isinstance(each, SharedMemfd)])
 
     def start_background_compilation(self) -> None:
         """On the first CPU rank: start a process that compiles what no greedy step needs."""

@@ -147,7 +147,8 @@ class RankActor:
         """For a rank that has stood by: the steps of `epoch` follow."""
         worker = self._wait_for_worker()
         set_scheduling_policy("self", "SCHED_OTHER")
-        worker.take_over(epoch)
+        # On the thread whose device the rank's GPU is.
+        self._compute_executor.submit(worker.take_over, epoch).result()
         if self._is_standby:  # otherwise the call was made again
             self._is_standby = False
             self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()

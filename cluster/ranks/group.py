@@ -64,10 +64,10 @@ class RankHandle:
     memory: RankMemoryHandles | None = None
 
     @property
-    def cache_inode(self) -> int | None:
+    def cache_identity(self) -> int | None:
         """Identifies the memory of its KV cache; None without one that outlives the process."""
         cache = self.memory.cache if self.memory is not None else None
-        return cache.inode if cache is not None else None
+        return cache.identity if cache is not None else None
 
 
 class RankMaker:
@@ -201,8 +201,10 @@ class RankGroup:
 
     def has_cache_of(self, other: RankGroup) -> bool:
         """Whether the KV caches of these ranks are those of another group's, and outlive it."""
-        inodes = [handle.cache_inode for handle in self.ranks]
-        return None not in inodes and inodes == [handle.cache_inode for handle in other.ranks]
+        identities = [handle.cache_identity for handle in self.ranks]
+        return None not in identities and identities == [
+            handle.cache_identity for handle in other.ranks
+        ]
 
     def _start_ranks(
         self,

@@ -1,10 +1,10 @@
-"""A group of ranks that stands by: on a CPU, spares that hold the memory of the present ranks, have
-met each other and are ready to run a step. They take over with one call per rank.
+"""A group of ranks that stands by: spares that hold the memory of the present ranks, have met each
+other and are ready to run a step. They take over with one call per rank.
 
-Spares become such a group as soon as they are warm. Where there is none yet, the ranks compute on
-GPUs, or spares cannot share weights, spares take the places of ranks one by one; a group that does
-not come in time or has lost a process is ended with its spares. Nothing that goes wrong here may
-harm the ranks that serve: it is logged, and tried again later.
+Spares become such a group as soon as they are warm. Where there is none yet, none is wanted
+(`ResolvedConfig.has_standby`), or spares cannot share weights, spares take the places of ranks one
+by one; a group that does not come in time or has lost a process is ended with its spares. Nothing
+that goes wrong here may harm the ranks that serve: it is logged, and tried again later.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class Standby:
         self._rank_maker = rank_maker
         self._make_group = make_group
         self._spares = Spares(rank_maker)
-        config = rank_maker.config
-        self._wants_groups = config.device == "cpu" and config.engine.spares != "off"
+        self._wants_groups = rank_maker.config.has_standby
         self._forms_groups = self._wants_groups  # unless the present ranks cannot share weights
         self._group: RankGroup | None = None  # that stands by, or is about to
         self._start_future: Future[None] | None = None  # of the group

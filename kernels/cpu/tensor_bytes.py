@@ -56,19 +56,21 @@ def tensor_layout(tensor: Tensor) -> TensorLayout:
 
 
 def tensor_address_range(tensor: Tensor) -> tuple[int, int]:
-    """(address, number of bytes). Raises `OSError` if this process cannot tell, as on a GPU."""
+    """(address, number of bytes). Raises `OSError` if this process cannot tell."""
     if tensor.is_mkldnn:
         address = data_pointer(tensor)
         if address is None:
             raise OSError("this torch does not say where a packed weight lies")
         return address, torch.ops.mkldnn._nbytes(tensor)
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+    if tensor.device.type not in ("cpu", "cuda") or not tensor.is_contiguous():
         raise OSError(f"the bytes of {tensor.device} cannot be read here, or are not in one piece")
     return tensor.data_ptr(), tensor.nbytes
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes, to be used while the tensor lives. Raises `OSError`, as `tensor_address_range`."""
+    """The bytes of a tensor of a CPU, to be used while it lives. Raises `OSError`, as
+    `tensor_address_range`.
+    """
     address, num_bytes = tensor_address_range(tensor)
     return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
 

@@ -8,6 +8,7 @@ scheduler does. The layout of one layer's keys and values is the backend's
 from __future__ import annotations
 
 import errno
+import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,9 +20,13 @@ from kernels.interface import Kernels
 from scheduler.errors import ConfigError
 from workers.batch.kv_plan import megabytes
 from workers.device import Device
+from workers.memory.gpu import SharedGpuMemory
+from workers.memory.inheritance import LastingMemory
 from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.models.qwen3 import LayerCache
 from workers.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 # Device memory that CUDA and NCCL hold outside torch's allocator; no call reports it per process.
 _CUDA_CONTEXT_BYTES = 768 * 2**20
@@ -32,10 +37,12 @@ def gpu_budget(
     device: Device,
     run_step: Callable[[], None],
     make_runner: Callable[[], object],
+    lasting_bytes: int = 0,
 ) -> list[tuple[str, int]]:
     """The parts of a GPU's memory budget: its share of the total, what this process holds, the peak
     of the largest step (`run_step`), and what a runner over a throw-away cache of one block holds,
-    mostly graphs (`make_runner`).
+    mostly graphs (`make_runner`). Where a spare is to stand by, it has as much, but shares the
+    weights, which then take `lasting_bytes` outside torch's allocator.
 
     Only this process's own use counts. What other processes hold is deducted only as far as the
     budget would not fit into the free memory.
@@ -52,13 +59,16 @@ def gpu_budget(
     del runner
     memory = device.memory()
     share_bytes = int(memory.total * config.engine.gpu_memory_utilization)
-    own_bytes = memory.reserved + _CUDA_CONTEXT_BYTES
+    own_bytes = memory.reserved + lasting_bytes + _CUDA_CONTEXT_BYTES
     budget_terms = [
         ("share of the device", share_bytes),
         ("weights and CUDA context", own_bytes),
         ("largest step", peak_bytes),
         ("batch state and graphs", runner_bytes),
     ]
+    if config.has_standby:
+        spare_bytes = _CUDA_CONTEXT_BYTES + peak_bytes + runner_bytes
+        budget_terms.append(("a spare that stands by", spare_bytes))
     missing_bytes = share_bytes - own_bytes - memory.free
     if missing_bytes > 0:
         budget_terms.append(("used by others", missing_bytes))
@@ -78,11 +88,13 @@ class KVCache:
         num_blocks: int,
         num_kv_heads: int,
         device: torch.device,
-        inherited_memory: SharedMemfd | None = None,
+        inherited_memory: LastingMemory | None = None,
         progress: Progress | None = None,
+        *,
+        outlives_ranks: bool = False,
     ) -> None:
         """`inherited_memory`: the cache of a rank of the same configuration, as it was left.
-        `progress` counts the bytes of one that outlives ranks.
+        `progress` counts the bytes of one that `outlives_ranks`, where that is possible.
         """
         self.num_blocks = num_blocks
         self.memory = inherited_memory
@@ -98,16 +110,17 @@ class KVCache:
         is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
         dtype = torch.uint8 if is_fp8 else torch_dtype(config.kv_cache_dtype)
         num_bytes = math.prod(size) * dtype.itemsize
-        outlives_ranks = device.type == "cpu" and config.engine.spares != "off" and has_memfds()
         with guard_allocation(description, num_bytes, options_to_lower):
             if self.memory is None and outlives_ranks:
-                self.memory = SharedMemfd.create("eagleray-kv-cache", num_bytes, progress)
+                self.memory = _lasting_memory(device, num_bytes, progress)
             if self.memory is None:
                 self.tensor = torch.zeros(size, dtype=dtype, device=device)
             else:
-                self.tensor = self.memory.tensor().view(dtype).view(size)
+                self.tensor = self.memory.tensor()[:num_bytes].view(dtype).view(size)
         if inherited_memory is None:
             self.allow_writing()
+            if isinstance(self.memory, SharedGpuMemory):
+                self.tensor.zero_()
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)
@@ -117,6 +130,22 @@ class KVCache:
         """Let this process write to an inherited cache, which others may have open."""
         if self.memory is not None:
             self.memory.allow_writing()
+
+
+def _lasting_memory(
+    device: torch.device, num_bytes: int, progress: Progress | None
+) -> LastingMemory | None:
+    """New memory that outlives this process; None where the system has none."""
+    if device.type != "cuda":
+        is_possible = has_memfds()
+        return SharedMemfd.create("eagleray-kv-cache", num_bytes, progress) if is_possible else None
+    try:
+        return SharedGpuMemory.create(num_bytes)
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise
+        logger.warning("spares cannot share the KV cache: %s", error)
+        return None
 
 
 @contextmanager

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from workers.memory.gpu import GpuMemoryHandle, SharedGpuMemory
 from workers.memory.lasting import MemoryHandle, SharedMemfd
+
+LastingMemory = SharedMemfd | SharedGpuMemory
+LastingMemoryHandle = MemoryHandle | GpuMemoryHandle
 
 logger = logging.getLogger(__name__)
 
@@ -16,8 +20,8 @@ class RankMemoryHandles:
     checkpoint_hash, weights_hash: as in `WorkerReport`.
     """
 
-    weights: MemoryHandle | None = None
-    cache: MemoryHandle | None = None
+    weights: LastingMemoryHandle | None = None
+    cache: LastingMemoryHandle | None = None
     checkpoint_hash: str = ""
     weights_hash: str = ""
 
@@ -26,8 +30,8 @@ class RankMemoryHandles:
 class InheritedMemory:
     """The same, open in this process, so that it stays when the rank dies."""
 
-    weights: SharedMemfd | None = None
-    cache: SharedMemfd | None = None
+    weights: LastingMemory | None = None
+    cache: LastingMemory | None = None
     checkpoint_hash: str = ""
     weights_hash: str = ""
 
@@ -36,7 +40,7 @@ class InheritedMemory:
         """Open all of it, or nothing if a part is out of reach: the log says why."""
         try:
             weights, cache = (
-                None if handle is None else SharedMemfd.open(handle)
+                None if handle is None else _open(handle)
                 for handle in (memory.weights, memory.cache)
             )
         except OSError as error:
@@ -48,3 +52,9 @@ class InheritedMemory:
             checkpoint_hash=memory.checkpoint_hash,
             weights_hash=memory.weights_hash,
         )
+
+
+def _open(handle: LastingMemoryHandle) -> LastingMemory:
+    if isinstance(handle, GpuMemoryHandle):
+        return SharedGpuMemory.open(handle)
+    return SharedMemfd.open(handle)

@@ -45,15 +45,15 @@ _CGROUP_FILES = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryHandle:
     """Where other processes find the memory, as long as this one lives. host: `host_id` of the
-    processes that can; name: its name in the kernel's lists; path: of the open file; inode: the
-    same for all who have this memory open.
+    processes that can; name: its name in the kernel's lists; path: of the open file; identity: the
+    same for all who have this memory open, the inode.
     """
 
     host: str
     name: str
     path: str
     num_bytes: int
-    inode: int
+    identity: int
 
 
 class SharedMemfd:
@@ -119,7 +119,7 @@ class SharedMemfd:
         if (kernel_name, num_bytes, inode) != (
             f"/memfd:{handle.name} (deleted)",
             handle.num_bytes,
-            handle.inode,
+            handle.identity,
         ):
             os.close(descriptor)
             raise OSError(f"{handle.path} is {kernel_name} of {num_bytes} bytes, not {handle}")
@@ -133,7 +133,7 @@ class SharedMemfd:
             name=self._name,
             path=f"/proc/{os.getpid()}/fd/{self.descriptor}",
             num_bytes=self.num_bytes,
-            inode=os.fstat(self.descriptor).st_ino,
+            identity=os.fstat(self.descriptor).st_ino,
         )
 
     def tensor(self) -> Tensor:

@@ -70,7 +70,8 @@ class WarmSpares:
 
 def maker_with(spares: str) -> Any:
     engine = EngineConfig(spares=spares)
-    return SimpleNamespace(config=SimpleNamespace(device="cpu", engine=engine))
+    config = SimpleNamespace(device="cpu", engine=engine, has_standby=spares != "off")
+    return SimpleNamespace(config=config)
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ class AtOnce(Now):
         return future
 
 
-WEIGHTS = MemoryHandle(host="h", name="w", path="p", num_bytes=1, inode=1)
+WEIGHTS = MemoryHandle(host="h", name="w", path="p", num_bytes=1, identity=1)
 
 
 def prepare(standby: Standby, times: int = 1, weights: MemoryHandle | None = WEIGHTS) -> None:
@@ -189,18 +190,18 @@ def test_the_end_of_a_process_of_an_earlier_group_means_nothing(standby: Standby
     assert standby.take()[0] is not None
 
 
-def group_with(*inodes: int | None) -> RankGroup:
-    maker: Any = SimpleNamespace(config=None, num_ranks=len(inodes))
+def group_with(*identities: int | None) -> RankGroup:
+    maker: Any = SimpleNamespace(config=None, num_ranks=len(identities))
     ranks = [
         RankHandle(
             None,
             memory=RankMemoryHandles(
                 cache=None
-                if inode is None
-                else MemoryHandle(host="h", name="n", path="p", num_bytes=1, inode=inode)
+                if identity is None
+                else MemoryHandle(host="h", name="n", path="p", num_bytes=1, identity=identity)
             ),
         )
-        for inode in inodes
+        for identity in identities
     ]
     return RankGroup(maker, ranks=ranks)
 

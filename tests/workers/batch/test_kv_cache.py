@@ -199,7 +199,7 @@ def test_only_a_lack_of_memory_is_called_one(
     monkeypatch.setattr("workers.batch.kv_cache.has_memfds", lambda: True)
     monkeypatch.setattr("workers.batch.kv_cache.SharedMemfd.create", fail)
     with pytest.raises(raised, match="said by the system"):
-        KVCache(make(), KERNELS, 7, 2, torch.device("cpu"))
+        KVCache(make(), KERNELS, 7, 2, torch.device("cpu"), outlives_ranks=True)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from configs.model import ModelConfig
 from configs.quantization import computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.cpu.tensor_bytes import tensor_address_range
+from kernels.interface import Kernels
 from kernels.metadata import AttentionMetadata
 from tests.workers.models.parts import pack_parts, slices_of
 from workers.memory import huge_pages
@@ -118,13 +119,13 @@ class State:
         self.model = self.memory = None
 
 
-def load(state: State, form: Form) -> None:
+def load(state: State, form: Form, kernels: Kernels = CPU_KERNELS) -> None:
     """Make a model of random weights, which nobody else has."""
     state.forget()
     state.model = model = Qwen3(
         form.config,
         _group(),
-        CPU_KERNELS,
+        kernels,
         form.dtype,
         max(LENGTHS),
         None if form.quantization is None else computed_quantization(form.quantization),
@@ -149,8 +150,10 @@ def keep(state: State, name: str) -> MemoryHandle:
     weights_file = WeightsFile(name, state.model.group, state.model.kernels)
     for layer in state.model.layers:
         weights_file.move(layer)
-    state.memory = weights_file.finish(state.model)
-    return state.memory.handle
+    memory = weights_file.finish(state.model)
+    assert isinstance(memory, SharedMemfd)
+    state.memory = memory
+    return memory.handle
 
 
 def weight_bytes(state: State) -> int:

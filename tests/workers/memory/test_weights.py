@@ -228,7 +228,7 @@ def test_weights_for_which_there_are_no_addresses_are_not_kept(
     state = holder.State()
     holder.load(state, LARGE)
     logits = holder.logits(state)
-    monkeypatch.setattr("workers.memory.weights.physical_bytes", lambda: 2 * HUGE_PAGE_BYTES)
+    monkeypatch.setattr("workers.memory.weight_stores.physical_bytes", lambda: 2 * HUGE_PAGE_BYTES)
     with pytest.raises(OSError, match="larger than the machine's memory"):
         holder.keep(state, NAME)
     assert holder.logits(state) == logits

@@ -1,0 +1,151 @@
+"""A spare of a rank on a GPU that stands by: it has the rank's weights and KV cache and graphs of
+its own, and goes on where the rank was killed. The GPU is a stand-in (`fake_gpu.py`, with the
+memory of `memory/fake_cuda.py`); rank and spare are processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from configs.engine import ResolvedConfig
+from kernels.reference.backend import REFERENCE_KERNELS
+from tests.checkpoints import Shape, make_checkpoint
+from tests.workers.conftest import config_of
+from tests.workers.fake_gpu import FakeGpu
+from tests.workers.memory import fake_cuda
+from tests.workers.planner import Planner, Row
+from workers import worker as worker_module
+from workers.memory.inheritance import InheritedMemory
+from workers.worker import Worker
+
+pytestmark = [
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
+]
+NUM_BLOCKS = 40
+NUM_STEPS = 12
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [3, 1, 4, 1, 5], [2, 7])
+FORMS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int4": {"quantization": "int4"},
+}
+SERVER: Any = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
+
+
+@contextmanager
+def fake_gpu(library: str) -> Iterator[FakeGpu]:
+    gpu = FakeGpu()
+    kernels = gpu.recordable(REFERENCE_KERNELS)
+    with (
+        fake_cuda.installed(library),
+        mock.patch.object(worker_module, "_launch_test_kernel", lambda *_: None),
+        mock.patch.object(worker_module, "open_device", lambda *_: gpu),
+        mock.patch.object(worker_module, "find_kernels", lambda _: kernels),
+    ):
+        yield gpu
+
+
+def config_for(model_dir: Path, **options: Any) -> ResolvedConfig:
+    options |= {"spares": "standby", "num_kv_blocks": NUM_BLOCKS}
+    config = config_of(model_dir, attention_backend="reference", **options)
+    return dataclasses.replace(config, device="cuda")
+
+
+def admit(rows: list[Row], planner: Planner, blocks: list[list[int]], computed: list[int]) -> None:
+    for slot, (row, shared, num_stored) in enumerate(zip(rows, blocks, computed, strict=True)):
+        planner.admit(row, slot, shared, num_stored)
+
+
+def run(worker: Worker, rows: list[Row], planner: Planner, num_steps: int) -> None:
+    for _ in range(num_steps):
+        plan = planner.step([(row, 64) for row in rows])
+        worker.launch(plan)
+        planner.take(plan.step_id, worker.result(plan.step_id, plan.epoch).token_ids)
+
+
+def new_rows() -> list[Row]:
+    return [Row(list(prompt), len(prompt)) for prompt in PROMPTS]
+
+
+def _serve(library: str, pipe: Connection, config: ResolvedConfig) -> None:
+    """A rank: starts, and runs as many steps as it is told."""
+    with fake_gpu(library):
+        rank = Worker(config, rank=0)
+        rank.start(None)
+        rank.allocate_cache(NUM_BLOCKS)
+        pipe.send(rank.memory())
+        rows, planner = new_rows(), Planner(config.block_size)
+        admit(rows, planner, [[]] * len(rows), [0] * len(rows))
+        while True:
+            run(rank, rows, planner, pipe.recv())
+            pipe.send([(row.tokens, row.blocks) for row in rows])
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
+def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
+    form: dict[str, Any], library: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path, Shape(name="small"))
+    config = config_for(tmp_path, **form)
+    with fake_gpu(library):
+        alone = Worker(config, rank=0)
+        alone.start(None)
+        alone.allocate_cache(NUM_BLOCKS)
+        undisturbed, planner = new_rows(), Planner(config.block_size)
+        admit(undisturbed, planner, [[]] * 3, [0] * 3)
+        run(alone, undisturbed, planner, NUM_STEPS)
+        alone.close()
+    pipe, theirs = SERVER.Pipe()
+    rank = SERVER.Process(target=_serve, args=(library, theirs, config), daemon=True)
+    rank.start()
+    theirs.close()
+    memories = pipe.recv()
+    inherited = InheritedMemory.open(memories)
+    pipe.send(2)
+    pipe.recv()  # it has run some steps before anybody stands by
+    with fake_gpu(library) as gpu:
+        spare = Worker(config, 0, inherited)
+        spare.warm_up_spare()
+        assert spare.has_weights
+        assert not spare.start(None, num_kv_blocks=NUM_BLOCKS).ledger.budget_terms[1:]
+        spare.allocate_cache(NUM_BLOCKS, is_standby=True)
+        assert gpu.graphs
+        pipe.send(4)
+        states = pipe.recv()
+        rank.kill()
+        rank.join()
+        spare.take_over(1)
+        rows = [
+            Row(list(tokens), len(prompt))
+            for (tokens, _), prompt in zip(states, PROMPTS, strict=True)
+        ]
+        planner = Planner(config.block_size, epoch=1)
+        planner._block_ids = count(30)
+        admit(rows, planner, [list(b) for _, b in states], [len(t) - 1 for t, _ in states])
+        num_replays = sum(graph.num_replays for graph in gpu.graphs)
+        run(spare, rows, planner, NUM_STEPS - 6)
+        assert sum(graph.num_replays for graph in gpu.graphs) > num_replays
+        assert [row.tokens for row in rows] == [row.tokens for row in undisturbed]
+        own_memories = spare.memory()  # for its own spare
+        assert own_memories.weights is not None and own_memories.cache is not None
+        assert own_memories.weights.identity == memories.weights.identity
+        assert own_memories.cache.identity == memories.cache.identity
+        spare.close()
