@@ -7,33 +7,22 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from configs.engine import ResolvedConfig
-from kernels.reference.backend import REFERENCE_KERNELS
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
-from tests.workers.fake_gpu import FakeGpu
 from tests.workers.memory import fake_cuda
 from tests.workers.planner import Planner, Row
-from workers import worker as worker_module
 from workers.memory.inheritance import InheritedMemory
 from workers.worker import Worker
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
-    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not fake_cuda.is_possible, reason="needs gcc and Linux")
 NUM_BLOCKS = 40
 NUM_STEPS = 12
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [3, 1, 4, 1, 5], [2, 7])
@@ -43,24 +32,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
 }
 SERVER: Any = multiprocessing.get_context("forkserver")
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-
-
-@contextmanager
-def fake_gpu(library: str) -> Iterator[FakeGpu]:
-    gpu = FakeGpu()
-    kernels = gpu.recordable(REFERENCE_KERNELS)
-    with (
-        fake_cuda.installed(library),
-        mock.patch.object(worker_module, "_launch_test_kernel", lambda *_: None),
-        mock.patch.object(worker_module, "open_device", lambda *_: gpu),
-        mock.patch.object(worker_module, "find_kernels", lambda _: kernels),
-    ):
-        yield gpu
 
 
 def config_for(model_dir: Path, **options: Any) -> ResolvedConfig:
@@ -85,9 +56,9 @@ def new_rows() -> list[Row]:
     return [Row(list(prompt), len(prompt)) for prompt in PROMPTS]
 
 
-def _serve(library: str, pipe: Connection, config: ResolvedConfig) -> None:
+def _serve(pipe: Connection, config: ResolvedConfig) -> None:
     """A rank: starts, and runs as many steps as it is told."""
-    with fake_gpu(library):
+    with fake_cuda.running_on_fake_gpu():
         rank = Worker(config, rank=0)
         rank.start(None)
         rank.allocate_cache(NUM_BLOCKS)
@@ -101,11 +72,11 @@ def _serve(library: str, pipe: Connection, config: ResolvedConfig) -> None:
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
 def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
-    form: dict[str, Any], library: str, tmp_path: Path
+    form: dict[str, Any], tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, Shape(name="small"))
     config = config_for(tmp_path, **form)
-    with fake_gpu(library):
+    with fake_cuda.running_on_fake_gpu():
         alone = Worker(config, rank=0)
         alone.start(None)
         alone.allocate_cache(NUM_BLOCKS)
@@ -114,14 +85,14 @@ def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
         run(alone, undisturbed, planner, NUM_STEPS)
         alone.close()
     pipe, theirs = SERVER.Pipe()
-    rank = SERVER.Process(target=_serve, args=(library, theirs, config), daemon=True)
+    rank = SERVER.Process(target=_serve, args=(theirs, config), daemon=True)
     rank.start()
     theirs.close()
     memories = pipe.recv()
     inherited = InheritedMemory.open(memories)
     pipe.send(2)
     pipe.recv()  # it has run some steps before anybody stands by
-    with fake_gpu(library) as gpu:
+    with fake_cuda.running_on_fake_gpu() as gpu:
         spare = Worker(config, 0, inherited)
         spare.warm_up_spare()
         assert spare.has_weights

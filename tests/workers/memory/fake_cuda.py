@@ -6,7 +6,11 @@ there.
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,29 +19,21 @@ from unittest import mock
 
 import torch
 
+from kernels.reference.backend import REFERENCE_KERNELS
+from tests.workers.fake_gpu import FakeGpu
 from workers.memory import cuda_driver
 from workers.memory.gpu import SharedGpuMemory
 from workers.memory.weight_stores import GpuStore
 
 TOTAL_BYTES = 2**34
-
-
-def build(folder: Path) -> str:
-    """Compile the library, and return where it is."""
-    library = folder / "libfake_cuda.so"
-    source = Path(__file__).with_name("fake_cuda.c")
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source], check=True
-    )
-    return str(library)
+is_possible = shutil.which("gcc") is not None and hasattr(os, "memfd_create")
 
 
 @contextmanager
-def installed(library: str) -> Iterator[None]:
+def installed() -> Iterator[None]:
     """Use it in this process, as GPU 0."""
-    cuda_driver._library.cache_clear()
     with (
-        mock.patch.object(cuda_driver, "LIBRARY_NAME", library),
+        mock.patch.object(cuda_driver, "_library", _library),
         mock.patch("workers.memory.gpu._current_device_index", lambda: 0),
         mock.patch("workers.memory.gpu._tensor_at", _host_tensor_at),
         mock.patch("workers.memory.weights.HostStore", lambda _, progress: GpuStore(progress)),
@@ -46,7 +42,32 @@ def installed(library: str) -> Iterator[None]:
         mock.patch("torch.cuda.empty_cache", lambda: None),
     ):
         yield
-    cuda_driver._library.cache_clear()
+
+
+@contextmanager
+def running_on_fake_gpu() -> Iterator[FakeGpu]:
+    """Workers of this process run the reference kernels on one that has such memory."""
+    from workers import worker  # here, because an actor sees to what happens before that
+
+    gpu = FakeGpu(total=TOTAL_BYTES, free=TOTAL_BYTES)
+    kernels = gpu.recordable(REFERENCE_KERNELS)
+    with (
+        installed(),
+        mock.patch.object(worker, "_launch_test_kernel", lambda *_: None),
+        mock.patch.object(worker, "open_device", lambda *_: gpu),
+        mock.patch.object(worker, "find_kernels", lambda _: kernels),
+    ):
+        yield gpu
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    source = Path(__file__).with_name("fake_cuda.c")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "libfake_cuda.so"
+        command = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source]
+        subprocess.run([*map(str, command)], check=True)
+        return ctypes.CDLL(str(library))
 
 
 def _cache_memory(_: torch.device, num_bytes: int, __: object) -> SharedGpuMemory:

@@ -1,5 +1,5 @@
 """Memory of a GPU that outlives the process that made it, on a driver that is made up: see
-`fake_cuda.c`. With a GPU, `benchmarks/gpu_check_memory.py` runs the same on the real one.
+`fake_cuda.c`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import gc
 import io
 import multiprocessing
 import os
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -38,22 +37,14 @@ from workers.memory.weights import (
 from workers.models.qwen3 import Qwen3
 from workers.progress import Progress
 
-pytestmark = [
-    pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc"),
-    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux"),
-]
+pytestmark = pytest.mark.skipif(not fake_cuda.is_possible, reason="needs gcc and Linux")
 PIECE = 2 * 2**20  # the granularity of the driver
 FORK: Any = multiprocessing.get_context("fork")
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return fake_cuda.build(tmp_path_factory.mktemp("cuda"))
-
-
 @pytest.fixture(autouse=True)
-def driver(library: str) -> Iterator[None]:
-    with fake_cuda.installed(library):
+def driver() -> Iterator[None]:
+    with fake_cuda.installed():
         yield
 
 
@@ -100,8 +91,8 @@ def test_memory_does_not_grow_beyond_its_addresses_and_what_it_has_stays() -> No
     memory.grow(2 * PIECE)
 
 
-def _hold(library: str, pipe: Connection, num_bytes: int) -> None:
-    with fake_cuda.installed(library):
+def _hold(pipe: Connection, num_bytes: int) -> None:
+    with fake_cuda.installed():
         memory = SharedGpuMemory.create(num_bytes)
         memory.tensor()[:] = 3
         pipe.send(memory.handle)
@@ -110,15 +101,15 @@ def _hold(library: str, pipe: Connection, num_bytes: int) -> None:
 
 def other_process(target: Any, *args: Any) -> tuple[Any, Connection]:
     mine, theirs = FORK.Pipe()
-    process = FORK.Process(target=target, args=(args[0], theirs, *args[1:]), daemon=True)
+    process = FORK.Process(target=target, args=(theirs, *args), daemon=True)
     process.start()
     theirs.close()
     return process, mine
 
 
-def test_memory_outlives_its_maker_for_whoever_has_opened_it(library: str) -> None:
+def test_memory_outlives_its_maker_for_whoever_has_opened_it() -> None:
     """Opened only, as a spare does before it has a GPU."""
-    process, pipe = other_process(_hold, library, PIECE)
+    process, pipe = other_process(_hold, PIECE)
     handle: GpuMemoryHandle = pipe.recv()
     memory = SharedGpuMemory.open(handle)
     process.kill()
@@ -130,9 +121,9 @@ def test_memory_outlives_its_maker_for_whoever_has_opened_it(library: str) -> No
         SharedGpuMemory.open(handle)
 
 
-def _write(library: str, pipe: Connection, handle: GpuMemoryHandle, may_write: bool) -> None:
+def _write(pipe: Connection, handle: GpuMemoryHandle, may_write: bool) -> None:
     faulthandler.disable()
-    with fake_cuda.installed(library):
+    with fake_cuda.installed():
         memory = SharedGpuMemory.open(handle)
         tensor = memory.tensor()
         if may_write:
@@ -142,18 +133,18 @@ def _write(library: str, pipe: Connection, handle: GpuMemoryHandle, may_write: b
 
 @pytest.mark.parametrize(("may_write", "exit_code"), [(True, 0), (False, -signal.SIGSEGV)])
 def test_who_opens_memory_cannot_write_before_it_is_allowed(
-    library: str, may_write: bool, exit_code: int
+    may_write: bool, exit_code: int
 ) -> None:
     memory = SharedGpuMemory.create(PIECE)
-    process, _ = other_process(_write, library, memory.handle, may_write)
+    process, _ = other_process(_write, memory.handle, may_write)
     process.join(20.0)
     assert process.exitcode == exit_code
     assert memory.tensor()[0] == (9 if may_write else 0)
 
 
-def _write_after_it_is_forbidden(library: str, pipe: Connection) -> None:
+def _write_after_it_is_forbidden(pipe: Connection) -> None:
     faulthandler.disable()
-    with fake_cuda.installed(library):
+    with fake_cuda.installed():
         memory = SharedGpuMemory.create(PIECE)
         tensor = memory.tensor()
         tensor[0] = 1
@@ -163,8 +154,8 @@ def _write_after_it_is_forbidden(library: str, pipe: Connection) -> None:
         tensor[0] = 2
 
 
-def test_its_maker_cannot_write_once_that_is_forbidden(library: str) -> None:
-    process, pipe = other_process(_write_after_it_is_forbidden, library)
+def test_its_maker_cannot_write_once_that_is_forbidden() -> None:
+    process, pipe = other_process(_write_after_it_is_forbidden)
     memory = SharedGpuMemory.open(pipe.recv())
     pipe.send(None)
     process.join(20.0)
