@@ -1,14 +1,17 @@
-"""Four runs for a machine with a GPU that is ours for some minutes, each within a time budget:
+"""Five runs for a machine with a GPU that is ours for some minutes, each within a time budget:
 
     python -m benchmarks.gpu_runs right --out DIR --nano-vllm CHECKOUT
     python -m benchmarks.gpu_runs fast --out DIR
     python -m benchmarks.gpu_runs record --out DIR
     python -m benchmarks.gpu_runs large --out DIR
+    python -m benchmarks.gpu_runs standby --out DIR
 
     right     are results right, is memory given back, which engine is faster on the same work
     fast      where the time of the kernels goes, and what CUDA's checkers say
     record    the whole GPU check, and the server under load, also while a rank is killed
     large     8B and 32B shapes, rows of 32,768 tokens, seconds of a start from the page cache
+    standby   what a rank that is killed, or writes where it may not, costs while a spare stands by,
+              and what that spare costs
 
 Each step is a process with a limit of its own, most important first (`benchmarks.steps`). `--steps
 NAME ...` runs these alone, which is how a second call does what the first had no time for; the last
@@ -136,13 +139,14 @@ def _generate(run: Run) -> Step:
     return Step(name="ray_generate", command=command, limit_s=90, least_s=25, expected=expected)
 
 
-def _bench(run: Run, attention: str) -> Step:
+def _bench(run: Run, attention: str, spares: str = "warm") -> Step:
     command = run.launch("bench", "--model", run.model, "--max-model-len", 4096)
+    command += ["--spares", spares]
     command += ["--input", str(run.work / "workload.jsonl")]
     command += ["--attention-backend", attention] if run.on_gpu else []
     reason = None if run.on_gpu or attention == "triton" else "needs a GPU"
     return Step(
-        name=f"ray_bench_{attention}",
+        name=f"ray_bench_{attention}" + (f"_{spares}" if spares != "warm" else ""),
         command=command,
         limit_s=100,
         least_s=35,
@@ -154,6 +158,21 @@ def _bench(run: Run, attention: str) -> Step:
 def _lose_rank(run: Run) -> Step:
     command = run.python("cluster.commands.lose_rank", "--tp", 1)
     return Step(name="ray_lose_rank", command=command, limit_s=90, least_s=30)
+
+
+def _lose_ranks(run: Run, how: str, shape: str = "0.6B") -> Step:
+    model = run.model if shape == "0.6B" else run.work / shape / "model"
+    command = run.python("benchmarks.lose_ranks", "--model", model, "--tp", 1, "--signal", how)
+    command += ["--device", "cuda" if run.on_gpu else "cpu", "--spares", "standby"]
+    command += ["--streams", run.sized(2, 64), "--context", run.sized(20, 1000)]
+    command += ["--kills", run.sized(1, 4)]
+    return Step(
+        name=f"lose_ranks_{shape}_{how}",
+        command=command,
+        limit_s=150,
+        least_s=50,
+        needs=("inputs" if shape == "0.6B" else f"inputs_{shape}",),
+    )
 
 
 def _soak(run: Run) -> Step:
@@ -190,8 +209,9 @@ def _ncu(run: Run) -> Step:
     )
 
 
-def _pytest(run: Run) -> Step:
-    command = run.python("pytest", "-q", "-p", "no:cacheprovider", SOURCE_ROOT / "tests" / "gpu")
+def _pytest(run: Run, file: str = "") -> Step:
+    tests = SOURCE_ROOT / "tests" / "gpu" / file
+    command = run.python("pytest", "-q", "-p", "no:cacheprovider", tests)
     return Step(name="tests", command=command, limit_s=90, least_s=25)
 
 
@@ -246,12 +266,20 @@ def large(run: Run) -> list[Step]:
     return [*steps, _inputs(run, "8B", "inputs_8B"), *_starts(run, "8B", "inputs_8B")]
 
 
+def standby(run: Run) -> list[Step]:
+    steps = [_pytest(run, "test_gpu_memory.py"), _inputs(run)]
+    steps += [_lose_ranks(run, "kill"), _lose_ranks(run, "stray")]
+    steps += [_bench(run, "triton", spares) for spares in ("warm", "standby")]
+    return [*steps, _inputs(run, "8B", "inputs_8B"), _lose_ranks(run, "kill", "8B")]
+
+
 # By name: the steps of a run, and the seconds that it may take unless it is told otherwise.
 RUNS: dict[str, tuple[Callable[[Run], list[Step]], float]] = {
     "right": (right, 420.0),
     "fast": (fast, 560.0),
     "record": (record, 580.0),
     "large": (large, 560.0),
+    "standby": (standby, 560.0),
 }
 
 

@@ -6,7 +6,9 @@ stream (median over all, and the worst), and tokens that were computed again. `-
 stands by; after the start, as soon as every stream has a token, each time in another engine; or
 again, within a second of the kill before, which the seconds then leave out. `--who`: one rank, all,
 or one and its spare. Every stream is compared with one that nothing has disturbed; with `--signal
-none` nobody is killed, which shows how many differ by rounding, and the usual gap.
+none` nobody is killed, which shows how many differ by rounding, and the usual gap; with `--signal
+stray` the rank writes over its weights, which ends it, or on a GPU all that it does there. On a GPU
+the memory in use after the shutdown, less that before the start, is printed too.
 """
 
 from __future__ import annotations
@@ -17,19 +19,27 @@ import os
 import random
 import signal
 import statistics
+import tempfile
 import threading
 import time
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import ray
+import torch
 
 from benchmarks.common import QWEN3_0_6B, QWEN3_60M, machine, model_or_random
 from cluster import LLM
+from cluster.engine.driver import Driver
 from scheduler.params import SamplingParams
+from tests.cluster.recovery.poison import StrayDriver
+from workers import faults
 
 SHAPES = {"60m": QWEN3_60M, "0.6b": QWEN3_0_6B}
 LIMIT_S = 180.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "none": 0}
+STRAY = "stray"
 
 
 class Streams:
@@ -87,6 +97,9 @@ def kill(llm: LLM, args: argparse.Namespace, rank: int) -> float:
         "rank and spare": [f"spare {rank}", f"rank {rank}"],
     }[args.who]
     killed_s = time.monotonic()
+    if args.signal == STRAY:
+        (Path(os.environ[faults.FAULTS_VARIABLE]) / f"stray.{rank}").touch()
+        return killed_s
     for name in names:
         os.kill(processes[name].pid, SIGNALS[args.signal])
     return killed_s
@@ -100,14 +113,16 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "spares": args.spares,
         "stuck_after_s": 5.0,
         "max_model_len": args.context + args.tokens + 64,
-        "num_kv_blocks": args.streams * (-(-(args.context + args.tokens) // 64) + 1),
         "log_level": args.log_level,
     }
+    if args.device == "cpu":
+        num_blocks_per_stream = -(-(args.context + args.tokens) // 64) + 1
+        options["num_kv_blocks"] = args.streams * num_blocks_per_stream
     gaps_s: list[float] = []
     computed_again: list[int] = []
     num_wrong = 0
     for engine in range(args.kills if args.when == "start" else 1):
-        with LLM(model, device="cpu", **options) as llm:
+        with LLM(model, device=args.device, **options) as llm:
             all_streams: list[Streams] = []
             if args.when != "start":
                 all_streams.append(Streams(llm, prompts, args.tokens))
@@ -145,23 +160,41 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
     }
 
 
+def gpu_bytes(device: str) -> int:
+    """Memory of the GPU that is in use; 0 without one."""
+    if device == "cpu":
+        return 0
+    free_bytes, total_bytes = torch.cuda.mem_get_info()
+    return total_bytes - free_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the death of a rank costs.")
     parser.add_argument("--shape", choices=SHAPES, default="60m")
+    parser.add_argument("--model", help="a checkpoint instead of random weights of a shape")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--context", type=int, default=2000)
     parser.add_argument("--tokens", type=int, default=120)
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--signal", choices=SIGNALS, default="kill")
+    parser.add_argument("--signal", choices=[*SIGNALS, STRAY], default="kill")
     parser.add_argument("--spares", default="warm")
     parser.add_argument("--who", choices=["rank", "ranks", "rank and spare"], default="rank")
     parser.add_argument("--when", choices=["standby", "start", "again"], default="standby")
     parser.add_argument("--log-level", default="warning")
     args = parser.parse_args()
-    with model_or_random(None, SHAPES[args.shape]) as model:
+    used_bytes = gpu_bytes(args.device)
+    with (
+        model_or_random(args.model, SHAPES[args.shape]) as model,
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, {faults.FAULTS_VARIABLE: folder}),
+        mock.patch("cluster.engine.start.Driver", StrayDriver if args.signal == STRAY else Driver),
+    ):
         row = measure(args, model)
-    print(json.dumps({"machine": machine(), **vars(args), **row}))
+    if args.device == "cuda":
+        row["left_on_the_gpu_mib"] = round((gpu_bytes(args.device) - used_bytes) / 2**20)
+    print(json.dumps({**row, **vars(args), "machine": machine()}))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Ranks that certain requests kill, and ranks that destroy the KV cache."""
+"""Ranks that certain requests kill, and ranks that destroy the KV cache or write over weights."""
 
 from __future__ import annotations
 
@@ -37,6 +37,33 @@ class ScribblingRank(RankActor):
         run: Any = super().step
         result: bytes = run(*pieces)
         return result
+
+
+class StrayRank(RankActor):
+    """Writes over its weights, once, when the file `stray.RANK` is there: a SIGSEGV on a CPU, on a
+    GPU a fault after which nothing more runs.
+    """
+
+    @ray.method(concurrency_group="steps")
+    def step(self, *pieces: bytes) -> bytes:
+        import torch
+
+        armed = Path(os.environ[faults.FAULTS_VARIABLE]) / f"stray.{self._rank}"
+        if armed.exists():
+            armed.rename(f"{armed}.fired")
+            loaded_model = self._wait_for_worker()._loaded_model
+            assert loaded_model is not None
+            with torch.inference_mode():
+                loaded_model.model.norm.weight.zero_()
+        run: Any = super().step
+        result: bytes = run(*pieces)
+        return result
+
+
+class StrayDriver(Driver):
+    """A driver of such ranks."""
+
+    rank_actor_class = StrayRank
 
 
 class ScribblingDriver(Driver):

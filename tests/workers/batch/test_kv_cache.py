@@ -304,6 +304,24 @@ def test_gpu_ledger_counts_what_this_process_holds_and_what_graphs_take(
     }
 
 
+def test_gpu_ledger_counts_a_spare_that_stands_by_and_weights_that_it_shares(make: Any) -> None:
+    """It has a context, graphs and the largest step of its own."""
+    config = make(gpu_memory_utilization=0.5, spares="standby")
+    config = dataclasses.replace(config, device="cuda")
+    gpu = FakeGpu(total=100 * 1024 * MIB, free=90 * 1024 * MIB, reserved=2 * MIB, peak=7 * MIB)
+    terms = dict(
+        gpu_budget(
+            config,
+            gpu,
+            run_step=lambda: None,
+            make_runner=lambda: RunnerOf(gpu, 20 * MIB, 0),
+            lasting_bytes=9 * 1024 * MIB,
+        )
+    )
+    assert terms["weights and CUDA context"] == (2 + 9 * 1024 + 768) * MIB
+    assert terms["a spare that stands by"] == (768 + 7 + 20) * MIB
+
+
 def test_gpu_ledger_takes_off_what_others_hold_of_the_share(make: Any) -> None:
     config = dataclasses.replace(make(gpu_memory_utilization=0.9), device="cuda")
     gpu = FakeGpu(total=1000 * MIB, free=50 * MIB, reserved=10 * MIB)
