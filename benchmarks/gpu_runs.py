@@ -139,14 +139,13 @@ def _generate(run: Run) -> Step:
     return Step(name="ray_generate", command=command, limit_s=90, least_s=25, expected=expected)
 
 
-def _bench(run: Run, attention: str, spares: str = "warm") -> Step:
+def _bench(run: Run, attention: str) -> Step:
     command = run.launch("bench", "--model", run.model, "--max-model-len", 4096)
-    command += ["--spares", spares]
     command += ["--input", str(run.work / "workload.jsonl")]
     command += ["--attention-backend", attention] if run.on_gpu else []
     reason = None if run.on_gpu or attention == "triton" else "needs a GPU"
     return Step(
-        name=f"ray_bench_{attention}" + (f"_{spares}" if spares != "warm" else ""),
+        name=f"ray_bench_{attention}",
         command=command,
         limit_s=100,
         least_s=35,
@@ -160,17 +159,17 @@ def _lose_rank(run: Run) -> Step:
     return Step(name="ray_lose_rank", command=command, limit_s=90, least_s=30)
 
 
-def _lose_ranks(run: Run, how: str, shape: str = "0.6B") -> Step:
+def _lose_ranks(run: Run, how: str, shape: str = "0.6B", spares: str = "standby") -> Step:
     model = run.model if shape == "0.6B" else run.work / shape / "model"
     command = run.python("benchmarks.lose_ranks", "--model", model, "--tp", 1, "--signal", how)
-    command += ["--device", "cuda" if run.on_gpu else "cpu", "--spares", "standby"]
+    command += ["--device", "cuda" if run.on_gpu else "cpu", "--spares", spares]
     command += ["--streams", run.sized(2, 64), "--context", run.sized(20, 1000)]
-    command += ["--kills", run.sized(1, 4)]
+    command += ["--tokens", run.sized(60, 500), "--kills", run.sized(1, 2)]
     return Step(
-        name=f"lose_ranks_{shape}_{how}",
+        name=f"lose_ranks_{shape}_{how}" if how != "none" else f"{spares}_{shape}",
         command=command,
-        limit_s=150,
-        least_s=50,
+        limit_s=110,
+        least_s=45,
         needs=("inputs" if shape == "0.6B" else f"inputs_{shape}",),
     )
 
@@ -268,9 +267,9 @@ def large(run: Run) -> list[Step]:
 
 def standby(run: Run) -> list[Step]:
     steps = [_pytest(run, "test_gpu_memory.py"), _inputs(run)]
-    steps += [_lose_ranks(run, "kill"), _lose_ranks(run, "stray")]
-    steps += [_bench(run, "triton", spares) for spares in ("warm", "standby")]
-    return [*steps, _inputs(run, "8B", "inputs_8B"), _lose_ranks(run, "kill", "8B")]
+    steps += [_lose_ranks(run, "kill"), _inputs(run, "8B", "inputs_8B")]
+    steps += [_lose_ranks(run, "kill", "8B"), _lose_ranks(run, "stray")]
+    return [*steps, *(_lose_ranks(run, "none", spares=name) for name in ("standby", "warm"))]
 
 
 # By name: the steps of a run, and the seconds that it may take unless it is told otherwise.

@@ -1,14 +1,15 @@
 """What the death of a rank costs streams with long contexts: `python -m benchmarks.lose_ranks`.
 
 Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
-rank again and again, and prints one JSON line: seconds from the kill to the next token of each
-stream (median over all, and the worst), and tokens that were computed again. `--when`: once a group
+rank again and again, and prints a JSON line per kill, then one of all: seconds from the kill to the
+next token of each stream (median over all, and the worst), and tokens that were computed again.
+`--when`: once a group
 stands by; after the start, as soon as every stream has a token, each time in another engine; or
 again, within a second of the kill before, which the seconds then leave out. `--who`: one rank, all,
 or one and its spare. Every stream is compared with one that nothing has disturbed; with `--signal
-none` nobody is killed, which shows how many differ by rounding, and the usual gap; with `--signal
-stray` the rank writes over its weights, which ends it, or on a GPU all that it does there. On a GPU
-the memory in use after the shutdown, less that before the start, is printed too.
+none` nobody is killed, which shows how many differ by rounding, the usual gap and speed; with
+`--signal stray` the rank writes over its weights, which ends it, or on a GPU all that it does
+there. On a GPU the memory in use after the shutdown, less that before the start, is printed too.
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class Streams:
         for thread in self._threads:
             thread.join(LIMIT_S)
 
+    def tokens_per_s(self) -> float:
+        """Of all streams, from the first token to the last."""
+        moments_s = [moment for came_s in self.came_s for moment in came_s]
+        return len(moments_s) / (max(moments_s) - min(moments_s))
+
 
 def wait_until_someone_stands_by(llm: LLM) -> None:
     until_s = time.monotonic() + LIMIT_S
@@ -120,6 +126,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         options["num_kv_blocks"] = args.streams * num_blocks_per_stream
     gaps_s: list[float] = []
     computed_again: list[int] = []
+    tokens_per_s: list[float] = []
     num_wrong = 0
     for engine in range(args.kills if args.when == "start" else 1):
         with LLM(model, device=args.device, **options) as llm:
@@ -141,6 +148,10 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
                 gaps_s += [moment - killed_s for moment in streams.wait_for(killed_s + 0.05)]
                 computed_again.append(llm.stats().num_recomputed_tokens - before)
                 streams.join()
+                tokens_per_s.append(streams.tokens_per_s())
+                last = {"next_token_s": max(gaps_s[-args.streams :])}
+                last |= {"computed_again": computed_again[-1], "tokens_per_s": tokens_per_s[-1]}
+                print(json.dumps(last), flush=True)
                 all_streams.append(streams)
             if args.when == "start":
                 all_streams.insert(0, Streams(llm, prompts, args.tokens))
@@ -157,6 +168,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "computed_again_per_kill": statistics.median(computed_again),
         "computed_again_worst": max(computed_again),
         "streams_that_differ": num_wrong,
+        "tokens_per_s_median": round(statistics.median(tokens_per_s), 1),
     }
 
 

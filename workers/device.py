@@ -259,8 +259,8 @@ class CudaDevice(Device):
         return graph
 
     def release_unused_memory(self) -> None:
+        torch.cuda.synchronize(self.torch_device)  # what is collected may be in use until then
         gc.collect()
-        torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
 
     def memory(self) -> DeviceMemory:

@@ -33,7 +33,7 @@ from workers.configuration import find_kernels
 from workers.device import Device, open_device
 from workers.loading import LoadedModel, adopt_model, load_model
 from workers.memory.idle_collapse import IdleCollapse
-from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
+from workers.memory.inheritance import InheritedMemory, RankMemoryHandles, handle_of
 from workers.memory.lasting import SharedMemfd
 from workers.model_runner import ModelRunner, run_largest_step, warm_up
 from workers.parallel.backend import Address, Rendezvous, open_rendezvous
@@ -194,34 +194,36 @@ class Worker:
         with self._phase("allocate_cache"), self._convert_memory_errors():
             self._idle_collapse.stop()
             self._runner = None  # frees the memory of an earlier one first
+            device.release_unused_memory()  # only torch itself can use what its allocator holds
             self._runner = ModelRunner(
                 self.config, loaded_model.model, device, num_blocks, self._inherited_memory.cache
             )
         if is_standby:
             device.release_unused_memory()
         else:
-            self.take_over(self.epoch)
+            self.take_over(self.epoch, keeps_cache=False)
         self.progress.phase = "steps"
 
     def memory(self) -> RankMemoryHandles:
         """What this rank will leave. After `allocate_cache`."""
         assert self._runner is not None and self._loaded_model is not None
-        weights, cache = self._loaded_model.memory, self._runner.cache.memory
         return RankMemoryHandles(
-            weights=weights.handle if weights is not None else None,
-            cache=cache.handle if cache is not None else None,
+            weights=handle_of(self._loaded_model.memory),
+            cache=handle_of(self._runner.cache.memory),
             checkpoint_hash=self._loaded_model.checkpoint_hash,
             weights_hash=self._loaded_model.weights_hash,
         )
 
-    def take_over(self, epoch: int) -> None:
+    def take_over(self, epoch: int, *, keeps_cache: bool) -> None:
         """After `allocate_cache`, which calls this unless the rank stands by: the steps of `epoch`
-        follow.
+        follow. Unless it `keeps_cache`, they need nothing of what an inherited one holds.
         """
         assert self._runner is not None and self._loaded_model is not None
         self.epoch = epoch
         cache = self._runner.cache
         cache.allow_writing()
+        if not keeps_cache:
+            cache.forget()
         memories = (self._loaded_model.memory, cache.memory)  # steps read all of the weights
         self._idle_collapse.start([each for each in memories if isinstance(each, SharedMemfd)])
 

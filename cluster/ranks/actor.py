@@ -60,14 +60,14 @@ class RankActor:
         """For a spare: `spare_gpus`, the GPUs that it should see, as for `start`;
         `inherited_memory`, the memory of its rank.
         """
-        self._inherited_memory: InheritedMemory | None = None
-        if inherited_memory is not None:  # at once, since the rank may die at any moment
-            self._inherited_memory = InheritedMemory.open(inherited_memory)
         # Importing torch and compiling create no garbage, but so many objects that visiting them
         # takes the collector a sixth of the start. It is on again once the cache is allocated.
         gc.disable()
         self._process = mark_this_process(engine_id)
         enable_crash_report(self._process.mark_fd)
+        self._inherited_memory: InheritedMemory | None = None
+        if inherited_memory is not None:  # soon, since the rank may die at any moment
+            self._inherited_memory = InheritedMemory.open(inherited_memory)
         log_to_stderr(config.engine.log_level)
         self._config = config
         self._rank = rank
@@ -143,12 +143,12 @@ class RankActor:
             worker.start, rendezvous_address, num_threads, epoch, place.local_rank, num_kv_blocks
         ).result()
 
-    def take_over(self, epoch: int) -> None:
-        """For a rank that has stood by: the steps of `epoch` follow."""
+    def take_over(self, epoch: int, keeps_cache: bool) -> None:
+        """For a rank that has stood by: the steps of `epoch` follow, as `Worker.take_over`."""
         worker = self._wait_for_worker()
         set_scheduling_policy("self", "SCHED_OTHER")
         # On the thread whose device the rank's GPU is.
-        self._compute_executor.submit(worker.take_over, epoch).result()
+        self._compute_executor.submit(worker.take_over, epoch, keeps_cache=keeps_cache).result()
         if self._is_standby:  # otherwise the call was made again
             self._is_standby = False
             self._compute_executor.submit(worker.set_num_threads, self._share_cores()).result()

@@ -179,13 +179,15 @@ class RankGroup:
         places = self._rank_maker.placement.places()
         self._start_ranks(places, first_report, first_report.num_blocks, is_standby=True)
 
-    def take_over(self, epoch: int) -> None:
-        """Begin an epoch, once the last has ended, with ranks that stand by. Raises as `start`."""
+    def take_over(self, epoch: int, keeps_cache: bool) -> None:
+        """Begin an epoch, once the last has ended, with ranks that stand by; `keeps_cache`: with
+        what their cache holds. Raises as `start`.
+        """
         self.epoch = epoch
         if not self._rank_maker.placement.is_whole():
             raise WorkerError("a node was lost")
         for is_last_attempt in (False, True):
-            refs = [handle.actor.take_over.remote(epoch) for handle in self.ranks]
+            refs = [handle.actor.take_over.remote(epoch, keeps_cache) for handle in self.ranks]
             try:
                 self._get_all(refs, "take over", CALL_TIMEOUT_S)
                 return

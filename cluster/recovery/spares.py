@@ -1,6 +1,6 @@
 """Spares: processes that can take the place of a rank. They have imported everything and loaded the
-compiled kernels, which is most of the work of a start. On a CPU they hold the memory of their rank;
-they hold no device.
+compiled kernels, which is most of the work of a start. They hold the memory of their rank where it
+outlives that, but no device.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 other and are ready to run a step. They take over with one call per rank.
 
 Spares become such a group as soon as they are warm. Where there is none yet, none is wanted
-(`ResolvedConfig.has_standby`), or spares cannot share weights, spares take the places of ranks one
+(`ResolvedConfig.has_standby`), or spares cannot share memory, spares take the places of ranks one
 by one; a group that does not come in time or has lost a process is ended with its spares. Nothing
-that goes wrong here may harm the ranks that serve: it is logged, and tried again later.
+that goes wrong here may harm the ranks that serve: it is logged, and tried again later, on a GPU
+three times.
 """
 
 from __future__ import annotations
@@ -21,15 +22,18 @@ from cluster.recovery.spares import SPARES_DELAY_S, Spares
 # How long a group that is about to stand by is waited for when it has to take over, and how long
 # its ranks may take to answer.
 START_LIMIT_S = 10.0
+GPU_START_LIMIT_S = 30.0  # graphs are captured
 ANSWER_LIMIT_S = 1.0
+# On a GPU, after so many groups that could not start: each takes time of the ranks that serve.
+MAX_FAILED_GPU_STARTS = 3
 # How long after a group was lost or could not stand by, or spares could not be made, the next ones
 # are made: longer each time.
 FIRST_DELAY_S, MAX_DELAY_S = 10.0, 320.0
 
-NO_SHARED_WEIGHTS_WARNING = (
-    "no group stands by: spares cannot share the weights here (the logs of the ranks say why) and"
-    " would hold them a second time. They load them when ranks are lost; spares='off' saves their"
-    " memory"
+NO_SHARED_MEMORY_WARNING = (
+    "no group stands by: spares cannot share weights and KV cache here (the logs of the ranks say"
+    " why) and would hold them a second time. They load weights when ranks are lost; spares='off'"
+    " saves their memory"
 )
 
 logger = logging.getLogger("eagleray.driver")
@@ -45,7 +49,9 @@ class Standby:
         self._make_group = make_group
         self._spares = Spares(rank_maker)
         self._wants_groups = rank_maker.config.has_standby
-        self._forms_groups = self._wants_groups  # unless the present ranks cannot share weights
+        self._forms_groups = self._wants_groups  # unless the present ranks cannot share memory
+        self._is_on_gpu = rank_maker.config.device == "cuda"
+        self._num_failed_starts = 0  # since a group could take over
         self._group: RankGroup | None = None  # that stands by, or is about to
         self._start_future: Future[None] | None = None  # of the group
         self._has_lost_process = False
@@ -66,9 +72,9 @@ class Standby:
         try:
             if self._group is None:
                 memories = [handle.memory for handle in present_group.ranks]
-                if self._forms_groups and not all(m and m.weights for m in memories):
+                if self._forms_groups and not all(m and m.weights and m.cache for m in memories):
                     self._forms_groups = False
-                    logger.warning(NO_SHARED_WEIGHTS_WARNING)
+                    logger.warning(NO_SHARED_MEMORY_WARNING)
                 self._spares.prepare(memories, makes_spares)
                 if self._spares.are_warm:
                     if self._forms_groups:
@@ -96,13 +102,15 @@ class Standby:
         are made as soon as the engine serves again: a rank that failed once may fail again.
         """
         group = self._group
+        limit_s = GPU_START_LIMIT_S if self._is_on_gpu else START_LIMIT_S
         if group is not None and (
-            not self._await_start(START_LIMIT_S) or not group.all_ranks_answer(ANSWER_LIMIT_S)
+            not self._await_start(limit_s) or not group.all_ranks_answer(ANSWER_LIMIT_S)
         ):
             self._drop_group()
             group = None
         self._group = self._start_future = None
         self._forms_groups = self._wants_groups
+        self._num_failed_starts = 0
         return group, self._spares.take()
 
     def close(self) -> None:
@@ -142,8 +150,13 @@ class Standby:
             self._start_future.result(limit_s)
         except Exception as error:
             self._log(error)
+            self._num_failed_starts += 1
+            if self._is_on_gpu and self._num_failed_starts == MAX_FAILED_GPU_STARTS:
+                self._forms_groups = False
+                logger.warning("no group stands by from now on: spares hold no device")
             return False
         self._delay_s = FIRST_DELAY_S
+        self._num_failed_starts = 0
         return True
 
     def _drop_group(self) -> None:

@@ -282,7 +282,9 @@ class Supervisor:
         )
         if standby_group is not None:
             self._group = standby_group
-            self._assembly = self._assembly_executor.submit(standby_group.take_over, self._epoch)
+            self._assembly = self._assembly_executor.submit(
+                standby_group.take_over, self._epoch, self._cache_survives
+            )
         else:
             self._group = self.make_group(self._rank_maker, epoch=self._epoch, spares=spares)
             self._assembly = self._assembly_executor.submit(self._group.start, self._first_report)

@@ -68,9 +68,11 @@ def tensor_address_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor of a CPU, to be used while it lives. Raises `OSError`, as
-    `tensor_address_range`.
+    """The bytes, to be used while the tensor lives. Raises `OSError`, as `tensor_address_range`,
+    and for a tensor of a GPU.
     """
+    if tensor.device.type != "cpu":
+        raise OSError(f"the bytes of {tensor.device} cannot be read here")
     address, num_bytes = tensor_address_range(tensor)
     return memoryview((ctypes.c_uint8 * num_bytes).from_address(address))
 

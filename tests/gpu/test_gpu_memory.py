@@ -119,20 +119,22 @@ def test_a_gpu_refuses_a_write_to_memory_that_is_sealed() -> None:
 
 
 def test_graphs_read_memory_that_can_only_be_read() -> None:
-    """A spare captures its graphs before it may write, and writes with them afterwards."""
+    """A spare captures its graphs before it may write, and writes with them afterwards. (Its first
+    run, before a capture, writes nothing, as padding rows do not.)
+    """
     torch.cuda.set_device(0)
     memory = SharedGpuMemory.create(NUM_BYTES)
     memory.tensor().fill_(2)
     torch.cuda.synchronize()
     opened = SharedGpuMemory.open(memory.handle)
-    tensor, is_live = opened.tensor(), torch.zeros(1, dtype=torch.bool, device="cuda")
+    tensor, is_live = opened.tensor(), torch.zeros(1, dtype=torch.uint8, device="cuda")
     sums = torch.zeros(1, dtype=torch.int64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         sums.copy_(tensor[:1000].sum())
-        tensor[:1].copy_(torch.where(is_live, 7, tensor[:1]))
+        tensor[:1].add_(5 * is_live)  # a kernel, as those that write to the cache
     opened.allow_writing()
-    is_live.fill_(True)
+    is_live.fill_(1)
     graph.replay()
     torch.cuda.synchronize()
     assert int(sums) == 2000 and int(memory.tensor()[0]) == 7

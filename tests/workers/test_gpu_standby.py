@@ -52,6 +52,62 @@ def run(worker: Worker, rows: list[Row], planner: Planner, num_steps: int) -> No
         planner.take(plan.step_id, worker.result(plan.step_id, plan.epoch).token_ids)
 
 
+@pytest.mark.parametrize(
+    "refused",
+    [
+        "cuMemGetAllocationGranularity",
+        "cuMemCreate",
+        "cuMemExportToShareableHandle",
+        "cuMemAddressReserve",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "READ",
+    ],
+)
+def test_a_rank_whose_driver_refuses_serves_and_says_so(
+    refused: str,
+    small_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("FAKE_CUDA_REFUSES", refused)
+    with fake_cuda.running_on_fake_gpu():
+        config = config_for(small_checkpoint)
+        rank = Worker(config, rank=0)
+        rank.start(None)
+        rank.allocate_cache(NUM_BLOCKS)
+        rows, planner = new_rows(), Planner(config.block_size)
+        admit(rows, planner, [[]] * 3, [0] * 3)
+        run(rank, rows, planner, 3)
+        memory = rank.memory()
+        rank.close()
+    assert memory.weights is None and (memory.cache is None) == (refused != "READ")
+    assert "spares cannot share the weights: [Errno 5] CUDA driver error: cuMem" in caplog.text
+    assert ("spares cannot share the KV cache" in caplog.text) == (refused != "READ")
+
+
+def test_a_cache_that_is_not_kept_is_zero(small_checkpoint: Path) -> None:
+    """A NaN that a stray write has left would spoil rows that end in its block."""
+    with fake_cuda.running_on_fake_gpu():
+        config = config_for(small_checkpoint, enforce_eager=True)
+        rank = Worker(config, rank=0)
+        rank.start(None)
+        rank.allocate_cache(NUM_BLOCKS)
+        assert rank._runner is not None
+        cache = rank._runner.cache.tensor
+        for keeps_cache, is_standby in ((True, True), (False, True), (False, False)):
+            cache.fill_(float("nan"))
+            spare = Worker(config, 0, InheritedMemory.open(rank.memory()))
+            spare.start(None, num_kv_blocks=NUM_BLOCKS)
+            spare.allocate_cache(NUM_BLOCKS, is_standby=is_standby)
+            if is_standby:
+                assert cache.isnan().all()
+                spare.take_over(1, keeps_cache=keeps_cache)
+            assert cache.isnan().all() if keeps_cache else not cache.any()
+            spare.close()
+        rank.close()
+
+
 def new_rows() -> list[Row]:
     return [Row(list(prompt), len(prompt)) for prompt in PROMPTS]
 
@@ -103,7 +159,7 @@ def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
         states = pipe.recv()
         rank.kill()
         rank.join()
-        spare.take_over(1)
+        spare.take_over(1, keeps_cache=True)
         rows = [
             Row(list(tokens), len(prompt))
             for (tokens, _), prompt in zip(states, PROMPTS, strict=True)

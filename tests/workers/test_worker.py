@@ -386,7 +386,7 @@ def test_whoever_runs_steps_gives_weights_and_cache_huge_pages_until_it_is_close
     standby.allocate_cache(32, is_standby=True)
     with pytest.raises(Empty):
         began.get(timeout=0.2)
-    standby.take_over(1)
+    standby.take_over(1, keeps_cache=True)
     handles, thread = standby.memory(), standby._idle_collapse._thread
     assert handles.weights is not None and handles.cache is not None and thread is not None
     deadline_s = time.monotonic() + 20.0

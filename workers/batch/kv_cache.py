@@ -20,7 +20,7 @@ from kernels.interface import Kernels
 from scheduler.errors import ConfigError
 from workers.batch.kv_plan import megabytes
 from workers.device import Device
-from workers.memory.gpu import SharedGpuMemory
+from workers.memory.gpu import SharedGpuMemory, lies_on_gpu
 from workers.memory.inheritance import LastingMemory
 from workers.memory.lasting import SharedMemfd, has_memfds
 from workers.models.qwen3 import LayerCache
@@ -66,7 +66,7 @@ def gpu_budget(
         ("largest step", peak_bytes),
         ("batch state and graphs", runner_bytes),
     ]
-    if config.has_standby:
+    if config.has_standby and lasting_bytes:  # otherwise none can stand by
         spare_bytes = _CUDA_CONTEXT_BYTES + peak_bytes + runner_bytes
         budget_terms.append(("a spare that stands by", spare_bytes))
     missing_bytes = share_bytes - own_bytes - memory.free
@@ -119,8 +119,7 @@ class KVCache:
                 self.tensor = self.memory.tensor()[:num_bytes].view(dtype).view(size)
         if inherited_memory is None:
             self.allow_writing()
-            if isinstance(self.memory, SharedGpuMemory):
-                self.tensor.zero_()
+            self.forget()
         self.layers: list[LayerCache] = [
             (keys.view(shapes[0]), values.view(shapes[1]))
             for keys, values in zip(*self.tensor, strict=True)
@@ -131,16 +130,26 @@ class KVCache:
         if self.memory is not None:
             self.memory.allow_writing()
 
+    def forget(self) -> None:
+        """Nobody needs what it holds. Where it lies in memory of a GPU, it becomes zero: attention
+        there reads to the end of a block and multiplies what is too much by 0, also a NaN. Kernels
+        of CPUs do not read it.
+        """
+        if isinstance(self.memory, SharedGpuMemory):
+            self.tensor.zero_()
+
 
 def _lasting_memory(
     device: torch.device, num_bytes: int, progress: Progress | None
 ) -> LastingMemory | None:
     """New memory that outlives this process; None where the system has none."""
-    if device.type != "cuda":
+    if not lies_on_gpu(device):
         is_possible = has_memfds()
         return SharedMemfd.create("eagleray-kv-cache", num_bytes, progress) if is_possible else None
     try:
-        return SharedGpuMemory.create(num_bytes)
+        memory = SharedGpuMemory.create(num_bytes)
+        memory.tensor()  # so that an error comes here
+        return memory
     except OSError as error:
         if error.errno == errno.ENOMEM:
             raise

@@ -159,7 +159,7 @@ def _call(name: str, *arguments: Any) -> None:
         library.cuGetErrorString(c_int(status), byref(text))
         reason = text.value.decode() if text.value else f"error {status}"
         number = errno.ENOMEM if status == _OUT_OF_MEMORY else errno.EIO
-        raise OSError(number, f"{name}: {reason}")
+        raise OSError(number, f"CUDA driver error: {name}: {reason}")
 
 
 @functools.cache

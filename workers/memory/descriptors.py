@@ -15,6 +15,7 @@ from contextlib import suppress
 
 _AT_ONCE = 200  # descriptors in a message, of at most 253
 _TIMEOUT_S = 10.0  # for whoever takes them
+_PAUSE_S = 0.1  # after an error
 
 
 class DescriptorServer:
@@ -29,10 +30,17 @@ class DescriptorServer:
         listener.bind(self.address)
         listener.listen()
         copies = [os.dup(descriptor) for descriptor in descriptors]  # whoever has them may close
-        threading.Thread(
-            target=_serve, args=(listener, copies), name="descriptors", daemon=True
-        ).start()
-        self.close = weakref.finalize(self, _shut, listener)
+        is_shut = threading.Event()
+        thread = threading.Thread(
+            target=_serve, args=(listener, copies, is_shut), name="descriptors", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads are allowed
+            listener.close()
+            close_all(copies)
+            raise OSError(str(error)) from error
+        self.close = weakref.finalize(self, _shut, listener, is_shut)
 
 
 def take_descriptors(address: str, count: int) -> list[int]:
@@ -46,6 +54,8 @@ def take_descriptors(address: str, count: int) -> list[int]:
             connection.connect(address)
             while True:
                 message, received, _, _ = socket.recv_fds(connection, 1, _AT_ONCE)
+                for descriptor in received:
+                    os.set_inheritable(descriptor, False)
                 descriptors += received
                 if not message:
                     break
@@ -63,13 +73,14 @@ def close_all(descriptors: Sequence[int]) -> None:
         os.close(descriptor)
 
 
-def _serve(listener: socket.socket, descriptors: list[int]) -> None:
+def _serve(listener: socket.socket, descriptors: list[int], is_shut: threading.Event) -> None:
     with listener:
-        while True:
+        while not is_shut.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:  # `_shut`
-                break
+            except OSError:  # shut, or this process has too many files open
+                is_shut.wait(_PAUSE_S)
+                continue
             with connection, suppress(OSError):  # who asks may be gone
                 connection.settimeout(_TIMEOUT_S)
                 if _user_of(connection) == os.getuid():
@@ -88,6 +99,7 @@ def _user_of(connection: socket.socket) -> int:
     return int(user_id)
 
 
-def _shut(listener: socket.socket) -> None:
+def _shut(listener: socket.socket, is_shut: threading.Event) -> None:
+    is_shut.set()
     with suppress(OSError):
         listener.shutdown(socket.SHUT_RDWR)  # wakes the thread, which closes it

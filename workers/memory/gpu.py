@@ -10,15 +10,18 @@ import errno
 import os
 import secrets
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from workers.memory import cuda_driver
 from workers.memory.descriptors import DescriptorServer, close_all, take_descriptors
+from workers.memory.huge_pages import round_up
 from workers.parallel.segment import host_id
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from workers.progress import Progress
@@ -43,8 +46,9 @@ class GpuMemoryHandle:
 
 
 class SharedGpuMemory:
-    """Such memory, open in this process until `close`, or until nobody refers to this object. It is
-    mapped for the GPU that is current when it is made or first used.
+    """Such memory, open in this process until `close`, or until nobody refers to this object; once
+    others have been told where it is, a little longer. It is mapped for the GPU that is current
+    when it is made or first used.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class SharedGpuMemory:
         if missing <= 0:
             return
         mapping = self._map()
-        piece_bytes = _round_up(missing, mapping.granularity)
+        piece_bytes = round_up(missing, mapping.granularity)
         piece = cuda_driver.allocate(piece_bytes, mapping.device_index)
         try:
             descriptor = cuda_driver.export_memory(piece)
@@ -126,7 +130,7 @@ class SharedGpuMemory:
 
     def tensor(self, first_byte: int = 0, num_bytes: int | None = None) -> Tensor:
         """These bytes, or all, uint8, shared with every process that has the memory open. Whoever
-        has opened it can read them, and write after `allow_writing`.
+        has opened it can read them, and write after `allow_writing`. Raises `OSError`.
         """
         mapping = self._map()
         if num_bytes is None:
@@ -162,7 +166,7 @@ class _Mapping:
     def __init__(self, device_index: int, max_bytes: int) -> None:
         self.device_index = device_index
         self.granularity = cuda_driver.granularity(device_index)
-        self._reserved_bytes = _round_up(max_bytes, self.granularity)
+        self._reserved_bytes = round_up(max_bytes, self.granularity)
         self.address = cuda_driver.reserve(self._reserved_bytes)
         self._pieces: list[tuple[int, int]] = []  # address and number of bytes
         finalizer = weakref.finalize(self, _unmap, self.address, self._reserved_bytes, self._pieces)
@@ -205,25 +209,45 @@ class _CudaArray:
         }
 
 
-def _current_device_index() -> int:
+def lies_on_gpu(device: torch.device) -> bool:
+    """Whether tensors of this device can lie in such memory."""
+    return device.type == "cuda"
+
+
+@contextmanager
+def errors_of_torch() -> Iterator[None]:
+    """Turns those about a GPU and its memory into `OSError`, so that whoever can do without memory
+    that outlives a process goes on.
+    """
     import torch  # here, because a process opens memory before it has imported torch
 
-    return torch.cuda.current_device()
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OSError(errno.ENOMEM, str(error)) from error
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise OSError(errno.EIO, str(error)) from error
+
+
+def _current_device_index() -> int:
+    import torch
+
+    with errors_of_torch():
+        torch.cuda.synchronize()  # makes a context, which calls of the driver need
+        return torch.cuda.current_device()
 
 
 def _tensor_at(address: int, num_bytes: int, mapping: _Mapping) -> Tensor:
     import torch
 
     device = torch.device("cuda", mapping.device_index)
-    return torch.as_tensor(_CudaArray(address, num_bytes, mapping), device=device)
+    with errors_of_torch():
+        return torch.as_tensor(_CudaArray(address, num_bytes, mapping), device=device)
 
 
 def _unmap(address: int, reserved_bytes: int, pieces: list[tuple[int, int]]) -> None:
+    """Kernels that use it have run."""
     with suppress(OSError):  # after a fault of the GPU, every call fails
         for piece_address, num_bytes in pieces:
             cuda_driver.unmap(piece_address, num_bytes)
         cuda_driver.free_addresses(address, reserved_bytes)
-
-
-def _round_up(num_bytes: int, multiple: int) -> int:
-    return -(-num_bytes // multiple) * multiple

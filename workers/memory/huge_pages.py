@@ -107,3 +107,8 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [pointer, size, integer, integer, integer, ctypes.c_long]
     libc.madvise.argtypes = [pointer, size, integer]
     return libc
+
+
+def round_up(num_bytes: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-num_bytes // multiple) * multiple

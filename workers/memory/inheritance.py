@@ -54,6 +54,15 @@ class InheritedMemory:
         )
 
 
+def handle_of(memory: LastingMemory | None) -> LastingMemoryHandle | None:
+    """Where other processes find it; None without memory, or if they cannot: the log says why."""
+    try:
+        return None if memory is None else memory.handle
+    except OSError as error:
+        logger.warning("the memory of a rank cannot be shared: %s", error)
+        return None
+
+
 def _open(handle: LastingMemoryHandle) -> LastingMemory:
     if isinstance(handle, GpuMemoryHandle):
         return SharedGpuMemory.open(handle)

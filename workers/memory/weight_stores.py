@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.tensor_bytes import tensor_bytes
-from workers.memory.gpu import SharedGpuMemory
-from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned
+from workers.memory.gpu import SharedGpuMemory, errors_of_torch
+from workers.memory.huge_pages import HUGE_PAGE_BYTES, map_aligned, round_up
 from workers.memory.inheritance import LastingMemory
 from workers.memory.lasting import SharedMemfd, physical_bytes
 from workers.progress import Progress
 
-# Taken at a time on a GPU, where each piece is a file descriptor; half of one is wasted.
-_GPU_PIECE_BYTES = 256 * 2**20
+# Weights of a GPU are at most so many pieces, each of which is a file descriptor; half of the last
+# is wasted.
+_MAX_GPU_PIECES = 128
 _GPU_ALIGNMENT_BYTES = 512  # as torch allocates, and more than kernels need
 
 
@@ -93,7 +94,7 @@ class HostStore:
         _touch(self._memory_B[: self.memory.num_bytes])
 
     def note_moved(self) -> None:
-        """Whoever loads gives freed memory back, also that of parts that do not move."""
+        """Nothing: whoever loads gives freed memory back."""
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
@@ -108,17 +109,21 @@ class GpuStore:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        _, total_bytes = torch.cuda.mem_get_info()
+        with errors_of_torch():
+            _, total_bytes = torch.cuda.mem_get_info()
+        self._piece_bytes = total_bytes // _MAX_GPU_PIECES
         self.memory = SharedGpuMemory.create(0, total_bytes)
         self.address = self.memory.address
 
     def grow_to(self, num_bytes: int) -> int:
         if num_bytes > self.memory.num_bytes:
-            self.memory.grow(round_up(num_bytes, _GPU_PIECE_BYTES), self._progress)
+            self.memory.grow(round_up(num_bytes, self._piece_bytes), self._progress)
         return self.memory.num_bytes
 
     def write(self, first_byte: int, tensor: Tensor) -> None:
-        self.bytes_at(first_byte, tensor.nbytes).copy_(tensor.view(-1).view(torch.uint8))
+        memory_B = self.bytes_at(first_byte, tensor.nbytes)
+        with errors_of_torch():
+            memory_B.copy_(tensor.view(-1).view(torch.uint8))
 
     def write_bytes(self, first_byte: int, data: bytes) -> None:
         self.write(first_byte, torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -127,6 +132,8 @@ class GpuStore:
         return self.memory.tensor(first_byte, num_bytes)
 
     def seal(self) -> None:
+        with errors_of_torch():
+            torch.cuda.synchronize()  # until what was written is there
         self.memory.forbid_writing()
 
     def note_moved(self) -> None:
@@ -140,11 +147,6 @@ def map_weights(memory: LastingMemory) -> Tensor:
     memory_B = _map(memory, memory.num_bytes)
     _touch(memory_B)
     return memory_B
-
-
-def round_up(num_bytes: int, multiple: int) -> int:
-    """The next multiple."""
-    return -(-num_bytes // multiple) * multiple
 
 
 def _map(memory: SharedMemfd, num_bytes: int) -> Tensor:

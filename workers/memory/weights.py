@@ -30,13 +30,14 @@ from kernels.cpu.tensor_bytes import (
     tensor_layout,
 )
 from kernels.interface import Kernels
+from workers.memory.gpu import lies_on_gpu
+from workers.memory.huge_pages import round_up
 from workers.memory.inheritance import LastingMemory
 from workers.memory.weight_stores import (
     GpuStore,
     HostStore,
     WeightStore,
     map_weights,
-    round_up,
 )
 from workers.models.qwen3 import Qwen3
 from workers.models.weights import release_freed_memory
@@ -83,7 +84,7 @@ class WeightsFile:
         try:
             self._store: WeightStore = (
                 GpuStore(group.progress)
-                if group.device.type == "cuda"
+                if lies_on_gpu(group.device)
                 else HostStore(name, group.progress)
             )
         except OSError as error:

@@ -131,14 +131,14 @@ class Group:
         self.lane = Lane(rank)
         return GroupReport(num_blocks=limits.num_blocks, seconds={}, log_lines=())
 
-    def take_over(self, epoch: int, inherited: FakeRank) -> None:
-        """A group that stood by begins, with the cache of the one that is lost."""
+    def take_over(self, epoch: int, keeps_cache: bool, inherited: FakeRank) -> None:
+        """A group that stood by begins, with the cache of the one that is lost if it keeps it."""
         older = [group for group in self.world.groups if group is not self and not group.is_closed]
         assert not older, f"epoch {epoch} begins beside epoch {older[0].epoch}"
         if self.is_closed or self.world.happens("rebuild_fails"):
             raise WorkerError("rank 1 died while it stood by")
         self.epoch = epoch
-        inherited.restart(self.world.rng, cache_survives=self.is_inherited)
+        inherited.restart(self.world.rng, cache_survives=self.is_inherited and keeps_cache)
         inherited.epoch = epoch
         self.lane = Lane(inherited)
 

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.ranks.group import GroupReport, RankGroup, RankHandle
 from cluster.recovery import standby as standby_module
-from cluster.recovery.standby import FIRST_DELAY_S, Standby
+from cluster.recovery.standby import FIRST_DELAY_S, MAX_FAILED_GPU_STARTS, Standby
 from configs.engine import EngineConfig
 from scheduler.errors import WorkerError
 from tests.cluster.recovery.simulator import Now
@@ -101,11 +101,17 @@ class AtOnce(Now):
 WEIGHTS = MemoryHandle(host="h", name="w", path="p", num_bytes=1, identity=1)
 
 
-def prepare(standby: Standby, times: int = 1, weights: MemoryHandle | None = WEIGHTS) -> None:
-    ranks = [
-        RankHandle(None, memory=RankMemoryHandles(weights=each)) for each in (WEIGHTS, weights)
-    ]
-    present: Any = SimpleNamespace(ranks=ranks)
+def prepare(
+    standby: Standby,
+    times: int = 1,
+    weights: MemoryHandle | None = WEIGHTS,
+    cache: MemoryHandle | None = WEIGHTS,
+) -> None:
+    memories = (
+        RankMemoryHandles(weights=WEIGHTS, cache=WEIGHTS),
+        RankMemoryHandles(weights=weights, cache=cache),
+    )
+    present: Any = SimpleNamespace(ranks=[RankHandle(None, memory=each) for each in memories])
     for _ in range(times):
         standby.prepare(present, REPORT, True)
 
@@ -137,6 +143,20 @@ def test_a_group_that_cannot_stand_by_harms_nobody_and_is_made_later_and_later(
     assert standby.take()[0] is not None
 
 
+def test_on_a_gpu_it_is_not_tried_for_ever_and_spares_are_warm_then(
+    standby: Standby, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each attempt takes time of the ranks that serve. The next ranks may have more luck."""
+    standby._is_on_gpu = True
+    Group.failures = deque([WorkerError("exclusive process mode")] * MAX_FAILED_GPU_STARTS)
+    prepare(standby, times=2 * MAX_FAILED_GPU_STARTS + 3)
+    assert standby._group is None and len(standby.ready_spares()) == 1
+    assert caplog.text.count("from now on") == 1
+    standby.take()
+    prepare(standby)
+    assert standby.take()[0] is not None
+
+
 @pytest.mark.parametrize("weights", [WEIGHTS, None], ids=["with groups", "without groups"])
 def test_spares_that_cannot_be_made_harm_nobody_and_are_made_later_and_later(
     standby: Standby, weights: MemoryHandle | None, caplog: pytest.LogCaptureFixture
@@ -153,11 +173,14 @@ def test_spares_that_cannot_be_made_harm_nobody_and_are_made_later_and_later(
     assert caplog.text.count("no group stands by: a spare cannot be used: no libgomp") == 2
 
 
+@pytest.mark.parametrize("memory", ["weights", "cache"])
 def test_where_spares_cannot_share_the_weights_no_group_is_formed_and_the_log_says_so_once(
-    standby: Standby, caplog: pytest.LogCaptureFixture
+    standby: Standby, memory: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It would load them a second time. The spares stay, and load them if they are needed."""
-    prepare(standby, times=3, weights=None)
+    """Or the cache: it would hold them a second time. The spares stay, and load weights if they are
+    needed.
+    """
+    prepare(standby, times=3, **{memory: None})
     assert standby._group is None and caplog.text.count("no group stands by") == 1
     assert len(standby.ready_spares()) == 1
     assert standby.take() == (None, [])

@@ -1,7 +1,8 @@
 // A stand-in for the virtual memory calls of CUDA's driver, on memory of the host: physical memory
 // is a memory file, addresses are those of the process, and access is what mprotect allows, so that
 // other processes see what is written and a forbidden write ends the process. Every argument is
-// checked: what the driver's documentation forbids is CUDA_ERROR_INVALID_VALUE.
+// checked: what the driver's documentation forbids is CUDA_ERROR_INVALID_VALUE. So is a call that
+// FAKE_CUDA_REFUSES names, or access that it names.
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -32,6 +33,11 @@ static size_t free_bytes(void) {
     return text ? strtoull(text, NULL, 10) : (size_t)1 << 40;
 }
 
+static int refuses(const char *name) {
+    const char *refused = getenv("FAKE_CUDA_REFUSES");
+    return refused && !strcmp(refused, name);
+}
+
 static int are_valid(const Properties *p) {
     return p->type == 1 && p->handle_types == 1 && p->location.type == 1 && p->location.id == 0 &&
            !p->win32_metadata && !p->compression && !p->rdma && !p->usage;
@@ -43,12 +49,14 @@ int cuGetErrorString(int status, const char **text) {
 }
 
 int cuMemGetAllocationGranularity(size_t *bytes, const Properties *p, int option) {
+    if (refuses(__func__)) return INVALID_VALUE;
     if (!are_valid(p) || option != 0) return INVALID_VALUE;
     *bytes = GRANULARITY;
     return SUCCESS;
 }
 
 int cuMemCreate(uint64_t *handle, size_t bytes, const Properties *p, uint64_t flags) {
+    if (refuses(__func__)) return INVALID_VALUE;
     if (!are_valid(p) || !bytes || bytes % GRANULARITY || flags) return INVALID_VALUE;
     if (bytes > free_bytes()) return OUT_OF_MEMORY;
     Memory *memory = malloc(sizeof *memory);
@@ -67,12 +75,14 @@ int cuMemRelease(uint64_t handle) {
 }
 
 int cuMemExportToShareableHandle(int *descriptor, uint64_t handle, int type, uint64_t flags) {
+    if (refuses(__func__)) return INVALID_VALUE;
     if (type != 1 || flags) return INVALID_VALUE;
     *descriptor = dup(((Memory *)handle)->descriptor);
     return SUCCESS;
 }
 
 int cuMemImportFromShareableHandle(uint64_t *handle, void *descriptor, int type) {
+    if (refuses(__func__)) return INVALID_VALUE;
     struct stat status;
     if (type != 1 || fstat((int)(intptr_t)descriptor, &status)) return INVALID_VALUE;
     Memory *memory = malloc(sizeof *memory);
@@ -84,6 +94,7 @@ int cuMemImportFromShareableHandle(uint64_t *handle, void *descriptor, int type)
 
 int cuMemAddressReserve(uint64_t *address, size_t bytes, size_t alignment, uint64_t wish,
                         uint64_t flags) {
+    if (refuses(__func__)) return INVALID_VALUE;
     if (!bytes || bytes % GRANULARITY || alignment || wish || flags) return INVALID_VALUE;
     char *start = mmap(NULL, bytes + GRANULARITY, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS |
                        MAP_NORESERVE, -1, 0);
@@ -97,6 +108,7 @@ int cuMemAddressFree(uint64_t address, size_t bytes) {
 }
 
 int cuMemMap(uint64_t address, size_t bytes, size_t offset, uint64_t handle, uint64_t flags) {
+    if (refuses(__func__)) return INVALID_VALUE;
     Memory *memory = (Memory *)handle;
     if (address % GRANULARITY || bytes != memory->bytes || offset || flags) return INVALID_VALUE;
     void *mapped = mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
@@ -111,8 +123,10 @@ int cuMemUnmap(uint64_t address, size_t bytes) {
 }
 
 int cuMemSetAccess(uint64_t address, size_t bytes, const Access *access, size_t count) {
+    if (refuses(__func__)) return INVALID_VALUE;
     if (count != 1 || access->location.type != 1 || access->location.id) return INVALID_VALUE;
     if (access->flags != 1 && access->flags != 3) return INVALID_VALUE;
+    if (access->flags == 1 && refuses("READ")) return INVALID_VALUE;
     int protection = access->flags == 3 ? PROT_READ | PROT_WRITE : PROT_READ;
     return mprotect((void *)address, bytes, protection) ? INVALID_VALUE : SUCCESS;
 }

@@ -22,8 +22,6 @@ import torch
 from kernels.reference.backend import REFERENCE_KERNELS
 from tests.workers.fake_gpu import FakeGpu
 from workers.memory import cuda_driver
-from workers.memory.gpu import SharedGpuMemory
-from workers.memory.weight_stores import GpuStore
 
 TOTAL_BYTES = 2**34
 is_possible = shutil.which("gcc") is not None and hasattr(os, "memfd_create")
@@ -36,10 +34,11 @@ def installed() -> Iterator[None]:
         mock.patch.object(cuda_driver, "_library", _library),
         mock.patch("workers.memory.gpu._current_device_index", lambda: 0),
         mock.patch("workers.memory.gpu._tensor_at", _host_tensor_at),
-        mock.patch("workers.memory.weights.HostStore", lambda _, progress: GpuStore(progress)),
-        mock.patch("workers.batch.kv_cache._lasting_memory", _cache_memory),
+        mock.patch("workers.memory.weights.lies_on_gpu", lambda _: True),
+        mock.patch("workers.batch.kv_cache.lies_on_gpu", lambda _: True),
         mock.patch("torch.cuda.mem_get_info", lambda: (TOTAL_BYTES, TOTAL_BYTES)),
         mock.patch("torch.cuda.empty_cache", lambda: None),
+        mock.patch("torch.cuda.synchronize", lambda: None),
     ):
         yield
 
@@ -68,10 +67,6 @@ def _library() -> ctypes.CDLL:
         command = ["gcc", "-shared", "-fPIC", "-Wall", "-Werror", "-o", library, source]
         subprocess.run([*map(str, command)], check=True)
         return ctypes.CDLL(str(library))
-
-
-def _cache_memory(_: torch.device, num_bytes: int, __: object) -> SharedGpuMemory:
-    return SharedGpuMemory.create(num_bytes)
 
 
 def _host_tensor_at(address: int, num_bytes: int, mapping: Any) -> torch.Tensor:

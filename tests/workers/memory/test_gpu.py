@@ -27,7 +27,7 @@ from tests.workers.memory.holder import Form
 from workers.memory import cuda_driver
 from workers.memory.descriptors import DescriptorServer, take_descriptors
 from workers.memory.gpu import GpuMemoryHandle, SharedGpuMemory
-from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
+from workers.memory.inheritance import InheritedMemory, RankMemoryHandles, handle_of
 from workers.memory.weights import (
     WeightsFile,
     _ModelPickler,
@@ -209,13 +209,22 @@ def test_another_user_gets_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> Non
         take_descriptors(server.address, 1)
 
 
-def test_memory_of_a_gpu_is_inherited(caplog: pytest.LogCaptureFixture) -> None:
+def _refuse(*_: object) -> None:
+    raise OSError("no sockets")
+
+
+def test_memory_of_a_gpu_is_inherited(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights, cache = SharedGpuMemory.create(PIECE), SharedGpuMemory.create(PIECE)
     handles = RankMemoryHandles(weights=weights.handle, cache=cache.handle, weights_hash="a")
     inherited = InheritedMemory.open(handles)
     assert isinstance(inherited.cache, SharedGpuMemory) and inherited.weights_hash == "a"
     cache.tensor()[4] = 6
     assert inherited.cache.tensor()[4] == 6
+    monkeypatch.setattr(DescriptorServer, "__init__", _refuse)
+    assert handle_of(weights) == weights.handle and handle_of(SharedGpuMemory.create(PIECE)) is None
+    assert "the memory of a rank cannot be shared: no sockets" in caplog.text
     elsewhere = dataclasses.replace(cache.handle, host="another")
     assert InheritedMemory.open(dataclasses.replace(handles, cache=elsewhere)) == InheritedMemory()
     assert "the memory of a rank cannot be shared: it is on another host" in caplog.text
@@ -236,7 +245,9 @@ def test_all_weights_of_a_gpu_are_the_same_in_the_other_process(
     form: Form, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As its kernels hold them; each byte once, over several pieces."""
-    monkeypatch.setattr("workers.memory.weight_stores._GPU_PIECE_BYTES", PIECE)
+    monkeypatch.setattr(
+        "workers.memory.weight_stores._MAX_GPU_PIECES", fake_cuda.TOTAL_BYTES // PIECE
+    )
     state = holder.State()
     holder.load(state, dataclasses.replace(form, tied=tied, hidden=512), TRITON_KERNELS)
     model = state.model
