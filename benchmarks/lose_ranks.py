@@ -3,13 +3,13 @@
 Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
 rank again and again, and prints a JSON line per kill, then one of all: seconds from the kill to the
 next token of each stream (median over all, and the worst), and tokens that were computed again.
-`--when`: once a group
-stands by; after the start, as soon as every stream has a token, each time in another engine; or
-again, within a second of the kill before, which the seconds then leave out. `--who`: one rank, all,
-or one and its spare. Every stream is compared with one that nothing has disturbed; with `--signal
-none` nobody is killed, which shows how many differ by rounding, the usual gap and speed; with
-`--signal stray` the rank writes over its weights, which ends it, or on a GPU all that it does
-there. On a GPU the memory in use after the shutdown, less that before the start, is printed too.
+`--when`: once a group stands by; after the start, as soon as every stream has a token, each time in
+another engine; or again, within a second of the kill before, which the seconds then leave out.
+`--who`: one rank, all, or one and its spare. Every stream is compared with one that nothing has
+disturbed; with `--signal none` nobody is killed, which shows how many differ by rounding, the usual
+gap and speed; with `--signal stray` the rank writes over its weights, which ends it, or on a GPU
+all that it does there. On a GPU the memory in use after the shutdown, less that before the start,
+is printed too.
 """
 
 from __future__ import annotations
