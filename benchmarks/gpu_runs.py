@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,8 @@ from configs.paths import SOURCE_ROOT
 _LEFT_MIB = 64.0
 # How long a driver may take to free the memory of processes that have ended.
 _FREED_S = 5.0
+_LOGS_OF_RAY = Path("/tmp/ray/session_latest/logs")
+_KEPT_LOG_BYTES = 30_000
 # What the GPU check needs besides its sections.
 _CHECK_STARTS_S = 15.0
 
@@ -164,12 +165,13 @@ def _lose_ranks(run: Run, how: str, shape: str = "0.6B", spares: str = "standby"
     command = run.python("benchmarks.lose_ranks", "--model", model, "--tp", 1, "--signal", how)
     command += ["--device", "cuda" if run.on_gpu else "cpu", "--spares", spares]
     command += ["--streams", run.sized(2, 64), "--context", run.sized(20, 1000)]
-    command += ["--tokens", run.sized(60, 500), "--kills", run.sized(1, 2)]
+    command += ["--tokens", run.sized(60, 500), "--kills", "2" if how == "kill" else "1"]
+    command += ["--log-level", "info"]
     return Step(
         name=f"lose_ranks_{shape}_{how}" if how != "none" else f"{spares}_{shape}",
         command=command,
-        limit_s=110,
-        least_s=45,
+        limit_s=160,
+        least_s=60,
         needs=("inputs" if shape == "0.6B" else f"inputs_{shape}",),
     )
 
@@ -268,8 +270,9 @@ def large(run: Run) -> list[Step]:
 def standby(run: Run) -> list[Step]:
     steps = [_pytest(run, "test_gpu_memory.py"), _inputs(run)]
     steps += [_lose_ranks(run, "kill"), _inputs(run, "8B", "inputs_8B")]
-    steps += [_lose_ranks(run, "kill", "8B"), _lose_ranks(run, "stray")]
-    return [*steps, *(_lose_ranks(run, "none", spares=name) for name in ("standby", "warm"))]
+    steps += [_lose_ranks(run, "kill", "8B")]
+    steps += [_lose_ranks(run, "none", "8B", spares) for spares in ("standby", "warm")]
+    return [*steps, _lose_ranks(run, "stray")]
 
 
 # By name: the steps of a run, and the seconds that it may take unless it is told otherwise.
@@ -317,7 +320,18 @@ def gpu_memory_mib() -> float | None:
         return None
 
 
-def memory_after(before_mib: float | None, _: Step) -> Result:
+def keep_logs_of_ray(out: Path, kept: set[Path]) -> None:
+    """Append to `out/log.txt` the ends of logs of Ray's processes that are not `kept` yet: what
+    ranks, spares and drivers said.
+    """
+    with (out / "log.txt").open("ab") as log:
+        for path in sorted(_LOGS_OF_RAY.glob("worker-*.err")):
+            if (real_path := path.resolve()) not in kept and path.stat().st_size:
+                kept.add(real_path)
+                log.write(f"\n--- {path.name}\n".encode() + path.read_bytes()[-_KEPT_LOG_BYTES:])
+
+
+def memory_after(before_mib: float | None) -> Result:
     """What a step has left in the GPU's memory, some seconds after its processes have ended."""
     until_s = time.monotonic() + _FREED_S
     while (used_mib := gpu_memory_mib()) is not None and before_mib is not None:
@@ -366,7 +380,12 @@ def main() -> None:
     summary: dict[str, Any] = {"run": args.run, "small": args.small, "argv": sys.argv[1:]}
     summary["steps"] = earlier_results(run.out, {step.name for step in steps})
     with kernel_cache(run.brought or run.out, run.out) as cache:
-        after = partial(memory_after, before_mib)
+        kept: set[Path] = set()
+
+        def after(_: Step) -> Result:
+            keep_logs_of_ray(run.out, kept)
+            return memory_after(before_mib)
+
         run_steps(steps, summary, run.out, args.budget_s or budget_s, after)
         cache.pack()
     gather_parts(run.out)

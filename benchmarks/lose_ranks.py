@@ -39,6 +39,7 @@ from workers import faults
 
 SHAPES = {"60m": QWEN3_60M, "0.6b": QWEN3_0_6B}
 LIMIT_S = 180.0
+STANDBY_LIMIT_S = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "none": 0}
 STRAY = "stray"
 
@@ -85,7 +86,7 @@ class Streams:
 
 
 def wait_until_someone_stands_by(llm: LLM) -> None:
-    until_s = time.monotonic() + LIMIT_S
+    until_s = time.monotonic() + STANDBY_LIMIT_S
     while time.monotonic() < until_s:
         processes = ray.get(llm._engine_processes.driver.processes.remote(), timeout=10)
         if "spare 0" in processes and llm.stats().is_ready:
@@ -118,16 +119,17 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "tensor_parallel_size": args.tp,
         "spares": args.spares,
         "stuck_after_s": 5.0,
-        "max_model_len": args.context + args.tokens + 64,
         "log_level": args.log_level,
     }
-    if args.device == "cpu":
+    if args.device == "cpu":  # a GPU's cache takes all that its memory allows
+        options["max_model_len"] = args.context + args.tokens + 64
         num_blocks_per_stream = -(-(args.context + args.tokens) // 64) + 1
         options["num_kv_blocks"] = args.streams * num_blocks_per_stream
     gaps_s: list[float] = []
     computed_again: list[int] = []
     tokens_per_s: list[float] = []
-    num_wrong = 0
+    waits_s: list[float] = []
+    num_wrong = spare_bytes = 0
     for engine in range(args.kills if args.when == "start" else 1):
         with LLM(model, device=args.device, **options) as llm:
             all_streams: list[Streams] = []
@@ -136,7 +138,11 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
                 all_streams[0].join()
             for index in range(1 if args.when == "start" else args.kills):
                 if args.when != "start":
+                    used_bytes = gpu_bytes(args.device)
+                    began_s = time.monotonic()
                     wait_until_someone_stands_by(llm)
+                    waits_s.append(time.monotonic() - began_s)
+                    spare_bytes = gpu_bytes(args.device) - used_bytes
                 streams = Streams(llm, prompts, args.tokens)
                 streams.wait_for(0.0, 1 if args.when == "start" else 20)
                 rank = (engine + index) % args.tp
@@ -156,6 +162,7 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
             if args.when == "start":
                 all_streams.insert(0, Streams(llm, prompts, args.tokens))
                 all_streams[0].join()
+            num_kv_blocks = llm.stats().num_blocks
             undisturbed, *disturbed = all_streams
             num_wrong += sum(
                 tokens != expected
@@ -169,6 +176,10 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
         "computed_again_worst": max(computed_again),
         "streams_that_differ": num_wrong,
         "tokens_per_s_median": round(statistics.median(tokens_per_s), 1),
+        "num_kv_blocks": num_kv_blocks,
+        "waits_for_standby_s": [round(wait_s, 1) for wait_s in waits_s],
+        "spare_on_the_gpu_mib": round(spare_bytes / 2**20),
+        "kernel": os.uname().release,
     }
 
 
@@ -206,7 +217,11 @@ def main() -> None:
         row = measure(args, model)
     if args.device == "cuda":
         row["left_on_the_gpu_mib"] = round((gpu_bytes(args.device) - used_bytes) / 2**20)
+    has_standby = args.spares == "standby" or (args.spares == "warm" and args.device == "cpu")
+    keeps_cache = has_standby and (args.signal, args.who, args.when) == ("kill", "rank", "standby")
     print(json.dumps({**row, **vars(args), "machine": machine()}))
+    if keeps_cache and row["computed_again_worst"]:
+        raise SystemExit("a rank was replaced without its cache: the log says why")
 
 
 if __name__ == "__main__":

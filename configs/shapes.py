@@ -45,6 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         256, 768, 8, 8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True
     ),
     "qwen3-0.6b": _shape(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-4b": _shape(2560, 9728, 36, 32, tie_word_embeddings=True),
     "qwen3-8b": _shape(4096, 12288, 36, 32),
     "qwen3-32b": _shape(5120, 25600, 64, 64),
     "qwen3-30b-a3b": _shape(2048, 6144, 48, 32, **_experts(768)),

@@ -269,30 +269,33 @@ class Worker:
         """
         limit_s = self.config.engine.step_timeout_s
         outcome = self._mailbox.take_outcome(step_id, epoch, limit_s)
-        if isinstance(outcome, EaglerayError):
-            raise outcome
-        if isinstance(outcome, Exception):
-            raise WorkerError(
-                f"rank {self.rank}: step {step_id}: {type(outcome).__name__}: {outcome}"
-            ) from outcome
-        faults.reach("reply", self.rank)
-        # One after another, as the device runs them: a step's time starts when its turn comes.
-        with self._finish_lock:
-            began_s = time.perf_counter()
-            token_ids, logprobs = outcome.finish(
-                limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            faults.reach("reply", self.rank)
+            # One after another, as the device runs them: a step's time starts when its turn comes.
+            with self._finish_lock:
+                began_s = time.perf_counter()
+                token_ids, logprobs = outcome.finish(
+                    limit_s, f"rank {self.rank}: step {step_id} of epoch {epoch}"
+                )
+            return StepResult(
+                step_id=step_id,
+                epoch=epoch,
+                token_ids=token_ids,
+                rank=self.rank,
+                digest=zlib.crc32(token_ids.tobytes()),
+                logprobs=logprobs if self.rank == 0 else None,
+                prompt_logprobs=outcome.prompt_logprobs() if self.rank == 0 else (),
+                seconds=outcome.seconds | {"wait": time.perf_counter() - began_s},
+                device_s=outcome.device_s(),
             )
-        return StepResult(
-            step_id=step_id,
-            epoch=epoch,
-            token_ids=token_ids,
-            rank=self.rank,
-            digest=zlib.crc32(token_ids.tobytes()),
-            logprobs=logprobs if self.rank == 0 else None,
-            prompt_logprobs=outcome.prompt_logprobs() if self.rank == 0 else (),
-            seconds=outcome.seconds | {"wait": time.perf_counter() - began_s},
-            device_s=outcome.device_s(),
-        )
+        except EaglerayError:
+            raise
+        except Exception as error:  # the driver could not read torch's without importing it
+            raise WorkerError(
+                f"rank {self.rank}: step {step_id}: {type(error).__name__}: {error}"
+            ) from error
 
     def check(self) -> None:
         """Raise unless the laws of this rank's batch state hold. Not while a step runs."""

@@ -155,6 +155,23 @@ def test_all_sections_of_a_check_fit_into_its_step(tmp_path: Path) -> None:
             assert all(limit_s > 0.7 * SECTIONS[name][1] for name, limit_s in limits_s.items())
 
 
+def test_what_ranks_have_logged_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's folder goes with the machine."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setattr(gpu_runs, "_LOGS_OF_RAY", logs)
+    (logs / "worker-1.err").write_text("first\n" + "x" * 100_000 + "last")
+    (logs / "worker-2.err").touch()
+    kept: set[Path] = set()
+    gpu_runs.keep_logs_of_ray(tmp_path, kept)
+    (logs / "worker-2.err").write_text("a spare cannot share")
+    gpu_runs.keep_logs_of_ray(tmp_path, kept)
+    said = (tmp_path / "log.txt").read_text()
+    assert said.count("xlast") == said.count("a spare cannot share") == 1 and "first" not in said
+
+
 def test_a_gpu_whose_memory_nvidia_smi_does_not_tell_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,7 +53,7 @@ def _write(pipe: Connection, handle: GpuMemoryHandle, may_write: bool) -> None:
     if may_write:
         memory.allow_writing()
     try:
-        tensor[0] = 9
+        tensor[:1].add_(9)  # by a kernel
         torch.cuda.synchronize()
     except RuntimeError as error:
         pipe.send(str(error))
@@ -70,7 +70,7 @@ def _write_after_it_is_forbidden(pipe: Connection) -> None:
     pipe.send((memory.handle, int(tensor[-1])))
     pipe.recv()
     try:
-        tensor[0] = 2
+        tensor[:1].add_(1)
         torch.cuda.synchronize()
     except RuntimeError as error:
         pipe.send(str(error))

@@ -80,6 +80,21 @@ def test_result_waits_for_its_launch_on_another_thread(worker: Worker) -> None:
     launcher.join()
 
 
+def test_an_error_that_the_device_reports_late_is_the_ranks(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exception of torch's would make the driver import torch."""
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(PendingStep, "finish", fail)
+    [plan] = plans(1)
+    worker.launch(plan)
+    with pytest.raises(WorkerError, match="rank 0: step 0: AcceleratorError: CUDA error: an illeg"):
+        worker.result(0, 0)
+
+
 @pytest.mark.parametrize("when", ["before its launch", "while it runs"])
 def test_a_masked_step_takes_a_mask_that_comes(worker: Worker, when: str) -> None:
     [plan] = plans(1)

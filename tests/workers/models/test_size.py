@@ -59,6 +59,7 @@ def test_a_rank_holds_as_many_parameters_as_are_counted(
     ("name", "total", "active"),
     [
         ("qwen3-0.6b", 0.596e9, 0.596e9),
+        ("qwen3-4b", 4.02e9, 4.02e9),
         ("qwen3-8b", 8.19e9, 8.19e9),
         ("qwen3-32b", 32.8e9, 32.8e9),
         ("qwen3-30b-a3b", 30.5e9, 3.3e9),
