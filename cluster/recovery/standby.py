@@ -22,7 +22,6 @@ from cluster.recovery.spares import SPARES_DELAY_S, Spares
 # How long a group that is about to stand by is waited for when it has to take over, and how long
 # its ranks may take to answer.
 START_LIMIT_S = 10.0
-GPU_START_LIMIT_S = 30.0  # graphs are captured
 ANSWER_LIMIT_S = 1.0
 # On a GPU, after so many groups that could not start: each takes time of the ranks that serve.
 MAX_FAILED_GPU_STARTS = 3
@@ -75,7 +74,9 @@ class Standby:
                 if self._forms_groups and not all(m and m.weights and m.cache for m in memories):
                     self._forms_groups = False
                     logger.warning(NO_SHARED_MEMORY_WARNING)
-                self._spares.prepare(memories, makes_spares)
+                # Without a group, memory that spares hold would only stay when its rank ends.
+                held_memories = memories if self._forms_groups else [None] * len(memories)
+                self._spares.prepare(held_memories, makes_spares)
                 if self._spares.are_warm:
                     if self._forms_groups:
                         self._stand_by(first_report)
@@ -102,9 +103,8 @@ class Standby:
         are made as soon as the engine serves again: a rank that failed once may fail again.
         """
         group = self._group
-        limit_s = GPU_START_LIMIT_S if self._is_on_gpu else START_LIMIT_S
         if group is not None and (
-            not self._await_start(limit_s) or not group.all_ranks_answer(ANSWER_LIMIT_S)
+            not self._await_start(START_LIMIT_S) or not group.all_ranks_answer(ANSWER_LIMIT_S)
         ):
             self._drop_group()
             group = None
@@ -153,7 +153,7 @@ class Standby:
             self._num_failed_starts += 1
             if self._is_on_gpu and self._num_failed_starts == MAX_FAILED_GPU_STARTS:
                 self._forms_groups = False
-                logger.warning("no group stands by from now on: spares hold no device")
+                logger.warning("no group stands by from now on: spares hold no memory")
             return False
         self._delay_s = FIRST_DELAY_S
         self._num_failed_starts = 0

@@ -13,7 +13,6 @@ import functools
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_ulonglong, c_ushort, c_void_p
 from typing import Any
 
-LIBRARY_NAME = "libcuda.so.1"
 READ, READ_WRITE = 1, 3  # CUmemAccess_flags
 _OUT_OF_MEMORY = 2
 _PINNED_MEMORY, _ON_DEVICE, _FILE_DESCRIPTOR, _SMALLEST_GRANULARITY = 1, 1, 1, 0
@@ -165,4 +164,4 @@ def _call(name: str, *arguments: Any) -> None:
 @functools.cache
 def _library() -> ctypes.CDLL:
     """Raises `OSError` where there is no driver."""
-    return ctypes.CDLL(LIBRARY_NAME)
+    return ctypes.CDLL("libcuda.so.1")

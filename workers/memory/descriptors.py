@@ -40,7 +40,7 @@ class DescriptorServer:
             listener.close()
             close_all(copies)
             raise OSError(str(error)) from error
-        self.close = weakref.finalize(self, _shut, listener, is_shut)
+        weakref.finalize(self, _shut, listener, is_shut)
 
 
 def take_descriptors(address: str, count: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Memory of a GPU that outlives the process that made it: it stays while any process has it open.
 
-As in `lasting.py`, but physical memory of CUDA, held by file descriptors, which cannot grow: it
-consists of pieces, mapped one after another. Legend: B bytes of the memory.
+As `lasting.py`, but with physical memory of CUDA. That cannot grow, so it consists of pieces, each
+kept by a file descriptor and mapped behind the one before.
 """
 
 from __future__ import annotations

@@ -20,6 +20,15 @@ from workers import faults
 POISON = {"kill": 401, "raise": 402, "loop": 403}  # token ids that no other prompt has
 
 
+def take_order(name: str) -> bool:
+    """Whether a test has ordered something, by a file of this name; each order counts once."""
+    armed = Path(os.environ[faults.FAULTS_VARIABLE]) / name
+    if not armed.exists():
+        return False
+    armed.rename(f"{armed}.fired")
+    return True
+
+
 class ScribblingRank(RankActor):
     """Writes over the whole KV cache and dies of it, once, when the file `scribble.RANK` is
     there.
@@ -27,9 +36,7 @@ class ScribblingRank(RankActor):
 
     @ray.method(concurrency_group="steps")
     def step(self, *pieces: bytes) -> bytes:
-        armed = Path(os.environ[faults.FAULTS_VARIABLE]) / f"scribble.{self._rank}"
-        if armed.exists():
-            armed.rename(f"{armed}.fired")
+        if take_order(f"scribble.{self._rank}"):
             runner = self._wait_for_worker()._runner
             assert runner is not None
             runner.cache.tensor.fill_(float("nan"))
@@ -48,9 +55,7 @@ class StrayRank(RankActor):
     def step(self, *pieces: bytes) -> bytes:
         import torch
 
-        armed = Path(os.environ[faults.FAULTS_VARIABLE]) / f"stray.{self._rank}"
-        if armed.exists():
-            armed.rename(f"{armed}.fired")
+        if take_order(f"stray.{self._rank}"):
             loaded_model = self._wait_for_worker()._loaded_model
             assert loaded_model is not None
             with torch.inference_mode():

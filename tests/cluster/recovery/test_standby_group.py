@@ -47,8 +47,10 @@ class WarmSpares:
     def __init__(self, maker: Any) -> None:
         self.delays_s: list[float] = []
         self.are_warm = True
+        self.memories: list[RankMemoryHandles | None] = []
 
     def prepare(self, memories: Any, makes_spares: bool) -> None:
+        self.memories = memories
         if self.failures:
             raise self.failures.popleft()
 
@@ -121,6 +123,12 @@ def delays_of(standby: Standby) -> list[float]:
     return list(spares.delays_s)
 
 
+def memories_of(standby: Standby) -> list[RankMemoryHandles | None]:
+    """What the spares were given last."""
+    spares: Any = standby._spares
+    return list(spares.memories)
+
+
 def test_warm_spares_become_a_group_that_is_taken_once(standby: Standby) -> None:
     prepare(standby)
     assert len(standby.ready_spares()) == 1
@@ -152,9 +160,10 @@ def test_on_a_gpu_it_is_not_tried_for_ever_and_spares_are_warm_then(
     prepare(standby, times=2 * MAX_FAILED_GPU_STARTS + 3)
     assert standby._group is None and len(standby.ready_spares()) == 1
     assert caplog.text.count("from now on") == 1
+    assert memories_of(standby) == [None, None], "it would stay when a rank ends"
     standby.take()
     prepare(standby)
-    assert standby.take()[0] is not None
+    assert all(memories_of(standby)) and standby.take()[0] is not None
 
 
 @pytest.mark.parametrize("weights", [WEIGHTS, None], ids=["with groups", "without groups"])
