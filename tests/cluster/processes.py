@@ -55,13 +55,22 @@ def family(session: int) -> set[int]:
     return {pid for pid in pids if command_of(pid) is not None and _session_of(pid) == session}
 
 
+def opened_by(pid: int) -> list[str]:
+    """What a living process has open, as the kernel names it: paths, `socket:[inode]` and such."""
+    found = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it was closed just now
+            found.append(str(path.readlink()))
+    return found
+
+
 def num_memory_files(pids: Iterable[int]) -> int:
     """How many memory files of engines the processes hold open, each counted once."""
     found = set()
     for pid in pids:
         with suppress(OSError):  # it has ended
             for path in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):  # it has been closed
+                with suppress(OSError):  # it was closed just now
                     if str(path.readlink()).startswith("/memfd:eagleray"):
                         found.add(path.stat().st_ino)
     return len(found)
@@ -88,8 +97,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
             address, port = local.split(":")
             if state == "0A":
                 sockets[f"socket:[{rest[5]}]"] = (address, int(port, 16))
-    links = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()]
-    return [sockets[link] for link in links if link in sockets]
+    return [sockets[name] for name in opened_by(pid) if name in sockets]
 
 
 def descendants(pid: int) -> set[int]:
@@ -136,8 +144,4 @@ def connections(pid: int, port: int) -> set[int]:
         _, local, remote, state, *rest = line.split()
         if state == "01" and int(local.split(":")[1], 16) == port:
             clients[f"socket:[{rest[5]}]"] = int(remote.split(":")[1], 16)
-    found = set()
-    for path in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(OSError):  # it was closed just now
-            found.add(clients.get(str(path.readlink()), 0))
-    return found - {0}
+    return {clients[name] for name in opened_by(pid) if name in clients}

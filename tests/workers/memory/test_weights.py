@@ -18,6 +18,7 @@ from kernels.cpu import torch_c
 from kernels.cpu.capabilities import has_int8
 from kernels.cpu.linear import packs_dtype
 from kernels.select import select_backend
+from tests.cluster.processes import opened_by
 from tests.workers.memory import holder
 from tests.workers.memory.holder import Form, Holder
 from workers.memory import lasting
@@ -268,8 +269,7 @@ def holders_of(name: str) -> set[int]:
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            files = [str(link.readlink()) for link in (process / "fd").iterdir()]
-            text = (process / "maps").read_text() + "\n".join(files)
+            text = (process / "maps").read_text() + "\n".join(opened_by(int(process.name)))
         except OSError:
             continue  # ended meanwhile, or another user's
         if f"/memfd:{name} (deleted)" in text:

@@ -26,6 +26,7 @@ import pytest
 import torch
 
 from scheduler.errors import WorkerError
+from tests.cluster.processes import opened_by
 from workers.parallel import advance, segment
 from workers.parallel.advance import PART_BYTES
 from workers.parallel.backend import open_rendezvous
@@ -545,12 +546,10 @@ def traces() -> list[str]:
         for line in Path("/proc/self/maps").read_text().splitlines()
         if "eagleray-all-reduce" in line
     ]
-    opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return (
-        files
-        + mapped
-        + [name for name in opened if "eagleray-all-reduce" in name or "pidfd" in name]
-    )
+    opened = [
+        name for name in opened_by(os.getpid()) if "eagleray-all-reduce" in name or "pidfd" in name
+    ]
+    return files + mapped + opened
 
 
 def test_nothing_is_left_after_closing() -> None:
