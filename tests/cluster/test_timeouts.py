@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster import timeouts
@@ -15,6 +15,7 @@ from scheduler.errors import ConfigError
 SECONDS = st.floats(1.0, 86400.0)
 
 
+@settings(deadline=None)
 @given(stuck=SECONDS, start=SECONDS, nodes=st.integers(0, 86400))
 def test_whoever_depends_on_another_waits_longer_whatever_the_options(
     stuck: float, start: float, nodes: int

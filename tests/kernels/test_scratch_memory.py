@@ -20,7 +20,7 @@ from tests.kernels.test_grouped import CPU, KINDS, drawn
 from tests.kernels.test_mixed import make_weight
 
 SIZE_OUT, SIZE_IN, GROUP_SIZE = 2048, 1024, 128  # panels enough that a second thread takes part
-LIMIT_S = 100.0
+LIMIT_S, HELPER_LIMIT_S = 500.0, 60.0  # on busy cores the helper comes late
 
 
 def products_differ(case: str, num_rows: int, repeats: int, dtype: torch.dtype) -> int:
@@ -40,8 +40,8 @@ def products_differ(case: str, num_rows: int, repeats: int, dtype: torch.dtype) 
     pool.set_num_threads(2)
     _, entered_before = pool.helper_counts()
     num_different = sum(not torch.equal(product(), expected) for _ in range(repeats))
-    until = time.monotonic() + LIMIT_S / 2
-    while pool.helper_counts()[1] == entered_before:  # on busy cores it comes late
+    until = time.monotonic() + HELPER_LIMIT_S
+    while pool.helper_counts()[1] == entered_before:
         assert time.monotonic() < until, "the second thread never took part"
         num_different += not torch.equal(product(), expected)
     return num_different

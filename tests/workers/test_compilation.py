@@ -98,7 +98,7 @@ def test_background_process_ends_with_the_rank_that_started_it(
     wait_until(lambda: os.getpriority(os.PRIO_PROCESS, pid) == 19, "the lowest priority", 60.0)
     assert process.poll() is None
     process.stdin.close()  # as the end of the rank does
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def test_full_cache_needs_no_background_process(
@@ -120,7 +120,7 @@ def test_cache_that_cannot_be_written_keeps_nothing_from_starting(
     process = start_background_compilation("float32")
     assert process is not None and process.stdin is not None
     process.stdin.close()
-    process.wait(10)
+    process.wait(60)
 
 
 def test_a_system_without_room_for_a_process_keeps_nothing_from_starting(

@@ -135,9 +135,9 @@ def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
     small_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(step_mailbox, "STEP_GRACE_S", 0.0)
-    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=1.5), rank=0)
     launchers = [
-        threading.Timer(0.3 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))
+        threading.Timer(0.9 * (i + 1), worker.launch, [plan]) for i, plan in enumerate(plans(2))
     ]
     for launcher in launchers:
         launcher.start()
@@ -150,7 +150,7 @@ def test_the_limit_of_a_step_begins_when_the_one_before_has_run(
 def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
     small_checkpoint: Path,
 ) -> None:
-    worker = Worker(config_of(small_checkpoint, step_timeout_s=0.5), rank=0)
+    worker = Worker(config_of(small_checkpoint, step_timeout_s=1.5), rank=0)
     events = [LateEvent(), LateEvent()]
     for i, (plan, event) in enumerate(zip(plans(2), events, strict=True)):
         pending = PendingStep(
@@ -165,7 +165,7 @@ def test_the_limit_of_a_step_on_the_device_begins_when_the_one_before_is_done(
             results.append(threads.submit(worker.result, i, 0))
             time.sleep(0.05)
         for i in range(2):
-            time.sleep(0.3)
+            time.sleep(0.9)
             events[i].passed = True
         assert [result.result().token_ids.tolist() for result in results] == [[0], [1]]
 

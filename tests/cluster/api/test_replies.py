@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
@@ -237,6 +237,7 @@ def test_pieces_take_iterators_as_lists() -> None:
         assert json.loads(b"".join(json_pieces({"a": iter(values)}))) == {"a": values}
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_an_event_of_which_only_a_text_changes_is_what_is_encoded_whole(text: str) -> None:
     def make(text: str) -> bytes:

@@ -28,6 +28,7 @@ INFO = xgrammar.TokenizerInfo(
 )
 COMPILER = xgrammar.GrammarCompiler(INFO, max_threads=1, cache_enabled=False)
 NUM_SCHEMAS = 400
+MOST_S = 6.0  # of processor time; it takes up to 1.4
 INT, STR = {"type": "integer"}, {"type": "string"}
 
 
@@ -479,7 +480,7 @@ def test_small_schemas_that_would_take_long_take_little(schema: Any, message: st
     with pytest.raises(RequestError, match=message):
         honored_schema(schema, "json")
     assert loosened_schema(schema, "json")[1]
-    assert time.process_time() - began_s < 1.5
+    assert time.process_time() - began_s < MOST_S
 
 
 def test_an_object_whose_properties_turn_out_to_be_finite_one_by_one_takes_little() -> None:
@@ -491,7 +492,7 @@ def test_an_object_whose_properties_turn_out_to_be_finite_one_by_one_takes_littl
     }
     began_s = time.process_time()
     honored_schema({"properties": {"p": schema}, "$defs": {name: {} for name in names}}, "json")
-    assert time.process_time() - began_s < 1.5
+    assert time.process_time() - began_s < MOST_S
 
 
 # References

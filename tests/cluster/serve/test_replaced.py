@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.programs]
 SMALL = ("--kv-cache-bytes", str(2**26), "--device", "cpu")
 WITHOUT_SPARES = (*SMALL, "--spares", "off")
 # How soon a server ends that has lost its engine for good.
-END_S = 10.0
+END_S = 30.0
 
 
 def named(program: Program, name: str) -> set[int]:

@@ -215,13 +215,15 @@ def huge_bytes(state: State) -> int:
 
 
 def memory_bytes(state: State) -> int:
-    """What this process takes of the machine; of memory that n processes share, an nth (Pss)."""
+    """What this process takes of the machine, without its libraries; of memory that n processes
+    share, an nth (Pss).
+    """
     gc.collect()
     release_freed_memory()
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not tell the proportional size")
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    sizes = [line.split()[1] for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+    assert len(sizes) == 2, "the kernel does not tell the proportional sizes"
+    return sum(map(int, sizes)) * 1024
 
 
 def _logits(model: Qwen3, length: int) -> bytes:

@@ -156,28 +156,22 @@ def test_both_processes_have_the_weights_in_huge_pages(rank: Holder, standby: Ho
 
 
 def test_two_processes_hold_one_copy(rank: Holder, standby: Holder) -> None:
-    """Measured up to three times: other programs that start or end meanwhile change how much of the
-    libraries counts as theirs.
-    """
     both = (rank, standby)
     for process in both:  # so that it has what it takes to compute at all
         process.tell(holder.load, LARGE)
         process.tell(holder.logits)
         process.tell(holder.forget)
     weights = stored_bytes(LARGE)
-    for _ in range(3):
-        before = sum(process.tell(holder.memory_bytes) for process in both)
-        share(rank, standby, LARGE)
-        assert rank.tell(holder.logits) == standby.tell(holder.logits)
-        added = sum(process.tell(holder.memory_bytes) for process in both) - before
-        for process in both:
-            process.tell(holder.forget)
-        left = sum(process.tell(holder.memory_bytes) for process in both) - before
-        said = f"{added / MIB:.1f} MiB for both, of weights of {weights / MIB:.1f} MiB"
-        print(said)
-        if 0.95 * weights < added < 1.1 * weights and left < 0.1 * weights:
-            return
-    raise AssertionError(f"{said}; {left / MIB:.1f} MiB are left")
+    before = sum(process.tell(holder.memory_bytes) for process in both)
+    share(rank, standby, LARGE)
+    assert rank.tell(holder.logits) == standby.tell(holder.logits)
+    added = sum(process.tell(holder.memory_bytes) for process in both) - before
+    for process in both:
+        process.tell(holder.forget)
+    left = sum(process.tell(holder.memory_bytes) for process in both) - before
+    said = f"{added / MIB:.1f} MiB for both, of weights of {weights / MIB:.1f} MiB"
+    assert 0.95 * weights < added < 1.1 * weights, said
+    assert left < 0.1 * weights, f"{said}; {left / MIB:.1f} MiB are left"
 
 
 def test_an_embedding_that_is_also_the_packed_head_is_kept_once(rank: Holder) -> None:
