@@ -21,7 +21,7 @@ PYTEST := $(BIN)/python -m pytest
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 FIRST_ENGINE_TESTS := tests/cluster/test_default_model.py tests/cluster/test_llm.py
 SLOW_TESTS := tests/benchmarks \
-    $(addprefix tests/kernels/,test_gpu_compile.py test_cache.py test_scratch_memory.py)
+    $(addprefix tests/kernels/,test_avx2.py test_gpu_compile.py test_cache.py test_scratch_memory.py)
 
 # Tests that start engines run one after another, the others in three processes, since some wait: a
 # process takes neighbors, which share what they prepare; one that is done takes over from others.

@@ -123,7 +123,7 @@ SMALL_ARRAYS = [small_array, lambda num_words: np.full(num_words, -1, np.int32)]
         ("int4", torch.float32),
         ("fp8", torch.float32),
         ("mixed", torch.float32),
-        pytest.param("int8", torch.float32, marks=needs(has_int8())),
+        pytest.param("int8", torch.float32, marks=needs(has_int8() and has_dot_products())),
         pytest.param("int4", BFLOAT16, marks=needs(has_dot_products())),
         pytest.param("fp8", BFLOAT16, marks=needs(has_dot_products())),
         pytest.param("int8", BFLOAT16, marks=needs(has_dot_products())),
