@@ -64,6 +64,18 @@ def opened_by(pid: int) -> list[str]:
     return found
 
 
+def open_files() -> set[tuple[str, int, int]]:
+    """Each descriptor of this process, with what it is of. Those of a later call that an earlier
+    one has not were opened in between, whatever else other threads have closed meanwhile.
+    """
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # it was closed just now
+            status = path.stat()
+            found.add((path.name, status.st_dev, status.st_ino))
+    return found
+
+
 def num_memory_files(pids: Iterable[int]) -> int:
     """How many memory files of engines the processes hold open, each counted once."""
     found = set()

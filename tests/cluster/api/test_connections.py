@@ -40,6 +40,15 @@ def server() -> Iterator[Server]:
             yield running
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """A server with as little room for bodies, but with time for all that comes."""
+    monkeypatch.setattr(BoundedProtocol, "head_timeout_s", 30.0)
+    limits = ApiLimits(max_total_body_bytes=100_000, max_small_body_bytes=20_000)
+    with serve(limits=limits) as running:
+        yield running
+
+
 def connect(server: Server) -> socket.socket:
     host, _, port = server.url.removeprefix("http://").partition(":")
     return socket.create_connection((host, int(port)), timeout=5.0)
@@ -188,12 +197,12 @@ def test_a_request_for_a_tunnel_is_refused(server: Server) -> None:
 @pytest.mark.parametrize("length", [1000, 40_000, 64_000])
 @pytest.mark.parametrize(("num_headers", "value"), [(66, b"a" * 950), (1, b"a" * 62_700)])
 def test_a_head_within_its_bound_is_read_in_whatever_pieces_it_comes(
-    server: Server, length: int, num_headers: int, value: bytes
+    patient: Server, length: int, num_headers: int, value: bytes
 ) -> None:
     lines = b"".join(b"X-%d: %s\r\n" % (place, value) for place in range(num_headers))
     head = b"GET /live HTTP/1.1\r\nHost: x\r\n" + lines + b"\r\n"
     assert 62_000 < len(head) < 65_536
-    with connect(server) as connection:
+    with connect(patient) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for start in range(0, len(head), length):
             connection.sendall(head[start : start + length])
@@ -297,11 +306,11 @@ def test_many_requests_ahead_end_the_connection(server: Server) -> None:
             answers += connection.recv(65_536)
 
 
-def test_small_requests_are_served_while_large_ones_fill_the_room(server: Server) -> None:
+def test_small_requests_are_served_while_large_ones_fill_the_room(patient: Server) -> None:
     head = HEAD + b"Content-Length: 99000\r\n\r\n"
-    with connect(server) as large, connect(server) as small, connect(server) as too_many:
+    with connect(patient) as large, connect(patient) as small, connect(patient) as too_many:
         large.sendall(head + b" " * 98_000)
-        wait_until(lambda: server.api.admission.num_body_bytes == 98_000)
+        wait_until(lambda: patient.api.admission.num_body_bytes == 98_000)
         small.sendall(HEAD + b"Content-Length: 15000\r\n\r\n" + BODY.ljust(15_000))
         assert small.recv(65_536).startswith(b"HTTP/1.1 200")
         too_many.sendall(head + b" " * 50_000)
@@ -327,14 +336,14 @@ def test_a_body_counts_until_its_request_is_built() -> None:
         assert server.api.admission.num_open_outputs == 1  # it is running
 
 
-def test_bodies_on_their_way_are_bounded_together(server: Server) -> None:
+def test_bodies_on_their_way_are_bounded_together(patient: Server) -> None:
     head = HEAD + b"Content-Length: 60000\r\n\r\n"
-    with connect(server) as first, connect(server) as second:
+    with connect(patient) as first, connect(patient) as second:
         first.sendall(head + b" " * 59_000)
-        wait_until(lambda: server.api.admission.num_body_bytes > 50_000)
+        wait_until(lambda: patient.api.admission.num_body_bytes > 50_000)
         second.sendall(head + b" " * 59_000)
         assert second.recv(65_536).startswith(b"HTTP/1.1 503")
-    wait_until(lambda: server.api.admission.num_body_bytes == 0)
+    wait_until(lambda: patient.api.admission.num_body_bytes == 0)
 
 
 def connect_without_reading(server: Server) -> socket.socket:

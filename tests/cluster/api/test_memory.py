@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +52,10 @@ async def left_bytes(send_once: Callable[[], Any]) -> int:
     try:
         for _ in range(NUM_SENT):
             await send_once()
-            await asyncio.sleep(0.05)  # threads let go of what they have done
+            await asyncio.sleep(0.05)
+        until_s = time.monotonic() + 5.0  # for threads to let go of what they have done
+        while tracemalloc.get_traced_memory()[0] >= MOST_LEFT_BYTES and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
         return tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

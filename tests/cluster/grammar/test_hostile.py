@@ -40,7 +40,8 @@ from cluster.grammar.pipes import Pipe, PipeError
 from cluster.grammar.process import ForkServer
 from configs.model import ModelConfig
 from configs.paths import DEFAULT_MODEL_DIR
-from scheduler.engine import MASK_LATE, Engine
+from scheduler import engine as engine_module
+from scheduler.engine import MASK_LATE, Engine, MaskAnswer
 from scheduler.errors import EaglerayError, OverloadedError, RequestError, RequestFailedError
 from scheduler.messages import Request
 from scheduler.params import StructuredOutputs
@@ -168,8 +169,17 @@ def test_no_step_waits_for_masks_that_are_quick_alone_and_slow_together(
 
 
 def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
-    stubbed: GrammarMatching,
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    waits_in_vain = []
+    masks = stubbed.masks
+
+    def watched_masks(sequences: list[EngineSequence], limit_s: float) -> list[MaskAnswer]:
+        answers = masks(sequences, limit_s)
+        if limit_s > 0 and MASK_LATE in answers:
+            waits_in_vain.append(limit_s)
+        return answers
+
     engine = engine_of(stubbed, 1)
     turning = engine.add(request("turning", b"0.0001", 60))
     while turning.num_output_tokens < 20:
@@ -177,11 +187,12 @@ def test_a_grammar_that_becomes_slow_holds_up_one_step_for_a_moment(
     free = engine.add(request("free", b"", 50))
     child: Any = stubbed._followed_by_request["turning"].follower._child
     child.structural_tag = b"1.0"
+    monkeypatch.setattr(stubbed, "masks", watched_masks)
     blocked_s = []
     while not free.finish_reason:
         blocked_s.append(timed_step(engine))
     check_blocked(blocked_s)
-    assert sum(each > 0.02 for each in blocked_s) <= 1, blocked_s
+    assert len(waits_in_vain) <= 1 and sum(waits_in_vain) < MAX_BLOCKED_S, waits_in_vain
     assert turning.finish_reason is None
 
 
@@ -271,13 +282,19 @@ def test_outputs_are_the_same_whether_masks_are_slow_or_quick(stubbed: GrammarMa
     assert outputs[0] == outputs[1]
 
 
-def test_quick_grammars_run_ahead(stubbed: GrammarMatching) -> None:
+def test_quick_grammars_run_ahead(
+    stubbed: GrammarMatching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A busy machine may wake the follower later than a step waits for it.
+    monkeypatch.setattr(engine_module, "MASK_WAIT_S", 10.0)
     engine = engine_of(stubbed, 1)
     seq = engine.add(request("a", b"0.0001", 40))
-    num_steps = 0
+    num_ahead = 0
     while engine.has_work:
-        num_steps += engine.step() is not None
+        engine.step()
+        num_ahead += bool(engine.scheduler.submitted_steps)
     assert seq.num_output_tokens == 40
+    assert num_ahead >= 37, "before the result of a step is read, the next one is submitted"
     assert engine.scheduler.stats.num_steps <= 42, "a token in each step, except for the first"
 
 
@@ -287,6 +304,13 @@ def test_quick_grammars_run_ahead(stubbed: GrammarMatching) -> None:
 def framed(message: Any) -> bytes:
     data = pickle.dumps(message, protocol=5)
     return struct.pack("<Q", len(data)) + data
+
+
+class ScriptedChild(Child):
+    """No process of its own, so it takes no time of a processor."""
+
+    def _cpu_s(self) -> float:
+        return 0.0
 
 
 class ScriptedHelper:
@@ -299,7 +323,7 @@ class ScriptedHelper:
     def fork(self, memory_bytes: int) -> Child:
         ours, theirs = socket.socketpair()
         threading.Thread(target=self._serve, args=(theirs, self.answers.pop(0))).start()
-        return Child(self, Pipe(ours), os.getpid())  # type: ignore[arg-type]
+        return ScriptedChild(self, Pipe(ours), os.getpid())  # type: ignore[arg-type]
 
     def _serve(self, end: socket.socket, answer: bytes) -> None:
         with end:
@@ -459,8 +483,9 @@ NO_PROCESS = "commands.sendall(b'no process can be started: Cannot allocate memo
 def test_without_a_child_only_the_requests_with_a_grammar_fail(
     monkeypatch: pytest.MonkeyPatch, start: str, answer: str, message: str
 ) -> None:
-    monkeypatch.setattr(helper_module, "COMMAND_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(helper_module, "START_TIMEOUT_S", 1.0)
+    if "timed out" in message:
+        limit = "START_TIMEOUT_S" if start != READY else "COMMAND_TIMEOUT_S"
+        monkeypatch.setattr(helper_module, limit, 0.3)
     matching = GrammarMatching(TOKENIZER, MODEL.vocab_size, MODEL.eos_token_ids)
     matching._helper = fake_helper(start, answer)
     engine = engine_of(matching, 1)

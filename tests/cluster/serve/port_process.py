@@ -12,7 +12,7 @@ from cluster.serve.listener import HttpListener
 from configs.serve import ServeConfig
 from tests.cluster.api.scripted import ScriptedEngine, make_api
 
-NUM_TOKENS = 40  # of each answer
+NUM_TOKENS = 200  # of each answer
 STEP_S = 0.05
 
 

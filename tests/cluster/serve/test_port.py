@@ -121,8 +121,9 @@ def test_connections_that_wait_when_a_process_is_killed_are_taken_by_another(sta
 class Streams:
     """Streams from processes at one port."""
 
-    def __init__(self, processes: Processes, number: int) -> None:
+    def __init__(self, processes: Processes, number: int, max_tokens: int = 2 * NUM_TOKENS) -> None:
         self._url = f"{processes.url}/v1/completions"
+        self._body = STREAM | {"max_tokens": max_tokens}
         self.num_events = [0] * number
         self._threads = ThreadPoolExecutor(number)
         self.ends: list[Future[str]] = [
@@ -133,7 +134,7 @@ class Streams:
         last_line = ""
         with (
             contextlib.suppress(httpx.TransportError),
-            httpx.stream("POST", self._url, json=STREAM, timeout=30) as answer,
+            httpx.stream("POST", self._url, json=self._body, timeout=30) as answer,
         ):
             for line in answer.iter_lines():
                 self.num_events[place] += line.startswith("data: {")
@@ -146,7 +147,7 @@ class Streams:
 
 def test_streams_of_a_killed_process_end_and_those_of_the_others_go_on(start: Start) -> None:
     processes = start(2)
-    streams = Streams(processes, 8)
+    streams = Streams(processes, 8, max_tokens=NUM_TOKENS // 2)
     streams.wait_until_all_run()
     lost, others = processes.counts()
     assert lost >= 2 <= others

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from kernels.gpu.backend import TRITON_KERNELS
+from tests.cluster.processes import open_files
 from tests.workers.memory import fake_cuda, holder
 from tests.workers.memory.holder import Form
 from workers.memory import cuda_driver
@@ -46,10 +47,6 @@ FORK: Any = multiprocessing.get_context("fork")
 def driver() -> Iterator[None]:
     with fake_cuda.installed():
         yield
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def mappings() -> int:
@@ -84,10 +81,10 @@ def test_pieces_follow_one_another_and_count_as_progress() -> None:
 
 def test_memory_does_not_grow_beyond_its_addresses_and_what_it_has_stays() -> None:
     memory = SharedGpuMemory.create(PIECE, max_bytes=2 * PIECE)
-    before = num_descriptors()
+    before = open_files()
     with pytest.raises(OSError, match=f"only {2 * PIECE} addresses are reserved"):
         memory.grow(3 * PIECE)
-    assert memory.num_bytes == PIECE and num_descriptors() == before
+    assert memory.num_bytes == PIECE and not open_files() - before
     memory.grow(2 * PIECE)
 
 
@@ -164,28 +161,28 @@ def test_its_maker_cannot_write_once_that_is_forbidden() -> None:
 
 def test_a_lack_of_memory_is_told_from_other_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_CUDA_FREE_BYTES", str(PIECE))
-    before = num_descriptors()
+    before = open_files()
     with pytest.raises(OSError, match="cuMemCreate: out of memory") as caught:
         SharedGpuMemory.create(2 * PIECE)
-    assert caught.value.errno == errno.ENOMEM and num_descriptors() <= before
+    assert caught.value.errno == errno.ENOMEM and not open_files() - before
     with pytest.raises(OSError, match="cuMemMap: invalid argument"):
         cuda_driver.map_memory(cuda_driver.allocate(PIECE, 0), cuda_driver.reserve(PIECE), 1)
 
 
 def test_nothing_stays_mapped_or_open_once_nobody_has_it() -> None:
-    before = num_descriptors(), mappings()
+    before, num_mapped = open_files(), mappings()
     memory = SharedGpuMemory.create(PIECE)
     opened = SharedGpuMemory.open(memory.handle)
     tensor = opened.tensor()
     del memory, opened
     gc.collect()
-    assert mappings() == before[1] + 1 and tensor[0] == 0, "a tensor keeps it"
+    assert mappings() == num_mapped + 1 and tensor[0] == 0, "a tensor keeps it"
     del tensor
     gc.collect()
     until_s = time.monotonic() + 20.0  # for the thread of the server
-    while num_descriptors() > before[0] and time.monotonic() < until_s:
+    while open_files() - before and time.monotonic() < until_s:
         time.sleep(0.01)
-    assert num_descriptors() <= before[0] and mappings() == before[1]
+    assert not open_files() - before and mappings() == num_mapped
 
 
 def test_more_descriptors_than_a_message_takes_are_handed_over() -> None:
@@ -194,10 +191,10 @@ def test_more_descriptors_than_a_message_takes_are_handed_over() -> None:
     taken = take_descriptors(server.address, 450)
     names = [Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in taken]
     assert [str(name) for name in names] == [f"/memfd:{index} (deleted)" for index in range(450)]
-    before = num_descriptors()
+    before = open_files()
     with pytest.raises(OSError, match="450 descriptors were handed over, not 451"):
         take_descriptors(server.address, 451)
-    assert num_descriptors() == before
+    assert not open_files() - before
     for descriptor in (*descriptors, *taken):
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.processes import open_files
 from workers.memory.inheritance import InheritedMemory, RankMemoryHandles
 from workers.memory.lasting import MemoryHandle, SharedMemfd, has_memfds
 from workers.progress import Progress
@@ -26,10 +27,6 @@ def test_who_opens_memory_reads_what_its_maker_writes() -> None:
     memory.allow_writing()
     mine[5000] = 7
     assert theirs[5000] == 7
-
-
-def num_descriptors() -> int:
-    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def _write(handle: MemoryHandle, *, may_write: bool) -> None:
@@ -131,13 +128,13 @@ def test_the_limit_of_a_container_counts(
 def test_what_is_out_of_reach_is_not_inherited_in_part(caplog: pytest.LogCaptureFixture) -> None:
     weights, cache = (SharedMemfd.create("eagleray-test", NUM_BYTES) for _ in range(2))
     gone = dataclasses.replace(cache.handle, path="/proc/1/fd/999")
-    before = num_descriptors()
+    before = open_files()
     inherited = InheritedMemory.open(
         RankMemoryHandles(weights=weights.handle, cache=gone, weights_hash="a")
     )
     assert inherited == InheritedMemory()
     assert "the memory of a rank cannot be shared" in caplog.text
-    assert num_descriptors() == before, "a descriptor was left open"
+    assert not open_files() - before, "a descriptor was left open"
 
 
 def test_it_is_gone_when_nobody_has_it_open() -> None:
@@ -149,9 +146,9 @@ def test_it_is_gone_when_nobody_has_it_open() -> None:
 
 
 def test_memory_that_nobody_refers_to_is_not_kept() -> None:
-    before = num_descriptors()
+    before = open_files()
     tensor = SharedMemfd.create("eagleray-test-forgotten", NUM_BYTES).tensor()
-    assert num_descriptors() == before
+    assert not open_files() - before
     assert "/memfd:eagleray-test-forgotten" in Path("/proc/self/maps").read_text()
     del tensor
     assert "/memfd:eagleray-test-forgotten" not in Path("/proc/self/maps").read_text()
