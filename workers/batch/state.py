@@ -143,7 +143,7 @@ class BatchState:
             num_slots, config.max_blocks_per_sequence, dtype=torch.int32, device=device.torch_device
         )
         # By row of the step, of which there are at most as many as slots.
-        self._num_arrived_parts_SK = torch.zeros(
+        self._num_arrived_parts_BK = torch.zeros(
             num_slots, num_kv_heads, dtype=torch.int32, device=device.torch_device
         )
         self.is_used_S = np.zeros(num_slots, np.bool_)
@@ -285,7 +285,7 @@ class BatchState:
             num_rows=num_rows,
             max_parts=max_parts,
             part_start_B1=part_start_B1,
-            num_arrived_parts_BK=self._num_arrived_parts_SK,
+            num_arrived_parts_BK=self._num_arrived_parts_BK,
         )
 
     def look_up_tokens(

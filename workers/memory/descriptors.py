@@ -11,7 +11,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 _AT_ONCE = 200  # descriptors in a message, of at most 253
 _TIMEOUT_S = 10.0  # for whoever takes them
@@ -26,20 +26,23 @@ class DescriptorServer:
     def __init__(self, descriptors: Sequence[int]) -> None:
         # A name that is no file, so nothing is left of it.
         self.address = f"\0eagleray-{os.getpid()}-{secrets.token_hex(8)}"
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(self.address)
-        listener.listen()
-        copies = [os.dup(descriptor) for descriptor in descriptors]  # whoever has them may close
-        is_shut = threading.Event()
-        thread = threading.Thread(
-            target=_serve, args=(listener, copies, is_shut), name="descriptors", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:  # no more threads are allowed
-            listener.close()
-            close_all(copies)
-            raise OSError(str(error)) from error
+        with ExitStack() as undo:
+            listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listener.bind(self.address)
+            listener.listen()
+            copies: list[int] = []  # whoever has the descriptors may close them
+            undo.callback(close_all, copies)
+            for descriptor in descriptors:
+                copies.append(os.dup(descriptor))
+            is_shut = threading.Event()
+            thread = threading.Thread(
+                target=_serve, args=(listener, copies, is_shut), name="descriptors", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads are allowed
+                raise OSError(str(error)) from error
+            undo.pop_all()
         weakref.finalize(self, _shut, listener, is_shut)
 
 

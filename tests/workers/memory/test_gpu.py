@@ -12,6 +12,7 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -197,6 +198,22 @@ def test_more_descriptors_than_a_message_takes_are_handed_over() -> None:
     assert not open_files() - before
     for descriptor in (*descriptors, *taken):
         os.close(descriptor)
+
+
+def test_whoever_cannot_serve_descriptors_leaves_nothing_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = open_files()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        DescriptorServer([0, 1, -1])
+    monkeypatch.setattr(threading.Thread, "start", _refuse_a_thread)
+    with pytest.raises(OSError, match="can't start new thread"):
+        DescriptorServer([0])
+    assert not open_files() - before
+
+
+def _refuse_a_thread(*_: object) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_another_user_gets_no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
