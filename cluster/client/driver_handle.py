@@ -146,9 +146,8 @@ class DriverHandle:
             self._send_lost_requests()
         action, limit_s = "poll the driver", POLL_WAIT_S + self._answer_limit_s
         try:
-            ref = start_call(
-                actor.poll, action, self._frontend_id, acknowledged_reply_number, POLL_WAIT_S
-            )
+            arguments = self._frontend_id, acknowledged_reply_number, POLL_WAIT_S
+            ref = start_call(actor.poll, action, pickle.dumps(arguments, protocol=5))
             deltas: Deltas | None = pickle.loads(result_of(ref, action, limit_s))
         except LostCallError:
             time.sleep(RETRY_PAUSE_S)

@@ -65,8 +65,8 @@ def opened_by(pid: int) -> list[str]:
 
 
 def open_files() -> set[tuple[str, int, int]]:
-    """Each descriptor of this process, with what it is of. Those of a later call that an earlier
-    one has not were opened in between, whatever else other threads have closed meanwhile.
+    """Each descriptor of this process, with the device and inode of what it is of. What a later
+    call has and an earlier one lacked was opened in between, whatever was closed meanwhile.
     """
     found = set()
     for path in Path("/proc/self/fd").iterdir():

@@ -13,10 +13,11 @@ from configs.paths import SOURCE_ROOT
 from kernels.cpu.tile import has_wide_registers
 
 pytestmark = pytest.mark.skipif(
-    not has_wide_registers(), reason="this processor has no more than AVX2: every test shows it"
+    not has_wide_registers(), reason="without AVX-512 the other tests run this code already"
 )
 LIMIT_S = 550.0
-FILES = """attention elementwise experts few_rows fp8 grouped int8 kv_store linear mixed parallel
+# Tests of kernels on CPUs; without those whose processes would be compiled for both (`avx2.py`).
+FILES = """attention elementwise experts fp8 grouped int8 kv_store linear mixed parallel pool
     recording same_bits sampling sampling_backends"""
 REGISTERS = """
 import tests.kernels.avx2
@@ -48,7 +49,8 @@ def test_no_wider_registers_are_used(tmp_path: Path) -> None:
     assert run(tmp_path, "-c", REGISTERS).split() == ["True", "False"]
 
 
-def test_all_tests_of_kernels_pass(tmp_path: Path) -> None:
+def test_kernels_pass_their_tests(tmp_path: Path) -> None:
     paths = [f"tests/kernels/test_{name}.py" for name in FILES.split()]
     out = run(tmp_path, "-m", "pytest", "-p", "tests.kernels.avx2", "-p", "no:xdist", *paths)
-    assert " passed" in out or "[100%]" in out, out
+    num_passed = int(out.rsplit(" passed", 1)[0].split()[-1])
+    assert num_passed > 1000, out

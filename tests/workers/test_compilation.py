@@ -99,6 +99,7 @@ def test_background_process_ends_with_the_rank_that_started_it(
     assert process.poll() is None
     process.stdin.close()  # as the end of the rank does
     assert process.wait(60) == 0
+    assert not list(tmp_path.rglob("other-steps-*")), "it has compiled everything first"
 
 
 def test_full_cache_needs_no_background_process(

@@ -148,7 +148,9 @@ class ScriptedEngine:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Accept no request until the block ends."""
+        """Take no step and accept no request until the block ends; whoever submits or aborts one
+        waits.
+        """
         with self._changed:
             yield
 

@@ -42,8 +42,9 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    """A server with as little room for bodies, but with time for all that comes."""
+    """A server with the same limits on bodies as `server`, but with more time."""
     monkeypatch.setattr(BoundedProtocol, "head_timeout_s", 30.0)
+    monkeypatch.setattr(BoundedProtocol, "unread_body_timeout_s", 30.0)
     limits = ApiLimits(max_total_body_bytes=100_000, max_small_body_bytes=20_000)
     with serve(limits=limits) as running:
         yield running

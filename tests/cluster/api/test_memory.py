@@ -53,7 +53,7 @@ async def left_bytes(send_once: Callable[[], Any]) -> int:
         for _ in range(NUM_SENT):
             await send_once()
             await asyncio.sleep(0.05)
-        until_s = time.monotonic() + 5.0  # for threads to let go of what they have done
+        until_s = time.monotonic() + 1.0  # for threads to let go of what they have done
         while tracemalloc.get_traced_memory()[0] >= MOST_LEFT_BYTES and time.monotonic() < until_s:
             await asyncio.sleep(0.05)
         return tracemalloc.get_traced_memory()[0]

@@ -352,7 +352,8 @@ class FakeDriver:
         self.knows_frontend = True
         return self.registration_number
 
-    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
+    def _poll(self, arguments: bytes) -> bytes:
+        _, acknowledged, _ = pickle.loads(arguments)
         with self.changed:
             self.changed.wait_for(lambda: self.mailbox.has_news, timeout=0.02)
             if self.poll_failure is not None:

@@ -20,7 +20,6 @@ import pytest
 
 from cluster.engine import driver as driver_module
 from cluster.engine import frontends as frontends_module
-from cluster.engine import loop as loop_module
 from cluster.engine.driver import Driver
 from cluster.engine.loop import Finish
 from cluster.engine.mailbox import Mailbox
@@ -137,12 +136,17 @@ def request(name: str) -> Request:
     )
 
 
+async def poll(driver: Driver, acknowledged: int, wait_s: float) -> Any:
+    """What the driver answers to a poll of the frontend: `Deltas`, or None."""
+    return pickle.loads(await driver.poll(pickle.dumps(("frontend", acknowledged, wait_s))))
+
+
 async def errors_of(driver: Driver, count: int) -> dict[str, EaglerayError]:
     """Poll until this many requests have failed; their errors."""
     errors: dict[str, EaglerayError] = {}
     acknowledged = 0
     for _ in range(20):
-        deltas = pickle.loads(await driver.poll("frontend", acknowledged, 0.2))
+        deltas = await poll(driver, acknowledged, 0.2)
         acknowledged = deltas.reply_number
         errors |= deltas.errors
         if len(errors) >= count:
@@ -222,18 +226,18 @@ def test_requests_whose_ranks_are_lost_for_good_hear_that_they_may_go_on_elsewhe
 
 
 def test_a_frontend_that_stops_polling_is_forgotten_and_its_requests_end(driver: Driver) -> None:
-    async def main() -> tuple[bytes, float]:
+    async def main() -> tuple[Any, int]:
         await driver.start()
         await driver.submit("frontend", [request("a")])
         await asyncio.sleep(2.6)  # silent for longer than 1 s, with a second between checks
-        unknown = await driver.poll("frontend", 0, LIMIT_S)
+        unknown = await poll(driver, 0, LIMIT_S)
         assert driver._step_loop is not None  # whose thread waits for the first step
         assert list(driver._step_loop._inbox) == [Finish(request_ids=["a"], reason="abort")]
         await driver.shutdown()
         return unknown, len(driver._frontends._registration_numbers)
 
     unknown, num_known = asyncio.run(asyncio.wait_for(main(), LIMIT_S))
-    assert pickle.loads(unknown) is None and num_known == 0
+    assert unknown is None and num_known == 0
 
 
 def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_all_again(
@@ -253,7 +257,7 @@ def test_a_frontend_that_was_forgotten_learns_it_when_it_submits_and_may_send_al
         numbers.append(await driver.submit("frontend", [request("old"), request("new")]))
         finished: dict[str, str] = {}
         while len(finished) < 2:
-            deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+            deltas: Deltas = await poll(driver, 0, LIMIT_S)
             finished |= deltas.finish_reasons
         await driver.shutdown()
         return numbers, finished
@@ -275,7 +279,7 @@ def test_a_jump_of_the_wall_clock_changes_neither_the_time_in_the_queue_nor_the_
         monkeypatch.setattr(time, "time", lambda: arrived_s)
         await driver.submit("frontend", [replace(request("a"), num_tokens_per_news=0)])
         monkeypatch.setattr(time, "time", lambda: started_s)
-        while not pickle.loads(await driver.poll("frontend", 0, LIMIT_S)).finish_reasons:
+        while not (await poll(driver, 0, LIMIT_S)).finish_reasons:
             pass
         of_a_minute, of_no_time = await driver.records(60.0), await driver.records(-1.0)
         assert driver._step_loop is not None
@@ -337,7 +341,7 @@ def test_a_request_id_in_use_is_refused_and_harms_nobody(
         await driver.submit("frontend", [replace(request("a"), num_tokens_per_news=0)])
         with pytest.raises(RequestError, match=f"request_id '{names[0]}' is in use"):
             await driver.submit("other", [request("new"), *map(request, names)])
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        deltas: Deltas = await poll(driver, 0, LIMIT_S)
         await driver.submit("other", [request("a")])  # it has ended
         await driver.shutdown()
         return deltas
@@ -374,7 +378,7 @@ def test_requests_that_are_sent_twice_run_once(driver: Driver) -> None:
         while sum(map(len, mailbox_of(driver, "frontend")._unsent_news)) < 2:
             await asyncio.sleep(0.01)
         await driver.submit("frontend", both)  # after they have ended, but before that is known
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        deltas: Deltas = await poll(driver, 0, LIMIT_S)
         await driver.shutdown()
         return deltas
 
@@ -397,7 +401,7 @@ def test_what_a_frontend_has_ended_is_not_mixed_with_what_it_sends_again(driver:
         again = replace(request("a"), token_ids=tokens)
         await driver.submit("frontend", [again])
         await asyncio.sleep(0.2)
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, LIMIT_S))
+        deltas: Deltas = await poll(driver, 0, LIMIT_S)
         await driver.shutdown()
         return deltas
 
@@ -409,7 +413,7 @@ def test_a_frontend_that_waits_for_news_is_not_silent(driver: Driver) -> None:
     async def main() -> int:
         await driver.start()
         await driver.submit("frontend", [request("a")])
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 3.5))
+        deltas: Deltas = await poll(driver, 0, 3.5)
         await driver.shutdown()
         return len(deltas.request_ids)
 
@@ -434,7 +438,7 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
         tokens = array("i", [1, 2, 3, 8, 9])
         done = Request(request_id="done", token_ids=tokens, num_prompt_tokens=3, sampling=sampling)
         await driver.submit("frontend", [done])
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
+        deltas: Deltas = await poll(driver, 0, 0.5)
         await driver.shutdown()
         return deltas.finish_reasons
 
@@ -444,7 +448,6 @@ def test_a_request_sent_again_with_tokens_that_end_it_is_answered_at_once(driver
 def test_the_laws_are_checked_once_in_an_idle_time_and_not_between_requests(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_module, "IDLE_CHECK_DELAY_S", 1.0)
     group: Any = CountingGroup()
     driver._supervisor.group = group  # type: ignore[union-attr]
 
@@ -494,7 +497,7 @@ def test_a_final_only_request_is_heard_of_once_with_all_its_tokens(
         )
         while not any("whole" in news for news in heard):
             await asyncio.sleep(0.01)
-        deltas: Deltas = pickle.loads(await driver.poll("frontend", 0, 0.5))
+        deltas: Deltas = await poll(driver, 0, 0.5)
         await driver.shutdown()
         return deltas
 

@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import contextlib
 import functools
+import pickle
 import threading
 import time
 from collections import deque
@@ -298,9 +299,8 @@ class Driver:
             self.loop.post(Submit(registration_number=number, requests=fresh))
         return number
 
-    def _poll(self, frontend_id: str, acknowledged: int, wait_s: float) -> bytes:
-        import pickle
-
+    def _poll(self, arguments: bytes) -> bytes:
+        frontend_id, acknowledged, _ = pickle.loads(arguments)
         collected = self.frontends.collect(frontend_id, acknowledged, 0.0)
         return pickle.dumps(EVENT_LOOP.run_until_complete(collected))
 

@@ -213,13 +213,17 @@ def test_a_peer_that_is_stuck_fails_the_others_after_the_timeout(
     def run(group: TensorParallelGroup) -> float:
         group.set_timeout(0.5)
         all_start.wait(20)
-        if group.rank == 1:
+        waited = 0.5
+        try:
+            if group.rank != 1:
+                with pytest.raises(WorkerError, match=r"gone or stuck|has left the group"):
+                    group.barrier() if operation == "barrier" else group.all_reduce(torch.zeros(4))
+                waited = time.monotonic() - started[0]
+        except BaseException:
+            others_have_failed.abort()
+            raise
+        with suppress(threading.BrokenBarrierError):  # the rank that broke it tells why
             others_have_failed.wait(20)
-            return 0.5
-        with pytest.raises(WorkerError, match=r"gone or stuck|has left the group"):
-            group.barrier() if operation == "barrier" else group.all_reduce(torch.zeros(4))
-        waited = time.monotonic() - started[0]
-        others_have_failed.wait(20)
         return waited
 
     waited = on_ranks(3, run, transport=transport)
