@@ -11,14 +11,15 @@
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
     ranks        two ranks, where there are two GPUs: sums, tokens, steps of the 0.6B shape
+    weights      experts, and weights in 4 bits and FP8: only if asked for
     sanitizer    CUDA's checkers over small shapes, where they are installed: only if asked for
 
 Needs torch and triton; nothing is downloaded or built. Every row runs in the process of its
 section, those of `ranks` in two, those of `numerics` in one for each family of kernels, all without
-Ray, whose part `benchmarks.dispatch` measures on any machine. Under nine minutes, and as long again
-for `--sections sanitizer`: each section has its own process and time limit, and its results so far
-are kept if it crashes, hangs or runs out of time. Results are written after every section, and one
-table is printed at the end. Exit code 1 if anything has not passed.
+Ray, whose part `benchmarks.dispatch` measures on any machine. Under nine minutes, as long again for
+`--sections sanitizer`, and seven for `weights`: each section has its own process and time limit,
+and its results so far are kept if it crashes, hangs or runs out of time. Results are written after
+every section, and one table is printed at the end. Exit code 1 if anything has not passed.
 
 `--triton-cache DIR`: begin with the compiled kernels in `DIR/triton_cache.tar.xz`, if it is there,
 and if there are new ones, write all of them to that name beside FILE; see `gpu_check_cache`.
@@ -62,6 +63,7 @@ from benchmarks.gpu_check_sanitizer import sanitizer
 from benchmarks.gpu_check_speed import speed
 from benchmarks.gpu_check_steps import decode_steps, prefill_steps
 from benchmarks.gpu_check_tokens import tokens
+from benchmarks.gpu_check_weights import weights
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.device import CudaDevice
@@ -179,10 +181,11 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "throughput": (throughput, 50.0),
     "tokens": (tokens, 45.0),
     "ranks": (two_ranks, 20.0),
+    "weights": (weights, 400.0),
     "sanitizer": (sanitizer, 535.0),
 }
 # Those that run unless others are named, 525 seconds altogether.
-DEFAULT_SECTIONS = [name for name in SECTIONS if name != "sanitizer"]
+DEFAULT_SECTIONS = [name for name in SECTIONS if name not in ("weights", "sanitizer")]
 # How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0

@@ -27,6 +27,7 @@ from benchmarks.in_process import InProcessExecutor
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
 from configs.shapes import SHAPES
+from kernels.reference.fp8 import MAX_FP8, to_fp8
 from kernels.reference.grouped import MIDDLE_INT4_CODE
 from scheduler.engine import Engine
 from scheduler.limits import SchedulerLimits
@@ -183,13 +184,16 @@ def blocks_for(check: Check, backend: str, lengths: Iterable[int]) -> int:
 
 def near_zero(piece: WeightSlice) -> None:
     """Weights for measuring time: logits are nearly flat, so that sampling skips nothing."""
-    if piece.zeros is None:
+    if piece.scale is None:
         piece.target.uniform_(-0.05, 0.05)
-        return
-    assert piece.scale is not None
-    piece.target.random_()
-    piece.zeros.fill_(MIDDLE_INT4_CODE)
-    piece.scale.fill_(0.05 / MIDDLE_INT4_CODE)
+    elif piece.zeros is None:  # FP8, of which not every code is a number
+        values = torch.empty(piece.target.shape, device=piece.target.device)
+        piece.target.copy_(to_fp8(values.uniform_(-MAX_FP8, MAX_FP8)))
+        piece.scale.fill_(0.05 / MAX_FP8)
+    else:
+        piece.target.random_()
+        piece.zeros.fill_(MIDDLE_INT4_CODE)
+        piece.scale.fill_(0.05 / MIDDLE_INT4_CODE)
 
 
 def wide(piece: WeightSlice) -> None:
@@ -258,7 +262,23 @@ def _throughput(check: Check, backend: str) -> Row:
         [rng.randint(0, last) for _ in range(rng.randint(low, high))] for _ in range(num_seqs)
     ]
     lengths = [rng.randint(low, high) for _ in range(num_seqs)]
-    # All requests at once, so nothing is preempted: 276,793 tokens, 17,422 blocks of 16.
+    return outputs_per_s(check, raw, backend, prompts, lengths)
+
+
+def outputs_per_s(
+    check: Check,
+    raw: dict[str, Any],
+    backend: str,
+    prompts: list[list[int]],
+    lengths: list[int],
+    **options: Any,
+) -> Row:
+    """Output tokens per second of requests with these prompts and numbers of output tokens, all
+    submitted at the start. `options` are those of the engine.
+    """
+    num_seqs, longest = len(prompts), max(map(len, prompts))
+    # All requests at once, so nothing is preempted: for `throughput`, 276,793 tokens, 17,422 blocks
+    # of 16.
     totals = [len(tokens) + length for tokens, length in zip(prompts, lengths, strict=True)]
     with open_engine(
         check,
@@ -267,11 +287,12 @@ def _throughput(check: Check, backend: str) -> Row:
         near_zero,
         max_num_seqs=num_seqs,
         max_num_batched_tokens=64 if check.small else 16384,
-        max_model_len=4 * high,
+        max_model_len=24 if check.small else 4096,
         num_kv_blocks=blocks_for(check, backend, totals),
+        **options,
     ) as (engine, executor, config):
         for lengths_before in (
-            [high] * min(64, num_seqs),
+            [longest] * min(64, num_seqs),
             [3],
         ):  # compiles whatever is compiled at its first use
             for number, tokens in enumerate(prompts_of(raw, lengths_before, seed=1)):
@@ -286,7 +307,8 @@ def _throughput(check: Check, backend: str) -> Row:
         outputs = run_all(engine)
         total_s = time.perf_counter() - began
         stats = engine.scheduler.stats
-        floor = floor_s(config.model, 2, make_workload(prompts, lengths), check.ceilings)
+        work = make_workload(prompts, lengths)
+        floor = floor_s(config.model, 2, work, check.ceilings, config.quantization)
         return {
             "tokens_per_s": rounded(sum(lengths) / total_s, 5),
             "total_s": rounded(total_s),

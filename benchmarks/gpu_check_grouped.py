@@ -1,5 +1,5 @@
 """Products with codes in groups: two families of kernels of the section `numerics`, and a part of
-`speed`.
+`weights`.
 
 Legend: T tokens, X features in, Y features out, G groups, W words.
 """
@@ -22,15 +22,20 @@ from kernels.reference.grouped import INT4_CODES_PER_WORD, ReferenceGrouped
 # Of Qwen3-8B: features of each product of a layer, in and out.
 _PRODUCTS = ((4096, 6144), (4096, 4096), (4096, 24576), (12288, 4096))
 _GROUP_SIZE = 128
+# Of `numerics`: features in and out, group. The last is not divided into parts, as no head is.
+_SHAPES = (
+    *((4096, 1000, 128), (4096, 4096, 32), (1216, 520, 64), (12288, 256, 12288)),
+    (256, 1000, 128),
+)
+_SMALL_SHAPES = ((192, 20, 64), (1024, 20, 128))
 _BOTH_WAYS = range(64, 257)  # numbers of rows
 _TIMED_ROWS = {FP8: (1, 64, 256), INT4: (1, 16, 64, 128, 256, 2048)}
 
 
 def grouped_numerics(check: Check, form: str) -> None:
     """Few rows, some, and many; groups of several sizes, two that end within a block."""
-    shapes = ((4096, 1000, 128), (4096, 4096, 32), (1216, 520, 64), (12288, 256, 12288))
-    for num_rows in (2, 40, 130) if check.small else (1, 17, 300):
-        for size_in, size_out, group in ((192, 20, 64), (1024, 20, 128)) if check.small else shapes:
+    for num_rows in (2, 40, 130) if check.small else (1, 17, 100, 300):
+        for size_in, size_out, group in _SMALL_SHAPES if check.small else _SHAPES:
             name = f"{form} {num_rows} x {size_in} to {size_out}, groups of {group}"
             sizes = num_rows, size_in, size_out, group
             check.add(name, partial(_same_product, check, form, *sizes))

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.gpu_check_attention import attention
 from benchmarks.gpu_check_common import Check, Row
+from benchmarks.gpu_check_experts import experts
 from benchmarks.gpu_check_grouped import grouped_numerics
 from benchmarks.gpu_check_verdicts import equal, judge, near, poisoned, worst_of
 from configs.quantization import FP8, INT4
@@ -47,6 +48,7 @@ def families(backends: Iterable[str]) -> dict[str, Callable[[Check], None]]:
         **{f"attention {name}": partial(_attention_of_backend, name) for name in backends},
         "sampling": lambda check: sampling(check, check.backends["triton"].sampling),
         **{f"{form} weights": partial(_products_with_codes, form) for form in (INT4, FP8)},
+        "experts": experts,
     }
 
 

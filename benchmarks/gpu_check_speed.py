@@ -34,7 +34,6 @@ from benchmarks.gpu_check_common import (
     timed,
     with_parts,
 )
-from benchmarks.gpu_check_grouped import grouped_speed
 from benchmarks.gpu_check_sampling import products, whole_sampler
 from kernels.gpu.fp8 import Fp8Widening
 from kernels.interface import GapRows, Kernels
@@ -67,7 +66,6 @@ def speed(check: Check) -> None:
     _sampling(check)
     whole_sampler(check)
     products(check)
-    grouped_speed(check)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,9 @@ from benchmarks.gpu_check_engine import (
     run_all,
 )
 from configs.model import ModelConfig
-from configs.quantization import FP8 as FP8_WEIGHTS
 from configs.quantization import INT4, Quantization
 from scheduler.engine import Engine
+from workers.models.size import count_parameters
 from workers.roofline import active_layer_parameters, floor_s, make_workload
 
 Span = tuple[str, float, float]  # name, begin and end in microseconds of what a GPU ran
@@ -45,7 +45,6 @@ CONTEXT = 512
 FP8 = "fp8_e4m3"
 # With a cache of 8-bit numbers; with few rows the weights are nearly all that is read.
 FP8_BATCHES = (64, 256)
-QUANTIZED_BATCHES = (1, 16, 64)
 # Tokens of a prefill step: prompts, and the length of each.
 PREFILLS = ((1, 2048), (4, 2048))
 
@@ -59,32 +58,27 @@ def shapes_of(check: Check) -> dict[str, dict[str, Any]]:
 
 
 def decode_steps(check: Check) -> None:
-    """Run the section: graphs first, and then, for 0.6B, over a cache of 8-bit numbers, and, for
-    8B, with weights of 4 bits and of FP8; eager steps last.
+    """Run the section: graphs first, and then, for 0.6B, over a cache of 8-bit numbers; eager steps
+    last.
     """
     shapes, batches = shapes_of(check), (2,) if check.small else BATCHES
     if check.on_gpu:
         for name, raw in shapes.items():
             label = f"{name} graph"
-            check.add(label, partial(_decode_steps, check, raw, label, batches))
+            check.add(label, partial(add_decode_steps, check, raw, label, batches))
         smaller, raw = [*shapes.items()][-1]
         label = f"{smaller} graph, {FP8} cache"
         of_fp8 = batches if check.small else FP8_BATCHES
-        start = partial(_decode_steps, check, raw, label, of_fp8, kv_cache_dtype=FP8)
+        start = partial(add_decode_steps, check, raw, label, of_fp8, kv_cache_dtype=FP8)
         check.add(label, start)
-        larger, raw = next(iter(shapes.items()))
-        for form in (INT4, FP8_WEIGHTS):
-            label = f"{larger} graph, {form} weights"
-            start = partial(_decode_steps, check, raw, label, QUANTIZED_BATCHES, quantization=form)
-            check.add(label, start)
     else:
         check.add("graphs", lambda: NO_GRAPHS)
     for name, raw in shapes.items():
         label = f"{name} eager"
-        check.add(label, partial(_decode_steps, check, raw, label, batches, enforce_eager=True))
+        check.add(label, partial(add_decode_steps, check, raw, label, batches, enforce_eager=True))
 
 
-def _decode_steps(
+def add_decode_steps(
     check: Check, raw: dict[str, Any], label: str, batches: Sequence[int], **options: Any
 ) -> Row:
     """Adds a row per batch; returns the row of the start. `options` are those of the engine."""
@@ -235,8 +229,15 @@ def floor_of_step_ms(
     context: int,
     quantization: Quantization | None = None,
 ) -> float:
-    """Of one rank: reading the weights, and the keys and values of all rows, once."""
-    weights = active_layer_parameters(model) + model.vocab_size * model.hidden_size
+    """Of one rank: reading the weights, and the keys and values of all rows, once. Of experts,
+    those are read that some row has if all rows choose independently.
+    """
+    parameters, head = count_parameters(model), model.vocab_size * model.hidden_size
+    active_weights = active_layer_parameters(model) + head
+    weights = parameters.total - parameters.vocabulary - parameters.expert_parameters + head
+    if model.experts is not None:
+        share_chosen = model.experts.num_experts_per_token / model.experts.num_experts
+        weights += round(parameters.expert_parameters * (1 - (1 - share_chosen) ** batch))
     kv_elements_per_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     kv_elements_per_token *= 1 if kv_cache_dtype == FP8 else 2  # bytes
     bytes_per_weight = 2.0
@@ -245,7 +246,9 @@ def floor_of_step_ms(
         bytes_per_weight += 4 / quantization.group_size
     weight_bytes = weights * bytes_per_weight
     return (
-        check.floor_us(weight_bytes + batch * context * kv_elements_per_token, 2 * weights * batch)
+        check.floor_us(
+            weight_bytes + batch * context * kv_elements_per_token, 2 * active_weights * batch
+        )
         / 1000
     )
 
@@ -258,11 +261,15 @@ def prefill_steps(check: Check) -> None:
     for name, raw in shapes_of(check).items():
         for backend in check.backends:
             label = f"{name} {backend}"
-            check.add(label, partial(_prefill_steps, check, raw, label, backend))
+            check.add(label, partial(add_prefill_steps, check, raw, label, backend))
 
 
-def _prefill_steps(check: Check, raw: dict[str, Any], label: str, backend: str) -> Row:
-    """Adds a row per size of step; returns the row of the start."""
+def add_prefill_steps(
+    check: Check, raw: dict[str, Any], label: str, backend: str, **options: Any
+) -> Row:
+    """Adds a row per size of step; returns the row of the start. `options` are those of the
+    engine.
+    """
     sizes = ((1, 12), (2, 12)) if check.small else PREFILLS
     lengths = [length for num, length in sizes for _ in range(num)]
     open_one = partial(
@@ -278,6 +285,7 @@ def _prefill_steps(check: Check, raw: dict[str, Any], label: str, backend: str) 
         max_model_len=64 if check.small else 4096,
         # Twice, since a step may be prepared while the blocks of the one before are still taken.
         num_kv_blocks=blocks_for(check, backend, [length + 128 for length in 2 * lengths]),
+        **options,
     )
     rows = [
         (f"{label}, {num * length} tokens", partial(_prefill_step, check, num, length))

@@ -1,14 +1,18 @@
-"""Five runs for a machine with a GPU that is ours for some minutes, each within a time budget:
+"""Seven runs for a machine with a GPU that is ours for some minutes, each within a time budget:
 
     python -m benchmarks.gpu_runs right --out DIR --nano-vllm CHECKOUT
     python -m benchmarks.gpu_runs fast --out DIR
     python -m benchmarks.gpu_runs record --out DIR
+    python -m benchmarks.gpu_runs weights --out DIR
+    python -m benchmarks.gpu_runs serve --out DIR
     python -m benchmarks.gpu_runs large --out DIR
     python -m benchmarks.gpu_runs standby --out DIR
 
     right     are results right, is memory given back, which engine is faster on the same work
     fast      where the time of the kernels goes, and what CUDA's checkers say
-    record    the whole GPU check, and the server under load, also while a rank is killed
+    record    the whole GPU check
+    weights   experts, and weights in 4 bits and FP8: right, and how fast
+    serve     the server under load, also while a rank is killed
     large     8B and 32B shapes, rows of 32,768 tokens, seconds of a start from the page cache
     standby   what a rank that is killed, or writes where it may not, costs while a spare stands by,
               and what that spare costs
@@ -49,8 +53,9 @@ _LEFT_MIB = 64.0
 _FREED_S = 5.0
 _LOGS_OF_RAY = Path("/tmp/ray/session_latest/logs")
 _KEPT_LOG_BYTES = 30_000
-# What the GPU check needs besides its sections.
+# What the GPU check needs besides its sections, and a sweep after its last launch.
 _CHECK_STARTS_S = 15.0
+_SWEEP_ENDS_S = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +102,16 @@ def _inputs(run: Run, shape: str = "0.6B", name: str = "inputs") -> Step:
     return Step(name=name, command=command, limit_s=90, least_s=15)
 
 
-def _gpu_check(run: Run, limit_s: float, name: str = "gpu_check", *sections: str) -> Step:
+def _gpu_check(
+    run: Run, limit_s: float, name: str = "gpu_check", *sections: str, least_s: float = 45
+) -> Step:
     command = run.python("benchmarks.gpu_check", "--out", run.out / f"{name}.json")
     command += ["--sections", *sections] if sections else []
-    command += ["--within", str(limit_s - _CHECK_STARTS_S)]
     command += ["--triton-cache", str(run.out)]
-    return _interpreted(run, Step(name=name, command=command, limit_s=limit_s, least_s=45))
+    step = Step(
+        name=name, command=command, limit_s=limit_s, least_s=least_s, margin_s=_CHECK_STARTS_S
+    )
+    return _interpreted(run, step)
 
 
 def _interpreted(run: Run, step: Step) -> Step:
@@ -183,9 +192,12 @@ def _soak(run: Run) -> Step:
     return Step(name="ray_soak", command=command, limit_s=120, least_s=40)
 
 
-def _sweep(run: Run) -> Step:
-    command = run.python("benchmarks.gpu_sweep", "--out", run.out / "gpu_sweep.json")
-    return _interpreted(run, Step(name="sweep", command=command, limit_s=240, least_s=60))
+def _sweep(run: Run, kernel: str) -> Step:
+    name = f"sweep_{kernel}"
+    command = run.python("benchmarks.gpu_sweep", "--out", run.out / f"{name}.json")
+    command += ["--kernels", kernel]
+    step = Step(name=name, command=command, limit_s=130, least_s=40, margin_s=_SWEEP_ENDS_S)
+    return _interpreted(run, step)
 
 
 def _ncu(run: Run) -> Step:
@@ -214,6 +226,15 @@ def _pytest(run: Run, file: str = "") -> Step:
     tests = SOURCE_ROOT / "tests" / "gpu" / file
     command = run.python("pytest", "-q", "-p", "no:cacheprovider", tests)
     return Step(name="tests", command=command, limit_s=90, least_s=25)
+
+
+def _kernel_tests(run: Run) -> Step:
+    """The tests of each kernel, which run on a GPU if there is one: in float16 too."""
+    paths = sorted((SOURCE_ROOT / "tests" / "kernels").glob("test_gpu_*.py"))
+    names = [path for path in paths if path.stem != "test_gpu_compile"]
+    command = run.python("pytest", "-q", "-p", "no:cacheprovider", "-n", "8", *names)
+    command += ["-k", "no_tokens"] if run.small else []
+    return _interpreted(run, Step(name="kernel_tests", command=command, limit_s=150, least_s=50))
 
 
 def _serve(run: Run) -> Step:
@@ -254,12 +275,22 @@ def right(run: Run) -> list[Step]:
 
 
 def fast(run: Run) -> list[Step]:
-    sanitizer = _gpu_check(run, 545, "sanitizer", "sanitizer")
-    return [_sweep(run), _ncu(run), _pytest(run), sanitizer]
+    steps = [_pytest(run), _kernel_tests(run), _sweep(run, "decode"), _sweep(run, "prefill")]
+    # Mostly a call of its own: a checker of one family takes 150 seconds.
+    return [*steps, _ncu(run), _gpu_check(run, 545, "sanitizer", "sanitizer", least_s=300)]
 
 
 def record(run: Run) -> list[Step]:
-    return [_gpu_check(run, 540), _inputs(run), _serve(run), _serve_kill(run)]
+    return [_gpu_check(run, 540)]
+
+
+def weights(run: Run) -> list[Step]:
+    check = _gpu_check(run, 540, "weights", "machine", "numerics", "weights")
+    return [check, _kernel_tests(run)]
+
+
+def serve(run: Run) -> list[Step]:
+    return [_inputs(run), _serve(run), _serve_kill(run)]
 
 
 def large(run: Run) -> list[Step]:
@@ -269,17 +300,18 @@ def large(run: Run) -> list[Step]:
 
 def standby(run: Run) -> list[Step]:
     steps = [_pytest(run, "test_gpu_memory.py"), _inputs(run)]
-    steps += [_lose_ranks(run, "kill"), _inputs(run, "8B", "inputs_8B")]
+    steps += [_lose_ranks(run, "kill"), _lose_ranks(run, "stray"), _inputs(run, "8B", "inputs_8B")]
     steps += [_lose_ranks(run, "kill", "8B")]
-    steps += [_lose_ranks(run, "none", "8B", spares) for spares in ("standby", "warm")]
-    return [*steps, _lose_ranks(run, "stray")]
+    return [*steps, *(_lose_ranks(run, "none", "8B", spares) for spares in ("standby", "warm"))]
 
 
 # By name: the steps of a run, and the seconds that it may take unless it is told otherwise.
 RUNS: dict[str, tuple[Callable[[Run], list[Step]], float]] = {
     "right": (right, 420.0),
     "fast": (fast, 560.0),
-    "record": (record, 580.0),
+    "record": (record, 560.0),
+    "weights": (weights, 580.0),
+    "serve": (serve, 240.0),
     "large": (large, 560.0),
     "standby": (standby, 560.0),
 }

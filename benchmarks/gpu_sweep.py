@@ -1,5 +1,5 @@
 """Which launch of Triton's attention is fastest on this GPU: `python -m benchmarks.gpu_sweep [--out
-FILE] [--kernels prefill decode]`.
+FILE] [--kernels prefill decode] [--within SECONDS]`.
 
     prefill   sizes of tiles and stages, for blocks of 16, 64 and 128 tokens
     decode    programs per processor, for the same blocks; over a cache of 8-bit numbers also the
@@ -10,7 +10,8 @@ device time, the floor as in `benchmarks.gpu_check_speed` at the speeds of an H2
 its share of the time. The launch that is used today is the row "as chosen"; to change it, see
 `kernels/gpu/attention_launch.py`. Each other launch must give what that one gives on the same
 inputs, within rounding, else it is marked WRONG. The last table is the best launch of each batch.
-Exit code 1 if a launch is wrong or raised an error.
+Exit code 1 if a launch is wrong or raised an error. `--within`: after so many seconds no further
+launch is timed, and the last table is of those that were.
 `--small`: tiny shapes on any device, including a CPU with TRITON_INTERPRET=1; times mean nothing.
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -104,16 +106,16 @@ _ROUNDINGS = 4
 _AS_CHOSEN = "as chosen"
 
 
-def prefill(check: Check) -> None:
+def prefill(check: Check, until_s: float) -> None:
     """The rows of the first table."""
     pool = Pool.allocate(check)
     batches = {"20": _batch([20], [20])} if check.small else _PREFILLS
     for heads, block_size, batch in _shapes(check, batches):
         case = Case(name=f"prefill {batch}", heads=heads, block_size=block_size, **batches[batch])
-        _add_launches(check, pool, case, _prefill_launches(check), [])
+        _add_launches(check, pool, case, _prefill_launches(check), [], until_s)
 
 
-def decode(check: Check) -> None:
+def decode(check: Check, until_s: float) -> None:
     """The rows of the second table."""
     batches = {"3 x 40": _batch([40] * 3, [1] * 3)} if check.small else _DECODES
     for cache in ("16 bits", "fp8"):
@@ -123,11 +125,12 @@ def decode(check: Check) -> None:
             name = f"decode {cache} {batch}"
             case = Case(name=name, heads=heads, block_size=block_size, **batches[batch])
             chosen: list[torch.Tensor] = []
-            _add_launches(check, pool, case, _decode_launches(check, cache == "fp8"), chosen)
+            launches = _decode_launches(check, cache == "fp8")
+            _add_launches(check, pool, case, launches, chosen, until_s)
             for programs in _PROGRAMS_PER_SM:
                 with mock.patch.object(decode_parts, "_PROGRAMS_PER_SM", programs):
                     label = f"{programs} programs per processor"
-                    _add_launches(check, pool, case, {label: _as_chosen}, chosen)
+                    _add_launches(check, pool, case, {label: _as_chosen}, chosen, until_s)
 
 
 def _shapes(check: Check, batches: dict[str, Any]) -> Iterator[tuple[Heads, int, str]]:
@@ -167,16 +170,24 @@ def _changed(**fields: Any) -> Tune:
 
 
 def _add_launches(
-    check: Check, pool: Pool, case: Case, launches: dict[str, Tune], chosen: list[torch.Tensor]
+    check: Check,
+    pool: Pool,
+    case: Case,
+    launches: dict[str, Tune],
+    chosen: list[torch.Tensor],
+    until_s: float,
 ) -> None:
-    """Add the row of each launch, unless the cache is larger than the pool. `chosen`: what the
-    launch as chosen gives, which this puts there if it is one of them.
+    """Add the row of each launch, unless the cache is larger than the pool; of none after
+    `until_s`. `chosen`: what the launch as chosen gives, which this puts there if it is one of
+    them.
     """
     _, kv_heads, dim = case.heads
     cached = sum(seq_len + case.block_size for seq_len in case.seq_lens)
     if kv_heads * dim * cached > pool.keys.numel():
         return
     for label, tune in launches.items():
+        if time.monotonic() > until_s:
+            return
         attend = tuned_attention(tune)
         check.add(case.name, partial(_measure, check, pool, case, label, attend, chosen))
         print(line_of(check.rows[-1]), flush=True)
@@ -258,7 +269,7 @@ def best_of(rows: list[Row]) -> list[str]:
     return lines
 
 
-_KERNELS: dict[str, Callable[[Check], None]] = {"prefill": prefill, "decode": decode}
+_KERNELS: dict[str, Callable[[Check, float], None]] = {"prefill": prefill, "decode": decode}
 
 
 def main() -> None:
@@ -268,8 +279,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu_sweep.json")
     parser.add_argument("--kernels", nargs="+", choices=list(_KERNELS), default=list(_KERNELS))
+    parser.add_argument("--within", type=float, default=float("inf"), metavar="SECONDS")
     parser.add_argument("--small", action="store_true", help="tiny shapes, on any device")
     args = parser.parse_args()
+    until_s = time.monotonic() + args.within
     on_gpu = torch.cuda.is_available()
     if not on_gpu and not args.small:
         parser.error("there is no GPU here; --small runs on a CPU, with TRITON_INTERPRET=1")
@@ -294,7 +307,7 @@ def main() -> None:
     check.on_row = lambda: write_json(args.out, record)
     print(f"{'batch':28} {'heads':>12} {'block':>5}  {'launch':44} {'us':>9} {'floor':>9} share")
     for name in args.kernels:
-        _KERNELS[name](check)
+        _KERNELS[name](check, until_s)
     print("\nbest", *best_of(check.rows), sep="\n")
     sys.exit(any(not row.get("passed", True) for row in check.rows))
 

@@ -44,7 +44,11 @@ class Timings:
     num_failed: int = 0
 
     def line(self) -> dict[str, Any]:
-        """Figures for a table: tokens per second, and milliseconds."""
+        """Figures for a table: tokens per second, and milliseconds. Raises `RuntimeError` if all
+        tokens of a stream came at once, as those do that have no text.
+        """
+        if self.num_tokens > len(self.first_s) and not self.between_s:
+            raise RuntimeError("every stream was a single event: its tokens have no text")
         return {
             "tokens_per_s": round(self.num_tokens / self.total_s, 1),
             "ttft_ms_p50": round(1e3 * quantile(self.first_s, 0.5), 1),

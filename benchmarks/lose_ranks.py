@@ -2,7 +2,8 @@
 
 Starts an engine of a model with random weights, keeps streams going whose prompts are long, kills a
 rank again and again, and prints a JSON line per kill, then one of all: seconds from the kill to the
-next token of each stream (median over all, and the worst), and tokens that were computed again.
+next token of each stream (median over all, and the worst), and tokens that were computed again. It
+fails if a kill was not followed by a recovery.
 `--when`: once a group stands by; after the start, as soon as every stream has a token, each time in
 another engine; or again, within a second of the kill before, which the seconds then leave out.
 `--who`: one rank, all, or one and its spare. Every stream is compared with one that nothing has
@@ -15,6 +16,7 @@ is printed too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -39,6 +41,7 @@ from workers import faults
 
 SHAPES = {"60m": QWEN3_60M, "0.6b": QWEN3_0_6B}
 LIMIT_S = 180.0
+_ON_THEIR_WAY_S = 0.1
 STANDBY_LIMIT_S = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "segv": signal.SIGSEGV, "none": 0}
 STRAY = "stray"
@@ -74,6 +77,19 @@ class Streams:
                 return [moments[count - 1] for moments in later]
             time.sleep(0.002)
         raise SystemExit("a stream got no token in time")
+
+    def silences_s(self, killed_s: float) -> list[float]:
+        """For each stream that has ended, seconds from a kill to the end of the longest silence
+        that began before it or soon after, since tokens that were on their way come a moment later.
+        """
+        return [
+            max(
+                (later_s - earlier_s, later_s - killed_s)
+                for earlier_s, later_s in itertools.pairwise(came_s)
+                if later_s > killed_s and earlier_s <= killed_s + _ON_THEIR_WAY_S
+            )[1]
+            for came_s in self.came_s
+        ]
 
     def join(self) -> None:
         for thread in self._threads:
@@ -142,18 +158,21 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
                     began_s = time.monotonic()
                     wait_until_someone_stands_by(llm)
                     waits_s.append(time.monotonic() - began_s)
-                    spare_bytes = gpu_bytes(args.device) - used_bytes
+                    # Less, if the next spare was there already before the streams had ended.
+                    spare_bytes = max(spare_bytes, gpu_bytes(args.device) - used_bytes)
                 streams = Streams(llm, prompts, args.tokens)
                 streams.wait_for(0.0, 1 if args.when == "start" else 20)
                 rank = (engine + index) % args.tp
                 if args.when == "again":
                     streams.wait_for(kill(llm, args, rank) + 0.05)
-                before = llm.stats().num_recomputed_tokens
+                before = llm.stats()
                 killed_s = kill(llm, args, rank)
-                # Tokens that were on their way come a moment later.
-                gaps_s += [moment - killed_s for moment in streams.wait_for(killed_s + 0.05)]
-                computed_again.append(llm.stats().num_recomputed_tokens - before)
                 streams.join()
+                gaps_s += streams.silences_s(killed_s)
+                after = llm.stats()
+                computed_again.append(after.num_recomputed_tokens - before.num_recomputed_tokens)
+                if args.signal != "none" and after.num_recoveries == before.num_recoveries:
+                    raise SystemExit(f"{args.signal} of rank {rank} did not end it")
                 tokens_per_s.append(streams.tokens_per_s())
                 last = {"next_token_s": max(gaps_s[-args.streams :])}
                 last |= {"computed_again": computed_again[-1], "tokens_per_s": tokens_per_s[-1]}
@@ -222,6 +241,8 @@ def main() -> None:
     print(json.dumps({**row, **vars(args), "machine": machine()}))
     if keeps_cache and row["computed_again_worst"]:
         raise SystemExit("a rank was replaced without its cache: the log says why")
+    if args.signal == STRAY and not row["computed_again_per_kill"]:
+        raise SystemExit("the cache of a rank that has written where it may not was kept")
 
 
 if __name__ == "__main__":

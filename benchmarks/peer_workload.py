@@ -2,9 +2,9 @@
 
     python -m benchmarks.peer_workload DIR [--shape 0.6B]
 
-writes DIR/model, with the default model's tokenizer, and DIR/workload.jsonl, which `launch.py bench
---input` reads. The workload is the one of nano-vLLM's benchmark: 256 requests, inputs and outputs
-of 100 to 1,024 tokens, 133,966 output tokens.
+writes DIR/model, with the default model's tokenizer made as large as the model's vocabulary, and
+DIR/workload.jsonl, which `launch.py bench --input` reads. The workload is the one of nano-vLLM's
+benchmark: 256 requests, inputs and outputs of 100 to 1,024 tokens, 133,966 output tokens.
 """
 
 from __future__ import annotations
@@ -61,9 +61,21 @@ def write_model(model_dir: Path, shape: str) -> int:
     """Write a checkpoint of this shape that any engine can read; returns its bytes."""
     model_dir.mkdir(parents=True, exist_ok=True)
     size = write_random_checkpoint(model_dir, SHAPES[shape] | _FOR_OTHERS, torch.bfloat16)
-    for path in DEFAULT_MODEL_DIR.glob("token*.json"):
-        shutil.copy(path, model_dir)
+    shutil.copy(DEFAULT_MODEL_DIR / "tokenizer_config.json", model_dir)
+    _write_tokenizer(model_dir / "tokenizer.json", SHAPES[shape]["vocab_size"])
     return size
+
+
+def _write_tokenizer(path: Path, vocab_size: int) -> None:
+    """The default model's, with a text for every further id too: a token without one sends no event
+    to whoever reads a stream.
+    """
+    tokenizer = json.loads((DEFAULT_MODEL_DIR / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    # Their ids are those in the vocabulary, if they are there, else they follow it.
+    vocabulary |= {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    vocabulary |= {f"\u0120{number}": number for number in range(len(vocabulary), vocab_size)}
+    path.write_text(json.dumps(tokenizer))
 
 
 def write_workload(path: Path, small: bool) -> int:

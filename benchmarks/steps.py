@@ -35,8 +35,9 @@ _KEPT_BYTES = 2**20
 class Step:
     """One command. `limit_s`: when it is killed. `least_s`: with less than this left of the budget
     it is not started. `needs`: steps without whose success it is not started, where they are part
-    of the run. `expected`: what its output must contain. `skipped`: why it cannot run here at all,
-    if so.
+    of the run. `margin_s`: if given, `--within` and the time until it is killed, less this, are
+    appended to the command. `expected`: what its output must contain. `skipped`: why it cannot run
+    here at all, if so.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Step:
     limit_s: float
     least_s: float
     needs: tuple[str, ...] = ()
+    margin_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     expected: tuple[str, ...] = ()
     skipped: str | None = None
@@ -87,12 +89,15 @@ def run_step(step: Step, log: Path, limit_s: float) -> Result:
     line. "left": commands of the processes that it left behind, which have been killed.
     """
     began_s = time.monotonic()
+    command = [*step.command]
+    if step.margin_s is not None:
+        command += ["--within", f"{limit_s - step.margin_s:.1f}"]
     with log.open("ab") as output:
-        output.write(f"\n===== {step.name}: {' '.join(step.command)}\n".encode())
+        output.write(f"\n===== {step.name}: {' '.join(command)}\n".encode())
         output.flush()
         starts_at = output.tell()
         process = subprocess.Popen(
-            step.command,
+            command,
             env=os.environ | dict(step.environment),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -20,6 +20,7 @@ from benchmarks import (
     gpu_check,
     gpu_check_attention,
     gpu_check_common,
+    gpu_check_experts,
     gpu_check_numerics,
     gpu_check_speed,
     gpu_check_verdicts,
@@ -66,7 +67,7 @@ def test_sections_report_and_pass_in_their_own_processes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in gpu_check.DEFAULT_SECTIONS if name not in IN_PROCESSES]
+    "name", [name for name in gpu_check.SECTIONS if name not in (*IN_PROCESSES, "sanitizer")]
 )
 def test_section_reports_and_passes(name: str, tmp_path: Path) -> None:
     section, limit_s = gpu_check.SECTIONS[name]
@@ -140,6 +141,21 @@ def test_wrong_kernel_does_not_pass(part: Callable[..., None], wrong: dict[str, 
     part(check, *(["triton"] if part is gpu_check_attention.attention else []), kernels)
     failed = {row["name"].split()[0] for row in check.rows if not row["passed"]}
     assert failed == {"triton" if part is gpu_check_attention.attention else next(iter(wrong))}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "failed"),
+    [
+        ({"mlp": off_by_a_hundredth(TRITON.experts.mlp)}, {"mlp"}),
+        ({"mlp": unwritten(TRITON.experts.mlp)}, {"mlp"}),
+        ({"mlp": lambda x, shares, ids, w: TRITON.experts.mlp(x, shares, ids ^ 1, w)}, {"mlp"}),
+        ({"route": lambda x, k, norms, _: TRITON.experts.route(x, k, norms, None)}, {"route"}),
+    ],
+)
+def test_wrong_experts_do_not_pass(wrong: dict[str, Any], failed: set[str]) -> None:
+    check = small(Replaced(TRITON, experts=Replaced(TRITON.experts, **wrong)))
+    gpu_check_experts.experts(check)
+    assert {row["name"].split()[0] for row in check.rows if not row["passed"]} == failed
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> set[tuple[str, int, bool]]:

@@ -26,6 +26,7 @@ from benchmarks.gpu_check_sampling import KINDS
 from configs.model import ModelConfig
 from configs.quantization import computed_quantization
 from kernels.reference.backend import REFERENCE_KERNELS as REFERENCE
+from kernels.reference.fp8 import from_fp8
 from tests.benchmarks.gpu_check_small import small
 from tests.kernels.gpu_device import DEVICE
 from workers.models.weights import WeightSlice
@@ -189,6 +190,38 @@ def test_row_after_one_that_fails_has_a_fresh_engine() -> None:
     start_s = gpu_check_engine.add_rows(check, open_one, rows)
     assert [row["passed"] for row in check.rows] == [True, False, True, True]
     assert engines == ["engine 0", "engine 0", "engine 1", "engine 1"] and len(start_s) == 2
+
+
+@pytest.mark.parametrize("form", [None, "int4", "fp8"])
+def test_weights_for_measuring_time_are_small_numbers(form: str | None) -> None:
+    shape, pieces = TINY | {"hidden_size": 128, "intermediate_size": 128}, list[WeightSlice]()
+
+    def fill(piece: WeightSlice) -> None:
+        near_zero(piece)
+        pieces.append(piece)
+
+    with open_engine(small(), shape, "reference", fill, quantization=form, **SIZES) as parts:
+        gpu_check_engine.add(parts[0], 0, [5, 6, 7], 4)
+        assert len(gpu_check_engine.run_all(parts[0])["0"]) == 4
+    for piece in pieces:
+        values = piece.target.float()
+        if piece.scale is not None and piece.zeros is None:
+            values = from_fp8(piece.target) * piece.scale.flatten()[0]
+        if piece.zeros is None:
+            assert 0.04 < float(values.abs().max()) <= 0.0501 and float(values.std()) > 0.02
+    num_scaled = sum(piece.scale is not None for piece in pieces)
+    assert (num_scaled > 0) == (form is not None)
+
+
+def test_experts_that_some_row_has_are_read() -> None:
+    shape = TINY | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+    model = ModelConfig.from_dict(shape | {"moe_intermediate_size": 4096, "norm_topk_prob": True})
+    one, two, many = (
+        gpu_check_steps.floor_of_step_ms(small(), model, "bfloat16", batch, 0)
+        for batch in (1, 2, 1000)
+    )
+    assert two / one == pytest.approx(2 - 2 / 8, rel=0.01)
+    assert many / one == pytest.approx(4, rel=0.01) or many > 4 * one
 
 
 @pytest.mark.parametrize(("form", "bytes_per_code"), [("int4", 1 / 2), ("fp8", 1)])

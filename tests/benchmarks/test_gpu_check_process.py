@@ -216,6 +216,19 @@ def test_a_checker_passes_only_what_was_seen_whole_and_was_right(
     assert (row["verdict"], row["passed"]) == (verdict, verdict == "passed")
 
 
+def test_a_failed_row_says_what_the_checker_has_reported_first(tmp_path: Path) -> None:
+    said = ["COMPUTE-SANITIZER", "Invalid __global__ write of size 4 bytes", "    at _kernel+0x160"]
+    said += ["", "    by thread (0,0,0)", "    Address is misaligned", "    in frame 1"]
+    lines = "\n".join(f"echo '========= {line}'" for line in [*said, "ERROR SUMMARY: 1 error"])
+    row = gpu_check_sanitizer.run_tool(
+        checker(tmp_path, f"{lines}\nexit 99"), "memcheck", "store", 5.0
+    )
+    assert row["verdict"] == "failed" and row["first"] == (
+        "Invalid __global__ write of size 4 bytes; at _kernel+0x160; by thread (0,0,0);"
+        " Address is misaligned"
+    )
+
+
 def test_checker_that_ran_no_kernels_has_not_passed(tmp_path: Path) -> None:
     path = checker(tmp_path, "")
     row = gpu_check_sanitizer.run_tool(path, "memcheck", "elementwise", 5.0)

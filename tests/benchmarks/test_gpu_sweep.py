@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,8 +55,11 @@ def test_a_launch_with_another_output_or_an_error_is_marked() -> None:
         "as chosen": lambda launch: launch,
         "broken": broken,
     }
-    gpu_sweep._add_launches(check, Pool.allocate(check), case, launches, [])
+    pool, until_s = Pool.allocate(check), time.monotonic() + 600
+    gpu_sweep._add_launches(check, pool, case, launches, [], until_s)
     assert [row["passed"] for row in check.rows] == [True, False]
+    gpu_sweep._add_launches(check, pool, case, launches, [], time.monotonic())
+    assert len(check.rows) == 2, "no launch is timed once its time is over"
     other = torch.ones(20, 2, 64, dtype=check.dtype, device=check.device)
     row = gpu_sweep._compared(
         check, Pool.allocate(check), case, "other", lambda *_: other, [other * 1.01]

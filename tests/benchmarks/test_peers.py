@@ -12,7 +12,9 @@ import torch
 
 from benchmarks import peer_flash_attn, peer_workload
 from benchmarks.gpu_runs_table import compared, engines_of
+from cluster.client.tokenizer import Tokenizer
 from configs.model import ModelConfig
+from configs.paths import DEFAULT_MODEL_DIR
 from tests.kernels.test_flash_attn import WHEEL, install
 from workers.models.checkpoint import expected_tensors
 
@@ -53,7 +55,12 @@ def test_model_holds_every_tensor_and_a_tokenizer(tmp_path: Path) -> None:
     shapes = expected_tensors(ModelConfig.from_dir(tmp_path)).values()
     numbers = sum(torch.Size(shape).numel() for shape in shapes)
     assert 2 * numbers <= size < 2 * numbers + 10_000
-    assert (tmp_path / "tokenizer.json").exists()
+    tokenizer, default = Tokenizer(tmp_path), Tokenizer(DEFAULT_MODEL_DIR)
+    text = "<|im_start|>user\nWhat is 47 + 38?<|im_end|>"
+    assert tokenizer.encode(text) == default.encode(text)
+    assert tokenizer.text_bytes is not None
+    texts = [*map(tokenizer.text_bytes, range(512, peer_workload.TINY["vocab_size"]))]
+    assert all(texts) and len(set(texts)) == len(texts)
 
 
 def test_engines_are_compared_with_nano_vllm(tmp_path: Path) -> None:

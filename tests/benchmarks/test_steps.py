@@ -115,6 +115,15 @@ def test_steps_are_left_out_without_time_and_without_what_they_need(tmp_path: Pa
     }
 
 
+def test_a_step_is_told_how_long_it_may_take(tmp_path: Path) -> None:
+    program = "import json, sys; print(json.dumps({'words': sys.argv[1:]}))"
+    steps = [step("first", program, margin_s=5.0), step("late", program, margin_s=5.0, limit_s=600)]
+    done = run(tmp_path, [*steps, step("untold", program)], budget_s=50)
+    words = {name: result["lines"][0]["words"] for name, result in done.items()}
+    assert words["first"] == ["--within", "25.0"] and words["untold"] == []
+    assert words["late"][0] == "--within" and 20 < float(words["late"][1]) <= 45
+
+
 def test_long_output_loses_its_middle(tmp_path: Path) -> None:
     program = "print('begin', 'x' * 3_000_000, 'end')"
     run(tmp_path, [step("talks", program), step("next", "print('after')")])
@@ -138,7 +147,7 @@ def test_every_run_is_made_of_steps_that_exist(tmp_path: Path) -> None:
 
 
 def test_all_sections_of_a_check_fit_into_its_step(tmp_path: Path) -> None:
-    from benchmarks.gpu_check import SECTIONS, limits_of
+    from benchmarks.gpu_check import DEFAULT_SECTIONS, SECTIONS, limits_of
 
     for make, _ in gpu_runs.RUNS.values():
         steps = make(
@@ -147,9 +156,9 @@ def test_all_sections_of_a_check_fit_into_its_step(tmp_path: Path) -> None:
             )
         )
         for step in (step for step in steps if "benchmarks.gpu_check" in step.command):
-            words = list(step.command)
-            within_s = float(words[words.index("--within") + 1])
-            names = [word for word in words if word in SECTIONS] or list(SECTIONS)[:-1]
+            assert step.margin_s is not None
+            within_s = step.limit_s - step.margin_s
+            names = [word for word in step.command if word in SECTIONS] or DEFAULT_SECTIONS
             limits_s = limits_of(names, within_s)
             assert sum(limits_s.values()) <= within_s + 1e-6 < step.limit_s
             assert all(limit_s > 0.7 * SECTIONS[name][1] for name, limit_s in limits_s.items())
