@@ -222,9 +222,10 @@ def _ncu(run: Run) -> Step:
     )
 
 
-def _pytest(run: Run, file: str = "") -> Step:
-    tests = SOURCE_ROOT / "tests" / "gpu" / file
-    command = run.python("pytest", "-q", "-p", "no:cacheprovider", tests)
+def _pytest(run: Run, *files: str) -> Step:
+    folder = SOURCE_ROOT / "tests" / "gpu"
+    paths = [folder / file for file in files] or [folder]
+    command = run.python("pytest", "-q", "-p", "no:cacheprovider", *paths)
     return Step(name="tests", command=command, limit_s=90, least_s=25)
 
 
@@ -299,7 +300,7 @@ def large(run: Run) -> list[Step]:
 
 
 def standby(run: Run) -> list[Step]:
-    steps = [_pytest(run, "test_gpu_memory.py"), _inputs(run)]
+    steps = [_pytest(run, "test_gpu_memory.py", "test_gpu_standby.py"), _inputs(run)]
     steps += [_lose_ranks(run, "kill"), _lose_ranks(run, "stray"), _inputs(run, "8B", "inputs_8B")]
     steps += [_lose_ranks(run, "kill", "8B")]
     return [*steps, *(_lose_ranks(run, "none", "8B", spares) for spares in ("standby", "warm"))]

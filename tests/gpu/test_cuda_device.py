@@ -29,6 +29,7 @@ def test_arrays_arrive_aligned_in_one_piece(device: CudaDevice) -> None:
         assert tensor.data_ptr() % 16 == 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # it is new, it says
 def test_nothing_but_wait_waits(device: CudaDevice) -> None:
     """With a second of work queued, copies in both directions return at once, and their content is
     right after waiting.
@@ -46,8 +47,8 @@ def test_nothing_but_wait_waits(device: CudaDevice) -> None:
     first = steps()  # loads the kernel and allocates host memory, which may both wait
     torch.cuda.synchronize()
     del first
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         torch.cuda._sleep(LONG)
         pending = steps()
         event = pending[-1][1]

@@ -66,6 +66,7 @@ def _write_after_it_is_forbidden(pipe: Connection) -> None:
     memory = SharedGpuMemory.create(NUM_BYTES)
     tensor = memory.tensor()
     tensor.fill_(1)
+    torch.cuda.synchronize()
     memory.forbid_writing()
     pipe.send((memory.handle, int(tensor[-1])))
     pipe.recv()

@@ -1,12 +1,15 @@
 """A spare of a rank on a GPU that stands by: it has the rank's weights and KV cache and graphs of
 its own, and goes on where the rank was killed. The GPU is a stand-in (`fake_gpu.py`, with the
-memory of `memory/fake_cuda.py`); rank and spare are processes.
+memory of `memory/fake_cuda.py`); rank and spare are processes. `tests/gpu/test_gpu_standby.py` does
+the same on a GPU.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import multiprocessing
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 from configs.engine import ResolvedConfig
 from tests.checkpoints import Shape, make_checkpoint
 from tests.workers.conftest import config_of
+from tests.workers.fake_gpu import FakeGpu
 from tests.workers.memory import fake_cuda
 from tests.workers.planner import Planner, Row
 from workers.memory.inheritance import InheritedMemory
@@ -112,18 +116,22 @@ def new_rows() -> list[Row]:
     return [Row(list(prompt), len(prompt)) for prompt in PROMPTS]
 
 
-def _serve(pipe: Connection, config: ResolvedConfig) -> None:
+def serve(pipe: Connection, config: ResolvedConfig) -> None:
     """A rank: starts, and runs as many steps as it is told."""
+    rank = Worker(config, rank=0)
+    rank.start(None)
+    rank.allocate_cache(NUM_BLOCKS)
+    pipe.send(rank.memory())
+    rows, planner = new_rows(), Planner(config.block_size)
+    admit(rows, planner, [[]] * len(rows), [0] * len(rows))
+    while True:
+        run(rank, rows, planner, pipe.recv())
+        pipe.send([(row.tokens, row.blocks) for row in rows])
+
+
+def _serve_on_fake_gpu(pipe: Connection, config: ResolvedConfig) -> None:
     with fake_cuda.running_on_fake_gpu():
-        rank = Worker(config, rank=0)
-        rank.start(None)
-        rank.allocate_cache(NUM_BLOCKS)
-        pipe.send(rank.memory())
-        rows, planner = new_rows(), Planner(config.block_size)
-        admit(rows, planner, [[]] * len(rows), [0] * len(rows))
-        while True:
-            run(rank, rows, planner, pipe.recv())
-            pipe.send([(row.tokens, row.blocks) for row in rows])
+        serve(pipe, config)
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
@@ -131,8 +139,20 @@ def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
     form: dict[str, Any], tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path, Shape(name="small"))
-    config = config_for(tmp_path, **form)
-    with fake_cuda.running_on_fake_gpu():
+    check_that_a_spare_goes_on(
+        config_for(tmp_path, **form), _serve_on_fake_gpu, fake_cuda.running_on_fake_gpu
+    )
+
+
+def check_that_a_spare_goes_on(
+    config: ResolvedConfig,
+    serve: Callable[..., None],
+    running: Callable[[], AbstractContextManager[FakeGpu | None]],
+) -> None:
+    """It takes over from a rank, a process that does `serve` and is killed, and samples what a rank
+    alone does. Workers of this process are `running` on a GPU.
+    """
+    with running():
         alone = Worker(config, rank=0)
         alone.start(None)
         alone.allocate_cache(NUM_BLOCKS)
@@ -141,20 +161,19 @@ def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
         run(alone, undisturbed, planner, NUM_STEPS)
         alone.close()
     pipe, theirs = SERVER.Pipe()
-    rank = SERVER.Process(target=_serve, args=(theirs, config), daemon=True)
+    rank = SERVER.Process(target=serve, args=(theirs, config), daemon=True)
     rank.start()
     theirs.close()
     memories = pipe.recv()
     inherited = InheritedMemory.open(memories)
     pipe.send(2)
     pipe.recv()  # it has run some steps before anybody stands by
-    with fake_cuda.running_on_fake_gpu() as gpu:
+    with running() as gpu:
         spare = Worker(config, 0, inherited)
         spare.warm_up_spare()
         assert spare.has_weights
         assert not spare.start(None, num_kv_blocks=NUM_BLOCKS).ledger.budget_terms[1:]
         spare.allocate_cache(NUM_BLOCKS, is_standby=True)
-        assert gpu.graphs
         pipe.send(4)
         states = pipe.recv()
         rank.kill()
@@ -167,9 +186,10 @@ def test_a_spare_goes_on_with_the_cache_and_the_graphs_that_it_has(
         planner = Planner(config.block_size, epoch=1)
         planner._block_ids = count(30)
         admit(rows, planner, [list(b) for _, b in states], [len(t) - 1 for t, _ in states])
-        num_replays = sum(graph.num_replays for graph in gpu.graphs)
+        num_replays = 0 if gpu is None else sum(graph.num_replays for graph in gpu.graphs)
         run(spare, rows, planner, NUM_STEPS - 6)
-        assert sum(graph.num_replays for graph in gpu.graphs) > num_replays
+        if gpu is not None:
+            assert gpu.graphs and sum(graph.num_replays for graph in gpu.graphs) > num_replays
         assert [row.tokens for row in rows] == [row.tokens for row in undisturbed]
         own_memories = spare.memory()  # for its own spare
         assert own_memories.weights is not None and own_memories.cache is not None

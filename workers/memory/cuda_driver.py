@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import os
 from ctypes import byref, c_char_p, c_int, c_size_t, c_ubyte, c_ulonglong, c_ushort, c_void_p
 from typing import Any
 
@@ -69,6 +70,7 @@ def export_memory(handle: int) -> int:
         c_int(_FILE_DESCRIPTOR),
         c_ulonglong(0),
     )
+    os.set_inheritable(descriptor.value, False)  # else a program started meanwhile keeps it
     return descriptor.value
 
 

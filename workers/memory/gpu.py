@@ -142,7 +142,9 @@ class SharedGpuMemory:
         self._map().allow(cuda_driver.READ_WRITE)
 
     def forbid_writing(self) -> None:
-        """From now on, a kernel of this process that writes to it fails, as all after it."""
+        """From now on, a kernel of this process that writes to it fails, as all after it. Those
+        that write have to be done.
+        """
         self._map().allow(cuda_driver.READ)
 
     def _map(self) -> _Mapping:

@@ -171,9 +171,12 @@ def test_a_lack_of_memory_is_told_from_other_errors(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_stays_mapped_or_open_once_nobody_has_it() -> None:
+    gc.collect()  # what other tests have left
     before, num_mapped = open_files(), mappings()
     memory = SharedGpuMemory.create(PIECE)
     opened = SharedGpuMemory.open(memory.handle)
+    descriptors = (*memory._descriptors, *opened._descriptors)
+    assert not any(map(os.get_inheritable, descriptors)), "a program that is started keeps it"
     tensor = opened.tensor()
     del memory, opened
     gc.collect()
