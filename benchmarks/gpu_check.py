@@ -11,15 +11,19 @@
     throughput   output tokens per second of the engine, with each attention backend
     tokens       outputs of all backends are equal; launching a step never waits for the GPU
     ranks        two ranks, where there are two GPUs: sums, tokens, steps of the 0.6B shape
-    weights      experts, and weights in 4 bits and FP8: only if asked for
-    sanitizer    CUDA's checkers over small shapes, where they are installed: only if asked for
+
+and, only if asked for:
+
+    8B, 8B-int4, 8B-fp8, 30B-A3B    steps of these models, and outputs per second of 8B
+    grouped      products with codes of 4 bits and of FP8 against their lower bounds
+    sanitizer    CUDA's checkers over small shapes, where they are installed
 
 Needs torch and triton; nothing is downloaded or built. Every row runs in the process of its
 section, those of `ranks` in two, those of `numerics` in one for each family of kernels, all without
 Ray, whose part `benchmarks.dispatch` measures on any machine. Under nine minutes, as long again for
-`--sections sanitizer`, and seven for `weights`: each section has its own process and time limit,
-and its results so far are kept if it crashes, hangs or runs out of time. Results are written after
-every section, and one table is printed at the end. Exit code 1 if anything has not passed.
+`--sections sanitizer`: each section has its own process and time limit, and its results so far are
+kept if it crashes, hangs or runs out of time. Results are written after every section, and one
+table is printed at the end. Exit code 1 if anything has not passed.
 
 `--triton-cache DIR`: begin with the compiled kernels in `DIR/triton_cache.tar.xz`, if it is there,
 and if there are new ones, write all of them to that name beside FILE; see `gpu_check_cache`.
@@ -48,6 +52,7 @@ from benchmarks.common import machine as describe_machine
 from benchmarks.gpu_check_cache import KernelCache, kernel_cache
 from benchmarks.gpu_check_common import Check, Row, median_us, rounded
 from benchmarks.gpu_check_engine import throughput
+from benchmarks.gpu_check_grouped import grouped_speed
 from benchmarks.gpu_check_mixed import mixed_steps
 from benchmarks.gpu_check_model import answers
 from benchmarks.gpu_check_numerics import families, numerics
@@ -63,7 +68,8 @@ from benchmarks.gpu_check_sanitizer import sanitizer
 from benchmarks.gpu_check_speed import speed
 from benchmarks.gpu_check_steps import decode_steps, prefill_steps
 from benchmarks.gpu_check_tokens import tokens
-from benchmarks.gpu_check_weights import weights
+from benchmarks.gpu_check_weights import mixture, weights
+from configs.quantization import FP8, INT4
 from kernels.interface import Kernels
 from kernels.select import select_backend
 from workers.device import CudaDevice
@@ -181,11 +187,18 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
     "throughput": (throughput, 50.0),
     "tokens": (tokens, 45.0),
     "ranks": (two_ranks, 20.0),
-    "weights": (weights, 400.0),
-    "sanitizer": (sanitizer, 535.0),
 }
 # Those that run unless others are named, 525 seconds altogether.
-DEFAULT_SECTIONS = [name for name in SECTIONS if name not in ("weights", "sanitizer")]
+DEFAULT_SECTIONS = list(SECTIONS)
+# Of weights that `decode` and `prefill` do not have.
+WEIGHTS_SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
+    "8B": (partial(weights, None), 80.0),
+    "8B-int4": (partial(weights, INT4), 95.0),
+    "8B-fp8": (partial(weights, FP8), 95.0),
+    "30B-A3B": (mixture, 95.0),
+    "grouped": (grouped_speed, 60.0),
+}
+SECTIONS |= WEIGHTS_SECTIONS | {"sanitizer": (sanitizer, 535.0)}
 # How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0

@@ -1,5 +1,5 @@
-"""Products with codes in groups: two families of kernels of the section `numerics`, and a part of
-`weights`.
+"""Products with codes in groups: two families of kernels of the section `numerics`, and the section
+`grouped`.
 
 Legend: T tokens, X features in, Y features out, G groups, W words.
 """

@@ -311,7 +311,8 @@ def _prefill_step(check: Check, num_prompts: int, prompt_len: int, parts: Parts)
         engine.step()
         seconds.append(time.perf_counter() - began)
     ms, launch_ms = (1000 * statistics.median(each[1:]) for each in (seconds, executor.launch_s))
-    floor_ms = 1000 * floor_s(model, 2, make_workload(prompts, [1] * num_prompts), check.ceilings)
+    work = make_workload(prompts, [1] * num_prompts)
+    floor_ms = 1000 * floor_s(model, 2, work, check.ceilings, config.quantization)
     return {
         "ms": rounded(ms),
         "launch_ms": rounded(launch_ms),

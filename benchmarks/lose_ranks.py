@@ -56,6 +56,8 @@ class Streams:
         ]
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.came_s: list[list[float]] = [[] for _ in prompts]
+        self._failures: list[BaseException] = []
+        self._num_tokens = num_tokens
         self._threads = [
             threading.Thread(target=self._follow, args=(llm, index, *one), daemon=True)
             for index, one in enumerate(zip(prompts, params, strict=True))
@@ -64,9 +66,12 @@ class Streams:
             thread.start()
 
     def _follow(self, llm: LLM, index: int, prompt: list[int], params: SamplingParams) -> None:
-        for chunk in llm.stream(prompt, params):
-            self.tokens[index] += chunk.token_ids
-            self.came_s[index] += [time.monotonic()] * len(chunk.token_ids)
+        try:
+            for chunk in llm.stream(prompt, params):
+                self.tokens[index] += chunk.token_ids
+                self.came_s[index] += [time.monotonic()] * len(chunk.token_ids)
+        except BaseException as error:
+            self._failures.append(error)  # `join` raises it
 
     def wait_for(self, at_s: float, count: int = 1) -> list[float]:
         """For each stream, when its `count`th token after `at_s` came."""
@@ -78,22 +83,28 @@ class Streams:
             time.sleep(0.002)
         raise SystemExit("a stream got no token in time")
 
-    def silences_s(self, killed_s: float) -> list[float]:
-        """For each stream that has ended, seconds from a kill to the end of the longest silence
-        that began before it or soon after, since tokens that were on their way come a moment later.
+    def silences_s(self, killed_s: float) -> list[tuple[float, float]]:
+        """For each stream that has ended, the longest silence that began before a kill or soon
+        after, since tokens that were on their way come a moment later: how long it was in seconds,
+        and how long after the kill it ended.
         """
         return [
             max(
                 (later_s - earlier_s, later_s - killed_s)
                 for earlier_s, later_s in itertools.pairwise(came_s)
                 if later_s > killed_s and earlier_s <= killed_s + _ON_THEIR_WAY_S
-            )[1]
+            )
             for came_s in self.came_s
         ]
 
     def join(self) -> None:
+        """Raises `SystemExit` if a stream failed, or has not ended in time."""
         for thread in self._threads:
             thread.join(LIMIT_S)
+        if self._failures:
+            raise SystemExit(f"a stream failed: {self._failures[0]}")
+        if any(len(tokens) < self._num_tokens for tokens in self.tokens):
+            raise SystemExit(f"a stream has not ended within {LIMIT_S:.0f} s")
 
     def tokens_per_s(self) -> float:
         """Of all streams, from the first token to the last."""
@@ -168,11 +179,12 @@ def measure(args: argparse.Namespace, model: str) -> dict[str, Any]:
                 before = llm.stats()
                 killed_s = kill(llm, args, rank)
                 streams.join()
-                gaps_s += streams.silences_s(killed_s)
                 after = llm.stats()
-                computed_again.append(after.num_recomputed_tokens - before.num_recomputed_tokens)
                 if args.signal != "none" and after.num_recoveries == before.num_recoveries:
                     raise SystemExit(f"{args.signal} of rank {rank} did not end it")
+                computed_again.append(after.num_recomputed_tokens - before.num_recomputed_tokens)
+                for silence_s, after_kill_s in streams.silences_s(killed_s):
+                    gaps_s.append(silence_s if args.signal == "none" else after_kill_s)
                 tokens_per_s.append(streams.tokens_per_s())
                 last = {"next_token_s": max(gaps_s[-args.streams :])}
                 last |= {"computed_again": computed_again[-1], "tokens_per_s": tokens_per_s[-1]}

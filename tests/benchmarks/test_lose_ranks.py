@@ -1,11 +1,15 @@
-"""What the benchmark of lost ranks makes of tokens that came: real kills are in `tests/cluster`."""
+"""What the benchmark of lost ranks makes of the tokens that come; `tests/cluster` kills ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from benchmarks.http_load import Timings
 from benchmarks.lose_ranks import Streams
+from scheduler.params import SamplingParams
 
 
 def streams_of(*came_s: list[float]) -> Streams:
@@ -16,14 +20,19 @@ def streams_of(*came_s: list[float]) -> Streams:
 
 def test_tokens_on_their_way_and_a_later_pause_are_not_the_next_token() -> None:
     before, after = [8.0, 9.0, 9.9], [10.6, 10.61, 13.0]
-    assert streams_of([*before, *after], [*before, 10.02, 10.07, *after]).silences_s(
-        10.0
-    ) == pytest.approx([0.6, 0.6])
+    streams = streams_of([*before, *after], [*before, 10.02, 10.07, *after])
+    assert streams.silences_s(10.0) == [pytest.approx((0.7, 0.6)), pytest.approx((0.53, 0.6))]
 
 
-def test_streams_of_one_event_have_no_figures() -> None:
-    timings = Timings(total_s=1.0, num_tokens=40, first_s=[1.0])
-    with pytest.raises(RuntimeError, match="have no text"):
-        timings.line()
-    timings.between_s.append(0.1)
-    assert timings.line()["inter_token_ms_p50"] == 100
+def test_a_stream_that_fails_or_lacks_tokens_is_told() -> None:
+    def stream(prompt: list[int], params: SamplingParams) -> Iterator[Any]:
+        yield SimpleNamespace(token_ids=[1, 2])
+        if prompt == [7]:
+            raise RuntimeError("the engine is dead")
+
+    llm: Any = SimpleNamespace(stream=stream)
+    Streams(llm, [[5], [6]], 2).join()
+    with pytest.raises(SystemExit, match="has not ended"):
+        Streams(llm, [[5], [6]], 3).join()
+    with pytest.raises(SystemExit, match="a stream failed: the engine is dead"):
+        Streams(llm, [[5], [7]], 2).join()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,8 +82,18 @@ def test_scales_may_be_bfloat16_and_a_bias_missing(num_rows: int) -> None:
     assert_near(product(x, weight), REFERENCE.linear(x, weight, None))
 
 
+@pytest.fixture
+def exact_cublas() -> Iterator[None]:
+    """cuBLAS adds the sums of parts in float32, and not, as it may, in 16 bits."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    yield
+    matmul.allow_bf16_reduced_precision_reduction = before
+
+
 @pytest.mark.parametrize("num_rows", [2, MAX_FUSED_ROWS + 1])
-def test_products_of_codes_are_exact_where_sums_are(num_rows: int) -> None:
+def test_products_of_codes_are_exact_where_sums_are(num_rows: int, exact_cublas: None) -> None:
     """Whole numbers: each code, less each zero point, times each input comes out as it should."""
     weight = drawn(40, 256, 64, torch.bfloat16)
     weight.scale.fill_(1)
