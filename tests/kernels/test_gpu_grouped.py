@@ -86,10 +86,13 @@ def test_scales_may_be_bfloat16_and_a_bias_missing(num_rows: int) -> None:
 def exact_cublas() -> Iterator[None]:
     """cuBLAS adds the sums of parts in float32, and not, as it may, in 16 bits."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.allow_bf16_reduced_precision_reduction
-    matmul.allow_bf16_reduced_precision_reduction = False
+    names = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    before = {name: getattr(matmul, name) for name in names}
+    for name in names:
+        setattr(matmul, name, False)
     yield
-    matmul.allow_bf16_reduced_precision_reduction = before
+    for name, value in before.items():
+        setattr(matmul, name, value)
 
 
 @pytest.mark.parametrize("num_rows", [2, MAX_FUSED_ROWS + 1])
