@@ -20,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest
 # Collecting the other files takes seconds.
 ENGINE_TESTS = $(shell grep -rl --include='test_*.py' mark.engine tests/cluster)
 FIRST_ENGINE_TESTS := tests/cluster/test_default_model.py tests/cluster/test_llm.py
-SLOW_TESTS := tests/benchmarks \
+SLOW_TESTS := $(filter-out %/test_gpu_check.py,$(wildcard tests/benchmarks/test_*.py)) \
     $(addprefix tests/kernels/,test_avx2.py test_gpu_compile.py test_cache.py test_scratch_memory.py)
 
 # Tests that start engines run one after another, the others in three processes, since some wait: a
