@@ -190,15 +190,15 @@ SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
 }
 # Those that run unless others are named, 525 seconds altogether.
 DEFAULT_SECTIONS = list(SECTIONS)
-# Of weights that `decode` and `prefill` do not have.
-WEIGHTS_SECTIONS: dict[str, tuple[Callable[[Check], None], float]] = {
+# The others. 8B in 16 bits is among them to be compared with in the same run.
+SECTIONS |= {
     "8B": (partial(weights, None), 80.0),
     "8B-int4": (partial(weights, INT4), 95.0),
     "8B-fp8": (partial(weights, FP8), 95.0),
     "30B-A3B": (mixture, 95.0),
     "grouped": (grouped_speed, 60.0),
+    "sanitizer": (sanitizer, 535.0),
 }
-SECTIONS |= WEIGHTS_SECTIONS | {"sanitizer": (sanitizer, 535.0)}
 # How long a section may take to stop by itself before its process is killed.
 _MARGIN_S = 5.0
 _GROUP_TIMEOUT_S = 20.0
