@@ -13,7 +13,7 @@ import torch
 
 from configs.engine import EngineConfig, ResolvedConfig
 from configs.model import ModelConfig
-from configs.quantization import FP8, INT4, INT8, Quantization, computed_quantization
+from configs.quantization import FP8, INT4, INT8, computed_quantization
 from kernels.cpu.backend import CPU_KERNELS
 from kernels.select import choose_capabilities
 from scheduler.errors import ConfigError
@@ -74,11 +74,11 @@ def test_what_cannot_be_kept_is_widened(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, SHAPE)
     pack_checkpoint(tmp_path, model, bits=8, group_size=64)
     assert resolved(tmp_path).quantization is None
-    for name in ("pack_32", "fp8_bfloat16"):
+    for name, other in (("pack_32", FP8), ("fp8_bfloat16", INT4)):
         stored_model(tmp_path, name)
         assert resolved(tmp_path).quantization is not None
-        from_user = resolved(tmp_path, quantization="int8").quantization
-        assert from_user == Quantization(is_stored=False, includes_vocabulary=True)
+        from_user = resolved(tmp_path, quantization=other).quantization
+        assert from_user == computed_quantization(other)
 
 
 @pytest.mark.parametrize(("name", "form"), [("pack_32", INT4), ("fp8_bfloat16", FP8)])

@@ -104,10 +104,10 @@ def test_each_number_of_ranks_has_a_form_of_its_own(
 ) -> None:
     write(tmp_path, "float_channel", intermediate=644)
     model = ModelConfig.from_dir(tmp_path)
-    total_bytes = [size * _rank_weights("it", model, tmp_path, size).num_bytes for size in (1, 2)]
+    num_bytes = _rank_weights("it", model, tmp_path, 1).num_bytes
     monkeypatch.setattr(
         "cluster.commands.doctor.os.sysconf",
-        {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": sum(total_bytes) // 2}.__getitem__,
+        {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 5 * num_bytes // 4}.__getitem__,
     )
     _, one, two, *lines = [
         line for line in _examine_model(str(tmp_path))[0] if "--tp 4:" not in line

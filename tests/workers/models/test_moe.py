@@ -383,7 +383,7 @@ def test_in_bfloat16_a_part_of_the_choices_depends_on_the_number_of_ranks(
     [chosen, *_], _ = choices_of(model_dir, size, torch.bfloat16)
     count = flips(chosen, alone)
     print(f"bfloat16, tp {size}: {count} of {len(chosen) * LENGTH} choices differ from tp 1")
-    assert count < 0.15 * len(chosen) * LENGTH
+    assert count < 0.25 * len(chosen) * LENGTH
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
