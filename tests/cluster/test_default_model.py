@@ -29,7 +29,7 @@ PREAMBLE_TOKENS = 300
 
 @pytest.fixture(scope="module")
 def default_llm(users_ray: None) -> Iterator[LLM]:
-    with LLM(tensor_parallel_size=2, device="cpu", kv_cache_bytes=2**27, spares="off") as engine:
+    with LLM(tensor_parallel_size=2, device="cpu", kv_cache_bytes=2**28, spares="off") as engine:
         yield engine
 
 
